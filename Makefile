@@ -1,0 +1,37 @@
+# train: the main job on this machine; test, lint: what a change must pass; bench: side-by-side measurements.
+PYTHON ?= python3
+NPROC  ?= 2
+ZERO   ?= 3
+SIZE   ?= 2m
+STEPS  ?=
+ARGS   ?=
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed
+CODE  := $(wildcard src tests examples bench)
+
+.PHONY: train test lint bench clean
+.DELETE_ON_ERROR:
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,cli]'
+	@touch $@
+
+train: $(STAMP)
+	@$(BIN)/python examples/train_lm.py --nproc $(NPROC) --zero $(ZERO) --size $(SIZE) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/mypy --strict src
+
+bench: $(STAMP)
+	@$(BIN)/python -m bench $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info

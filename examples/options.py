@@ -1,0 +1,169 @@
+"""The options of ``train_lm.py``: parsed and checked without torch, so that a mistake is answered at once."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+# name -> (layers, width); the first is for tests, and the last ones need a cluster
+SIZES: dict[str, tuple[int, int]] = {
+    "tiny": (2, 64),
+    "2m": (3, 256),
+    "10m": (6, 384),
+    "50m": (10, 640),
+    "125m": (18, 768),
+    "350m": (28, 1024),
+    "1b": (20, 2048),
+    "7b": (34, 4096),
+    "13b": (41, 5120),
+    "70b": (86, 8192),
+}
+
+ZERO_HELP = (
+    "shard 1: the optimizer's state; 2: and the gradients; 3: and the parameters; 0: nothing (%(default)s)"
+)
+STANDARD_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
+
+
+class OptionError(ValueError):
+    """A mistake in the options or in what they name; its message is one line for the user."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What one run does; the fields are the command line's options."""
+
+    nproc: int
+    zero: int
+    size: str
+    tied: bool
+    bf16: bool
+    steps: int
+    batch_size: int
+    micro_batches: int
+    sequence_length: int
+    lr: float
+    seed: int
+    threads: int
+    corpus: Path
+    checkpoint_dir: Path
+    checkpoint_every: int
+    resume: bool
+    sample: bool
+    log_json: Path | None
+
+    @property
+    def model_shape(self) -> dict[str, object]:
+        """What a checkpoint must agree on with the run that loads it."""
+        return {"size": self.size, "tied": self.tied}
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise OptionError(message)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _OneLineParser(
+        prog="train_lm.py",
+        description="Train a byte-level language model on the Python standard library's source, sharded.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add(
+        "--nproc",
+        type=int,
+        default=2,
+        help="processes on this machine; under torchrun its count (%(default)s)",
+    )
+    add("--zero", type=int, default=3, choices=range(4), help=ZERO_HELP)
+    add("--size", default="2m", choices=SIZES, help="about this many parameters (%(default)s)")
+    add(
+        "--tied",
+        action="store_true",
+        default=True,
+        help="the head shares the embedding's weight; the default",
+    )
+    add("--untied", dest="tied", action="store_false", help="the head has a weight of its own")
+    add("--bf16", action="store_true", help="compute in bfloat16, reduce gradients in float32")
+    add("--steps", type=int, default=400, help="optimizer steps (%(default)s)")
+    add("--batch-size", type=int, default=12, help="sequences per step, over all processes (%(default)s)")
+    add("--micro-batches", type=int, default=1, help="backward passes per step (%(default)s)")
+    add("--sequence-length", type=int, default=128, help="bytes per sequence (%(default)s)")
+    add("--lr", type=float, default=3e-3, help="peak learning rate (%(default)s)")
+    add("--seed", type=int, default=0, help="of the weights, the data order and the sample (%(default)s)")
+    add("--threads", type=int, default=0, help="CPU threads per process; 0 divides the cores (%(default)s)")
+    add("--corpus", type=Path, default=STANDARD_LIBRARY, help="folder of *.py files (%(default)s)")
+    add(
+        "--checkpoint-dir", type=Path, default=Path("out/train_lm"), help="keeps the newest two (%(default)s)"
+    )
+    add("--checkpoint-every", type=int, default=200, help="steps between; 0 for no checkpoints (%(default)s)")
+    add("--resume", action="store_true", help="continue from the newest checkpoint in --checkpoint-dir")
+    add("--no-sample", dest="sample", action="store_false", help="generate no text at the end")
+    add("--log-json", type=Path, help="write every step's loss and gradient norm to this file")
+    return parser
+
+
+def parse_options(arguments: list[str]) -> Options:
+    """Parse and check the command line.
+
+    Raises:
+        OptionError: naming the option that is wrong and what it may be.
+    """
+    options = Options(**vars(_parser().parse_args(arguments)))
+    _check(options, int(os.environ.get("WORLD_SIZE", options.nproc)))
+    return options
+
+
+def _check(options: Options, world_size: int) -> None:
+    for name in ("nproc", "steps", "batch_size", "micro_batches", "sequence_length"):
+        if (value := getattr(options, name)) < 1:
+            raise OptionError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    for name in ("threads", "checkpoint_every", "seed"):
+        if (value := getattr(options, name)) < 0:
+            raise OptionError(f"--{name.replace('_', '-')} must not be negative, not {value}")
+    if not options.lr > 0:
+        raise OptionError(f"--lr must be positive, not {options.lr}")
+    if options.batch_size % (world_size * options.micro_batches):
+        raise OptionError(
+            f"--batch-size {options.batch_size} must be a multiple of "
+            f"{world_size} processes x {options.micro_batches} micro-batches"
+        )
+    if options.log_json and not options.log_json.absolute().parent.is_dir():
+        raise OptionError(f"--log-json {options.log_json}: no such folder")
+    if options.checkpoint_dir.exists() and not options.checkpoint_dir.is_dir():
+        raise OptionError(f"--checkpoint-dir {options.checkpoint_dir}: not a folder")
+    if options.resume:
+        _check_resume(options)
+
+
+def _check_resume(options: Options) -> None:
+    checkpoint = newest_checkpoint(options.checkpoint_dir)
+    if checkpoint is None:
+        raise OptionError(f"--resume: no checkpoint in {options.checkpoint_dir}")
+    saved = json.loads((checkpoint / "run.json").read_text())
+    for name, value in options.model_shape.items():
+        if saved[name] != value:
+            raise OptionError(f"--resume: {checkpoint} was made with {name} {saved[name]}, not {value}")
+    if saved["step"] >= options.steps:
+        raise OptionError(
+            f"--resume: {checkpoint} is at step {saved['step']} already; give more than that as --steps"
+        )
+
+
+def newest_checkpoint(directory: Path) -> Path | None:
+    """The folder of the newest complete checkpoint, or None."""
+    pointer = directory / "latest"
+    return directory / pointer.read_text().strip() if pointer.exists() else None
+
+
+def complain(error: Exception) -> None:
+    """Write one line about ``error`` to stderr, once per machine."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"train_lm.py: {error}", file=sys.stderr, flush=True)

@@ -1,0 +1,224 @@
+"""One flat local tensor, its gathered twin, and the transitions between them; the only caller of `comm`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import torch
+
+from .comm import Comm
+from .device import allocate_storage, free_storage, not_inference
+from .layout import Layout, TensorLayout
+
+Collective = tuple[list[torch.Tensor], list[torch.Tensor]]
+"""Outputs and inputs of one coalesced collective."""
+
+
+class GatherPlan:
+    """Views that a gather of ``layout`` into ``full`` needs; made once, since the memory behind them only resizes.
+
+    Args:
+        layout: how the source is laid out over the ranks.
+        full: the gathered buffer, 1-D.
+        offsets: where each tensor starts in ``full``, in elements.
+    """
+
+    def __init__(self, layout: Layout, full: torch.Tensor, offsets: Sequence[int]):
+        self.layout, self.full = layout, full
+        self._direct: list[tuple[TensorLayout, torch.Tensor]] = []
+        self._packed: list[tuple[TensorLayout, torch.Tensor]] = []
+        self._sizes: list[int] = []
+        for tensor, offset in zip(layout.tensors, offsets, strict=True):
+            if size := tensor.chunk_numel:
+                target = full[offset : offset + size * layout.world_size]
+                (self._packed if tensor.packed else self._direct).append((tensor, target))
+        self._sizes = [tensor.chunk_numel for tensor, _ in self._packed]
+        self._rows = [target.view(layout.world_size, -1) for _, target in self._packed]
+        self._plain_copy = all(tensor.is_contiguous_cut for tensor, _ in self._packed)
+        self._outputs = [target for _, target in self._direct]
+        self._source: torch.Tensor | None = None
+        self._inputs: list[torch.Tensor] = []
+
+    def inputs(self, source: torch.Tensor) -> list[torch.Tensor]:
+        """Runs of ``source`` (a rank-major buffer) to send: the packed one first, where there is one."""
+        if source is self._source:
+            return self._inputs
+        runs = [source[: self.layout.packed_numel]] if self._packed else []
+        runs += [source[t.local_offset : t.local_offset + t.chunk_numel] for t, _ in self._direct]
+        return runs
+
+    def keep(self, source: torch.Tensor) -> None:
+        """Remember the runs of a source that will be sent many times."""
+        self._inputs = self.inputs(source)
+        self._source = source
+
+    def start(self, source: torch.Tensor) -> tuple[Collective, torch.Tensor | None]:
+        """The collective to issue for ``source``, and the staging buffer to give to `finish`."""
+        inputs = self.inputs(source)
+        if not self._packed:
+            return (self._outputs, inputs), None
+        staging = self.full.new_empty(self.layout.packed_numel * self.layout.world_size)
+        return ([staging, *self._outputs], inputs), staging
+
+    def finish(self, staging: torch.Tensor | None) -> None:
+        """Put the packed tensors in their places, once the collective is done."""
+        if staging is None:
+            return
+        rows = staging.view(self.layout.world_size, -1)
+        if self._plain_copy:
+            torch.split_with_sizes_copy(rows, self._sizes, dim=1, out=self._rows)
+            return
+        for (tensor, target), part in zip(self._packed, rows.split(self._sizes, dim=1), strict=True):
+            join_chunks(tensor, part, target)
+
+
+def join_chunks(tensor: TensorLayout, chunks: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy ``chunks`` (world size x chunk) into ``target``, the tensor's own order with padding at the end of its
+    cut dim (only tensors cut on dim 0 have padding)."""
+    shaped = chunks.view(tensor.world_size, *tensor.chunk_shape)
+    padded = list(tensor.chunk_shape)
+    padded[tensor.dim] *= tensor.world_size
+    target.view(padded).unflatten(tensor.dim, (tensor.world_size, -1)).copy_(shaped.movedim(0, tensor.dim))
+
+
+def cut_chunks(tensor: TensorLayout, value: torch.Tensor) -> torch.Tensor:
+    """``value`` (the tensor's shape) as world size x chunk elements, without padding; a copy unless cut on dim 0."""
+    return value.unflatten(tensor.dim, (tensor.world_size, -1)).movedim(tensor.dim, 0).flatten(1)
+
+
+class ShardedBuffer:
+    """Tensors of one dtype over the ranks of one mesh axis.
+
+    Args:
+        layout: where each tensor's elements are.
+        local: this rank's rank-major buffer, 1-D, ``layout.local_numel`` elements; may be on the meta device, or
+            on the host while the device computes (offloaded).
+        comm: collectives of the sharding axis.
+        dtype: of the gathered tensors.
+        device: that the gathered tensors are on.
+    """
+
+    def __init__(self, layout: Layout, local: torch.Tensor, comm: Comm, dtype: torch.dtype, device: torch.device):
+        self.layout, self.local, self.comm = layout, local, comm
+        self.dtype, self.device = dtype, device
+        self._full: torch.Tensor | None = None
+        self._plan: GatherPlan | None = None
+        self._resharded: tuple[Layout, Comm, GatherPlan] | None = None
+        self._resharded_local: torch.Tensor | None = None
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether the gathered buffer is the local one: nothing to gather, cast or move."""
+        local = self.local
+        return self.layout.world_size == 1 and local.dtype == self.dtype and local.device.type == self.device.type
+
+    @property
+    def full(self) -> torch.Tensor:
+        """The gathered buffer, 1-D, tensor-major; its memory comes and goes with `allocate` and `free`."""
+        if self._full is None:
+            with not_inference():
+                if self.is_identity:
+                    self._full = self.local
+                else:
+                    self._full = torch.empty(self.layout.full_numel, dtype=self.dtype, device=self.device)
+        return self._full
+
+    def local_view(self, index: int) -> torch.Tensor:
+        """This rank's chunk of a tensor, without padding, in the chunk's shape."""
+        return local_view(self.layout.tensors[index], self.local, self.comm.rank)
+
+    def full_view(self, index: int) -> torch.Tensor:
+        """The whole tensor in the gathered buffer, with a version counter of its own.
+
+        Gathering again writes the values that autograd saved, so it must not count as a modification.
+        """
+        tensor = self.layout.tensors[index]
+        with not_inference():
+            run = self.full[tensor.full_offset : tensor.full_offset + tensor.numel]
+            return run.view(tensor.shape).data
+
+    def allocate(self) -> None:
+        """Give the gathered buffer memory, if it has none."""
+        if not self.is_identity:
+            allocate_storage(self.full)
+
+    def free(self) -> None:
+        """Free the gathered buffer's memory."""
+        if self._full is not None and not self.is_identity:
+            free_storage(self._full)
+
+    def start_gather(self) -> tuple[Collective, Callable[[], None]]:
+        """Allocate, cast and stage; gives the collective to issue (maybe empty) and what to call when it is done."""
+        self.allocate()
+        if self._resharded_local is not None and self._resharded is not None:
+            return _start(self._resharded[2], self._resharded_local)
+        source = self.local
+        if self.layout.world_size == 1:
+            if not self.is_identity:
+                self.full.copy_(source)
+            return ([], []), _nothing
+        if source.dtype != self.dtype or source.device != self.device:
+            source = source.to(self.device, self.dtype, non_blocking=True)
+        if self._plan is None:
+            with not_inference():
+                self._plan = GatherPlan(self.layout, self.full, [t.full_offset for t in self.layout.tensors])
+                if source is self.local:
+                    self._plan.keep(source)
+        return _start(self._plan, source)
+
+    @property
+    def can_reshard(self) -> bool:
+        """Whether `prepare_resharded` was called."""
+        return self._resharded is not None
+
+    def prepare_resharded(self, layout: Layout, comm: Comm) -> None:
+        """Enable `reshard_to_smaller`: ``layout`` is of the same tensors over the ranks of ``comm``."""
+        plan = GatherPlan(layout, self.full, [tensor.full_offset for tensor in self.layout.tensors])
+        self._resharded = layout, comm, plan
+
+    def reshard_to_smaller(self) -> list[torch.Tensor]:
+        """Keep this rank's chunks over the smaller world, free the rest; gives the chunks in their shapes."""
+        assert self._resharded is not None
+        layout, comm, _ = self._resharded
+        local = self.full.new_zeros(layout.local_numel)
+        views = [local_view(tensor, local, comm.rank) for tensor in layout.tensors]
+        for index, (tensor, view) in enumerate(zip(layout.tensors, views, strict=True)):
+            view.copy_(self.full_view(index).narrow(0, tensor.start(comm.rank), tensor.length(comm.rank)))
+        self._resharded_local = local
+        self.free()
+        return views
+
+    def drop_resharded(self) -> None:
+        """Free the chunks over the smaller world."""
+        self._resharded_local = None
+
+    @property
+    def gather_comm(self) -> Comm:
+        """The collectives that the next gather uses."""
+        if self._resharded_local is not None and self._resharded is not None:
+            return self._resharded[1]
+        return self.comm
+
+
+def local_view(tensor: TensorLayout, local: torch.Tensor, rank: int) -> torch.Tensor:
+    """``rank``'s chunk of ``tensor`` in the rank-major buffer ``local``, without padding, in the chunk's shape."""
+    shape = tensor.local_shape(rank)
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return local.as_strided(shape, strides[::-1], local.storage_offset() + tensor.local_offset)
+
+
+def _start(plan: GatherPlan, source: torch.Tensor) -> tuple[Collective, Callable[[], None]]:
+    collective, staging = plan.start(source)
+
+    def finish() -> None:
+        # The cast copy of the source, if there is one, lives in `collective` until here.
+        assert collective[1]
+        plan.finish(staging)
+
+    return collective, finish
+
+
+def _nothing() -> None:
+    pass

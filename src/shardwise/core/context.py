@@ -1,0 +1,118 @@
+"""FSDPCommContext: what the units of one tree share. There are no globals."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .device import device_for, label, queue_end_of_backward
+from .gradient import Reduction
+from .order import ExecutionOrder
+
+if TYPE_CHECKING:
+    from .hooks import Unit
+
+
+class FSDPCommContext:
+    """Streams, order and micro-batch state shared by units.
+
+    Without one, the outermost wrapped module makes it at its first forward. Pass one to `fully_shard` for several
+    modules that no common wrapped root contains.
+
+    Args:
+        device_type: ``"cpu"``, ``"cuda"`` …; where the units compute.
+    """
+
+    def __init__(self, device_type: str):
+        if device_type == "cpu":
+            torch_device = torch.device("cpu")
+        else:
+            torch_device = torch.device(device_type, torch.get_device_module(device_type).current_device())
+        self.device = device_for(torch_device)
+        self.gather_lane = self.device.lane()
+        self.reduce_lane = self.device.lane()
+        self.order: ExecutionOrder[Unit] = ExecutionOrder()
+        self.is_last_backward = True
+        self.max_pending_reductions = 1
+        self.has_root = False
+        self.forward_root: Unit | None = None
+        self.post_optimizer_event: Any = None
+        self.passes = 0
+        self._units: list[weakref.ref[Unit]] = []
+        self._reductions: deque[Reduction] = deque()
+        self._end_is_queued = False
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units that use this context, in the order in which they joined."""
+        return [unit for reference in self._units if (unit := reference()) is not None]
+
+    def join(self, unit: Unit) -> None:
+        """``unit`` shares this context from now on."""
+        if unit.reference not in self._units:
+            self._units.append(unit.reference)
+
+    def take_over(self, other: FSDPCommContext) -> None:
+        """Let all units of ``other`` use this context."""
+        for unit in other.units:
+            unit.join(self, is_root=unit.is_root)
+
+    # -- Forward
+
+    def start_pass(self) -> None:
+        """A forward pass through the tree begins."""
+        self.passes += 1
+        self.order.start_pass()
+        if (event := self.post_optimizer_event) is not None:
+            self.gather_lane.wait_event(event)
+            self.post_optimizer_event = None
+
+    def drop_prefetched(self) -> None:
+        """Free what was gathered for units that then did not run."""
+        for unit in self.units:
+            unit.drop_prefetched()
+
+    # -- Backward
+
+    def queue_end_of_backward(self) -> None:
+        """Finish this backward pass when autograd has done everything else; any number of calls."""
+        if not self._end_is_queued:
+            self._end_is_queued = True
+            queue_end_of_backward(self._end_of_backward)
+
+    def add_reduction(self, reduction: Reduction) -> None:
+        """Let ``reduction`` run beside the computation."""
+        self._reductions.append(reduction)
+
+    def make_room_for_reduction(self) -> None:
+        """Finish the oldest reductions, so that no more are under way than allowed once another is added."""
+        while len(self._reductions) >= self.max_pending_reductions:
+            self._reductions.popleft().finish()
+
+    def _end_of_backward(self) -> None:
+        with label("FSDP::root_post_backward_callback", ""), torch.no_grad():
+            self._end_is_queued = False
+            self.forward_root = None
+            units = self.units
+            for unit in units:
+                unit.end_of_backward()
+            if self.is_last_backward:
+                while self._reductions:
+                    self._reductions.popleft().finish()
+                for unit in units:
+                    unit.forget_calls()
+                self.order.clear_backward()
+
+    # -- After an exception
+
+    def reset(self) -> None:
+        """Back to the state between iterations: wait for what is under way, drop it and all unreduced gradients."""
+        while self._reductions:
+            self._reductions.popleft().abandon()
+        for unit in self.units:
+            unit.reset()
+        self.order.forget()
+        self.forward_root, self._end_is_queued = None, False

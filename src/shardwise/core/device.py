@@ -1,0 +1,301 @@
+"""Streams and events of the compute device, and every private torch API that is not about communication.
+
+The rest of the engine asks a `Device` for lanes. On an accelerator a lane is a side stream; on the CPU there is
+none, and communication overlaps by asynchronous work alone. Memory is only ever allocated on the compute stream:
+a lane waits for the compute stream before it works, and its memory is held until the compute stream has waited
+for it, so the caching allocator never reuses a block early.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+import torch
+from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._pytree import tree_map
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Waitable(Protocol):
+    """What `Lane.submit` gives: its `wait` orders the compute stream, or the host, after the work."""
+
+    def wait(self) -> object: ...
+
+
+Step = Callable[[], Sequence[Waitable]]
+"""Issues collectives and gives their works; may also compute, on what earlier steps received."""
+
+
+class Lane(ABC):
+    """An ordered sequence of communication beside the computation."""
+
+    @abstractmethod
+    def submit(self, *steps: Step) -> Waitable:
+        """Run ``steps`` one after the other, all after the computation queued so far."""
+
+    @abstractmethod
+    def wait_event(self, event: Any) -> None:
+        """Let what is submitted from now on start after ``event``, and not after the computation queued so far."""
+
+
+class Device(ABC):
+    """A compute device as the engine sees it."""
+
+    def __init__(self, device: torch.device):
+        self.torch_device = device
+
+    @abstractmethod
+    def lane(self) -> Lane:
+        """A new lane."""
+
+    @abstractmethod
+    def move_inputs(self, value: Any) -> Any:
+        """``value`` with its tensors moved to this device, where a device other than the host computes."""
+
+
+class _HostTicket:
+    """The first step runs at once, the others when this is waited for."""
+
+    __slots__ = ("steps", "works")
+
+    def __init__(self, steps: Sequence[Step]):
+        self.works, self.steps = steps[0](), steps[1:]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        for step in self.steps:
+            for work in step():
+                work.wait()
+        self.works, self.steps = (), ()
+
+
+class _HostLane(Lane):
+    def submit(self, *steps: Step) -> Waitable:
+        return _HostTicket(steps)
+
+    def wait_event(self, event: Any) -> None:
+        event.wait()
+
+
+class HostDevice(Device):
+    """The CPU: collectives run on the process group's own threads."""
+
+    def lane(self) -> Lane:
+        return _HostLane()
+
+    def move_inputs(self, value: Any) -> Any:
+        return value
+
+
+class _StreamTicket:
+    __slots__ = ("event", "module")
+
+    def __init__(self, module: Any, event: Any):
+        self.module, self.event = module, event
+
+    def wait(self) -> None:
+        self.module.current_stream().wait_event(self.event)
+
+
+class _StreamLane(Lane):
+    def __init__(self, module: Any):
+        self.module = module
+        # High priority: its kernels are short and computation waits for them.
+        self.stream = module.Stream(priority=-1)
+        self._event: Any = None
+
+    def submit(self, *steps: Step) -> Waitable:
+        if self._event is None:
+            self.stream.wait_stream(self.module.current_stream())
+        else:
+            self.stream.wait_event(self._event)
+            self._event = None
+        with self.module.stream(self.stream):
+            for step in steps:
+                for work in step():
+                    work.wait()
+            return _StreamTicket(self.module, self.stream.record_event())
+
+    def wait_event(self, event: Any) -> None:
+        self._event = event
+
+
+class AcceleratorDevice(Device):
+    """CUDA and devices with its stream semantics."""
+
+    def __init__(self, device: torch.device):
+        super().__init__(device)
+        self.module = torch.get_device_module(device)
+
+    def lane(self) -> Lane:
+        return _StreamLane(self.module)
+
+    def move_inputs(self, value: Any) -> Any:
+        return tree_map(self._move, value)
+
+    def _move(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.device.type != self.torch_device.type:
+            return leaf.to(self.torch_device, non_blocking=True)
+        return leaf
+
+
+@functools.lru_cache
+def device_for(device: torch.device) -> Device:
+    """The `Device` of a torch device."""
+    return HostDevice(device) if device.type == "cpu" else AcceleratorDevice(device)
+
+
+def mesh_device(mesh: DeviceMesh) -> torch.device:
+    """The torch device that this rank computes on under ``mesh``."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+# -- Memory ------------------------------------------------------------------------------------------------
+
+
+def allocate_storage(tensor: torch.Tensor) -> None:
+    """Give ``tensor`` memory again after `free_storage`; its views see it."""
+    storage = tensor.untyped_storage()
+    if storage.size() == 0:
+        storage.resize_(tensor.numel() * tensor.itemsize)
+
+
+def free_storage(tensor: torch.Tensor) -> None:
+    """Free the memory of ``tensor`` and of all its views, which stay valid objects."""
+    tensor.untyped_storage().resize_(0)
+
+
+def not_inference() -> contextlib.AbstractContextManager[Any]:
+    """Tensors made inside are ordinary ones also under `torch.inference_mode`, so training can use them later."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
+
+
+def chunk_cat(tensors: Sequence[torch.Tensor], world_size: int, out: torch.Tensor) -> None:
+    """Cut each tensor on dim 0 into ``world_size`` chunks, padded with zeros, and lay rank ``r``'s chunks of all of
+    them one after the other into row ``r`` of ``out`` (world size x sum of chunks), casting to its dtype."""
+    torch._chunk_cat(list(tensors), 0, world_size, out=out)  # type: ignore[attr-defined]
+
+
+def add_each(targets: Sequence[torch.Tensor], terms: Sequence[torch.Tensor]) -> None:
+    """``targets[i] += terms[i]`` in one call."""
+    torch._foreach_add_(list(targets), list(terms))  # type: ignore[attr-defined]
+
+
+def scale_each(tensors: Sequence[torch.Tensor], scale: torch.Tensor) -> None:
+    """``tensors[i] *= scale`` (0-dim) in one call."""
+    torch._foreach_mul_(list(tensors), scale)  # type: ignore[attr-defined]
+
+
+def local_norms(tensors: Sequence[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
+    """Norm of each tensor, 0-dim; 0 for an empty one."""
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    norms = iter(torch._foreach_norm(filled, norm_type) if filled else ())  # type: ignore[attr-defined]
+    return [next(norms) if tensor.numel() else tensor.new_zeros(()) for tensor in tensors]
+
+
+# -- DTensor: public constructors check and redistribute, ours only wrap ---------------------------------------
+
+
+def make_spec(mesh: DeviceMesh, placements: Sequence[Placement], like: torch.Tensor) -> DTensorSpec:
+    """Spec of a DTensor with the global shape, contiguous strides and dtype of ``like``."""
+    strides = torch.empty(like.shape, device="meta").stride()
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(like.shape, strides, like.dtype))
+
+
+def wrap_local(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor around ``local``, without a copy, a check or a new autograd node."""
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The local tensor itself (`DTensor.to_local` gives an autograd view of it)."""
+    local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
+    return local
+
+
+def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
+    """Let a DTensor refer to other local memory of the same shape."""
+    tensor._local_tensor = local  # type: ignore[attr-defined]
+
+
+def shard_like(value: torch.Tensor, sharded: DTensor) -> DTensor:
+    """``value``, the same whole tensor on every rank, cut and placed as ``sharded`` is."""
+    spec = sharded._spec
+    local, offsets = local_of(sharded), compute_local_shape_and_global_offset(value.shape, spec.mesh, spec.placements)[1]
+    for dim, (start, size) in enumerate(zip(offsets, local.shape, strict=True)):
+        value = value.narrow(dim, min(start, value.shape[dim]), size)
+    return wrap_local(value.detach().clone().to(local.device), replace(spec, tensor_meta=TensorMeta(
+        spec.tensor_meta.shape, spec.tensor_meta.stride, value.dtype)))
+
+
+def without_torch_function() -> contextlib.AbstractContextManager[Any]:
+    """Attribute access on tensor subclasses inside goes straight to torch, which is faster."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def call_without_torch_function(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Call ``func`` as torch does for a class whose ``__torch_function__`` is disabled."""
+    return torch._C._disabled_torch_function_impl(func, types, args, kwargs)  # type: ignore[attr-defined]
+
+
+def post_accumulate_grad_hooks(parameter: torch.Tensor) -> Iterable[Callable[[torch.Tensor], None]]:
+    """Hooks that the user registered to run when ``parameter.grad`` is ready."""
+    hooks: dict[int, Callable[[torch.Tensor], None]] | None = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    return tuple(hooks.values()) if hooks else ()
+
+
+# -- Autograd and profiler -------------------------------------------------------------------------------------
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass."""
+    return torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
+
+
+def queue_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the current backward pass has done everything else."""
+    Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+_NO_LABEL = contextlib.nullcontext()
+
+
+def label(name: str, fqn: str) -> contextlib.AbstractContextManager[Any]:
+    """A profiler range ``name (fqn)``; costs nothing while no profiler runs."""
+    if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        return _NO_LABEL
+    return torch.profiler.record_function(f"{name} ({fqn})" if fqn else name)
+
+
+def eager(function: Callable[P, R]) -> Callable[P, R]:
+    """``function``, never traced by `torch.compile`.
+
+    Dynamo is imported by whoever compiles, not by us: that takes seconds.
+    """
+    disabled: list[Callable[P, R]] = []
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))  # type: ignore[arg-type]
+        return disabled[0](*args, **kwargs)
+
+    run._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return run

@@ -1,0 +1,213 @@
+"""Partial gradients to reduced shards: staging, the reduction, and what comes out of it.
+
+A parameter that got no gradient on this rank contributes zeros. Whether another rank had one is known from one
+number per parameter that rides along: without it ranks would disagree whether ``grad`` is None or zero, and step
+their shards differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .buffer import Collective, cut_chunks, local_view
+from .comm import PACK_BELOW_BYTES, Comm
+from .device import Lane, Step, Waitable, chunk_cat
+from .layout import Layout, TensorLayout, for_gradients
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How a sum over ranks becomes a mean: divisors before, between and after the reductions (None: no division),
+    and whether each reduction averages by itself."""
+
+    before: float | None = None
+    shard_mean: bool = False
+    between: float | None = None
+    replicate_mean: bool = False
+    after: float | None = None
+
+
+def gradient_scale(
+    dtype: torch.dtype, shard_size: int, replicate_size: int, factor: float | None, force_sum: bool
+) -> Scale:
+    """Divisors for gradients reduced in ``dtype``, as torch FSDP2 places them, so that results agree bitwise.
+
+    Args:
+        dtype: of the reduction. float16 is divided by about the root of the factor before and by the rest after,
+            so that neither sum nor terms leave its range.
+        shard_size: ranks of the reduce-scatter.
+        replicate_size: ranks of the all-reduce.
+        factor: divisor in place of the number of ranks.
+        force_sum: whether the backend's own averaging must not be used.
+    """
+    if dtype == torch.float16:
+        divisor = float(factor or shard_size * replicate_size)
+        before = 1
+        while divisor % before == 0 and divisor / before > before:
+            before *= 2
+        return Scale(before=float(before), after=divisor / before)
+    if force_sum:
+        return Scale(after=float(factor or shard_size * replicate_size))
+    if factor is not None:
+        return Scale(between=float(factor))
+    return Scale(shard_mean=True, replicate_mean=True)
+
+
+class GradientPlan:
+    """How the gradients of some parameters are laid out for their reduction.
+
+    Args:
+        tensors: layouts of the parameters.
+        world_size: ranks that the gradients are cut over.
+        dtype: of the reduction.
+        cast: whether gradients arrive in another dtype; they are then staged, where casting costs no extra copy.
+        packs_all: whether the reduction needs them in one run.
+    """
+
+    def __init__(
+        self, tensors: Sequence[TensorLayout], world_size: int, dtype: torch.dtype, cast: bool, packs_all: bool
+    ):
+        self.dtype, self.world_size = dtype, world_size
+        small = PACK_BELOW_BYTES // dtype.itemsize
+        packed = [
+            cast or packs_all or tensor.chunk_numel < small or not tensor.is_even for tensor in tensors
+        ]
+        count = len(tensors)
+        layout = for_gradients(
+            [*(tensor.shape for tensor in tensors), (world_size, count)],
+            [*(tensor.dim for tensor in tensors), 0],
+            world_size,
+            [*packed, True],
+        )
+        self.layout: Layout = layout
+        self.tensors, self.flags = layout.tensors[:count], layout.tensors[count]
+        self.partial: torch.Tensor | None = None
+
+    def flag_rows(self, present: Sequence[bool], like: torch.Tensor) -> torch.Tensor:
+        """One row of ones and zeros for every rank: which gradients this rank has."""
+        row = like.new_ones(len(present)) if all(present) else like.new_tensor([float(flag) for flag in present])
+        return row.expand(self.world_size, -1)
+
+    def stage(self, gradients: Sequence[torch.Tensor], present: Sequence[bool], out: torch.Tensor) -> Collective:
+        """Outputs (runs of ``out``) and inputs of the reduction: one packed run, then each other tensor itself."""
+        rows, outputs, inputs = [], [], []
+        for tensor, gradient in zip(self.tensors, gradients, strict=True):
+            if tensor.packed:
+                rows.append(gradient if tensor.is_contiguous_cut else cut_chunks(tensor, gradient))
+            elif tensor.chunk_numel:
+                outputs.append(out[tensor.local_offset : tensor.local_offset + tensor.chunk_numel])
+                inputs.append(gradient.view(-1))
+        rows.append(self.flag_rows(present, gradients[0]))
+        packed = self.layout.packed_numel
+        if self.world_size == 1:
+            chunk_cat(rows, 1, out[:packed].view(1, -1))
+            return [], []
+        staging = out.new_empty(packed * self.world_size)
+        chunk_cat(rows, self.world_size, staging.view(self.world_size, -1))
+        return [out[:packed], *outputs], [staging, *inputs]
+
+    def unstage(self, out: torch.Tensor, present: Sequence[bool], rank: int) -> list[torch.Tensor | None]:
+        """Shards of the reduced gradients in their shapes; None for a parameter that no rank had a gradient for."""
+        exists = present
+        if not all(present):
+            start = self.flags.local_offset
+            exists = [flag > 0 for flag in out[start : start + len(present)].tolist()]
+        return [
+            local_view(tensor, out, rank) if flag else None
+            for tensor, flag in zip(self.tensors, exists, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Route:
+    """The collectives that gradients take.
+
+    Args:
+        shard: axis of the reduce-scatter.
+        replicate: axes of the all-reduces that follow.
+        scale: divisors.
+        stop_after_shard: keep the partial sums instead of all-reducing.
+        hook: called with the reduced 1-D buffer.
+    """
+
+    shard: Comm
+    replicate: tuple[Comm, ...]
+    scale: Scale
+    stop_after_shard: bool
+    hook: Callable[[torch.Tensor], None] | None
+
+
+class Reduction:
+    """One reduction under way: started when a unit's backward is done, finished when its result is needed.
+
+    Holds the memory that the collectives read and write until `finish`.
+    """
+
+    def __init__(
+        self,
+        plan: GradientPlan,
+        route: Route,
+        gradients: list[torch.Tensor],
+        present: Sequence[bool],
+        lane: Lane,
+        like: torch.Tensor,
+        deliver: Callable[[Sequence[torch.Tensor | None]], None],
+    ):
+        self.plan, self.route, self.deliver, self.present = plan, route, deliver, present
+        self.like = like
+        self.out = gradients[0].new_empty(plan.layout.local_numel, dtype=plan.dtype)
+        outputs, inputs = plan.stage(gradients, present, self.out)
+        # Staged gradients are freed before the collective takes memory of its own.
+        gradients.clear()
+        if route.scale.before not in (None, 1.0):
+            for tensor in inputs or [self.out]:
+                tensor.div_(route.scale.before)
+        self._inputs: Sequence[torch.Tensor] = inputs
+        self._ticket: Waitable = lane.submit(*self._steps(outputs, inputs))
+
+    def _steps(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> list[Step]:
+        route, out, plan = self.route, self.out, self.plan
+
+        def scatter() -> Sequence[Waitable]:
+            return route.shard.reduce_scatter(outputs, inputs, mean=route.scale.shard_mean) if inputs else []
+
+        def between() -> Sequence[Waitable]:
+            if route.scale.between not in (None, 1.0):
+                out.div_(route.scale.between)
+            if plan.partial is not None:
+                out.add_(plan.partial)
+            plan.partial = out if route.stop_after_shard else None
+            return []
+
+        def all_reduce(comm: Comm) -> Step:
+            return lambda: comm.all_reduce(out, mean=route.scale.replicate_mean)
+
+        def hook() -> Sequence[Waitable]:
+            if route.hook is not None:
+                route.hook(out)
+            return []
+
+        if route.stop_after_shard:
+            return [scatter, between]
+        return [scatter, between, *(all_reduce(comm) for comm in route.replicate), hook]
+
+    def finish(self) -> None:
+        """Wait, divide, and deliver the shards with the dtype and device of ``like``."""
+        self._ticket.wait()
+        self._inputs = ()
+        if self.route.stop_after_shard:
+            return
+        if self.route.scale.after not in (None, 1.0):
+            self.out.div_(self.route.scale.after)
+        out = self.out.to(self.like.device, self.like.dtype)
+        del self.out
+        self.deliver(self.plan.unstage(out, self.present, self.route.shard.rank))
+
+    def abandon(self) -> None:
+        """Wait and drop the result."""
+        self._ticket.wait()
+        self._inputs = ()
+        self.plan.partial = None

@@ -1,0 +1,497 @@
+"""ParamGroup: parameters that are gathered, and whose gradients are reduced, together. It knows how, never when."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from .buffer import ShardedBuffer
+from .comm import PACK_BELOW_BYTES
+from .device import (
+    Lane,
+    Waitable,
+    add_each,
+    label,
+    local_of,
+    make_spec,
+    not_inference,
+    post_accumulate_grad_hooks,
+    set_local,
+    without_torch_function,
+    wrap_local,
+)
+from .errors import StateError
+from .gradient import GradientPlan, Reduction, Route, gradient_scale
+from .layout import Layout, per_parameter
+from .mesh import DataParallelMesh
+from .parameter import Place, adopt_parameter, make_sharded_parameter, remember_successor
+
+
+class ShardState(Enum):
+    """Which face of its parameters a group has registered."""
+
+    SHARDED = auto()
+    RESHARDED = auto()
+    """Cut over a smaller world, between forward and backward."""
+    UNSHARDED = auto()
+
+
+@dataclass
+class ManagedParameter:
+    """What `fully_shard` found out about one parameter.
+
+    Args:
+        value: the original parameter.
+        name: full name, for messages.
+        places: where it is registered (several for a tied parameter).
+        dim: tensor dim that it is cut on.
+    """
+
+    value: nn.Parameter
+    name: str
+    places: list[Place]
+    dim: int = 0
+
+
+@dataclass(eq=False)
+class Slot:
+    """One parameter of a group: its place in a buffer and its two faces."""
+
+    name: str
+    places: list[Place]
+    buffer: ShardedBuffer
+    index: int
+    sharded: nn.Parameter
+    unsharded: nn.Parameter | None = None
+    accumulated: torch.Tensor | None = None
+    """Unsharded gradient in the reduction's dtype, summed over backward passes without synchronization."""
+
+
+@dataclass
+class GroupOptions:
+    """What users may set on a group while training; the defaults are torch FSDP2's."""
+
+    reshard_after_forward: bool = True
+    reshard_after_backward: bool = True
+    reduce_gradients: bool = True
+    all_reduce_gradients: bool = True
+    divide_factor: float | None = None
+    force_sum: bool = False
+    unshard_in_backward: bool = True
+    all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+
+
+@dataclass
+class GroupPolicy:
+    """What is fixed when a group is made.
+
+    Args:
+        precision: dtypes of gathered parameters and of reductions.
+        offload: whether sharded parameters and gradients live on the host.
+        pin_memory: whether they do so in pinned memory.
+        reshard_to: mesh whose last axis is the smaller world to reshard to after forward, if not to the whole one.
+    """
+
+    precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    offload: bool = False
+    pin_memory: bool = False
+    reshard_to: DataParallelMesh | None = None
+
+
+class ParamGroup:
+    """Some parameters of one mesh, their buffers (one per dtype), and the verbs on them.
+
+    Takes parameters, not a module: an optimizer wrapper has no module.
+
+    Args:
+        parameters: what to manage; their registered places get the sharded parameters.
+        mesh: ranks and strategy.
+        policy: dtypes and memory.
+    """
+
+    def __init__(self, parameters: Sequence[ManagedParameter], mesh: DataParallelMesh, policy: GroupPolicy):
+        self.mesh, self.policy = mesh, policy
+        self.options = GroupOptions()
+        self.name = ""
+        self.state = ShardState.SHARDED
+        self.slots: list[Slot] = []
+        self._self = weakref.ref(self)
+        self._buffers: list[ShardedBuffer] = []
+        self._gather: tuple[Waitable | None, list[Callable[[], None]]] | None = None
+        self._stale = True
+        self._versions: list[int] = []
+        self._plans: dict[tuple[tuple[int, ...], torch.dtype], GradientPlan] = {}
+        by_dtype: dict[torch.dtype, list[ManagedParameter]] = defaultdict(list)
+        for parameter in parameters:
+            by_dtype[parameter.value.dtype].append(parameter)
+        with torch.no_grad(), not_inference():
+            for dtype, members in by_dtype.items():
+                self._add_buffer(dtype, members)
+        order = {id(parameter.places[0]): position for position, parameter in enumerate(parameters)}
+        self.slots.sort(key=lambda slot: order[id(slot.places[0])])
+        for index, parameter in enumerate(parameters):
+            remember_successor(parameter.value, self._self, index)
+
+    # -- Making and re-making the sharded parameters
+
+    def _gather_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        wanted = self.policy.precision.param_dtype
+        return wanted if wanted is not None and dtype.is_floating_point else dtype
+
+    def _layout(self, shapes: Sequence[tuple[int, ...]], dims: Sequence[int], dtype: torch.dtype) -> Layout:
+        size = self.mesh.shard.size
+        small = PACK_BELOW_BYTES // self._gather_dtype(dtype).itemsize
+        packed = [tensor.chunk_numel < small for tensor in per_parameter(shapes, dims, size).tensors]
+        return per_parameter(shapes, dims, size, packed)
+
+    def _new_local(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if device.type != "meta":
+            device = torch.device("cpu") if self.policy.offload else self.mesh.device
+        pinned = self.policy.offload and self.policy.pin_memory and device.type == "cpu" and torch.cuda.is_available()
+        return torch.zeros(layout.local_numel, dtype=dtype, device=device, pin_memory=pinned)
+
+    def _add_buffer(self, dtype: torch.dtype, members: Sequence[ManagedParameter]) -> None:
+        rank = self.mesh.shard.rank
+        layout = self._layout([tuple(m.value.shape) for m in members], [m.dim for m in members], dtype)
+        local = self._new_local(layout, dtype, members[0].value.device)
+        buffer = ShardedBuffer(layout, local, self.mesh.shard, self._gather_dtype(dtype), self.mesh.device)
+        self._buffers.append(buffer)
+        for index, (member, tensor) in enumerate(zip(members, layout.tensors, strict=True)):
+            view = buffer.local_view(index)
+            if not member.value.is_meta:
+                view.copy_(member.value.detach().narrow(tensor.dim, tensor.start(rank), tensor.length(rank)))
+            spec = make_spec(self.mesh.mesh, self.mesh.placements(tensor.dim), member.value)
+            sharded = make_sharded_parameter(wrap_local(view, spec), member.value.requires_grad, self._self)
+            # Marks that users leave on parameters ("no weight decay") stay on them.
+            sharded.__dict__.update({key: value for key, value in member.value.__dict__.items() if key[:1] != "_"})
+            self.slots.append(Slot(member.name, member.places, buffer, index, sharded))
+            for place in member.places:
+                place.put(sharded)
+
+    def adopt_registered(self) -> None:
+        """Take over what is registered now, after torch code replaced or moved sharded parameters
+        (`nn.Module.to`, `to_empty`, `load_state_dict(assign=True)`)."""
+        assert self.state is ShardState.SHARDED
+        self.mark_stale()
+        for buffer in list(self._buffers):
+            slots = [slot for slot in self.slots if slot.buffer is buffer]
+            registered = [slot.places[0].get() for slot in slots]
+            with without_torch_function():
+                locals_ = [local_of(parameter) for parameter in registered]
+                untouched = all(
+                    new is slot.sharded and local.data_ptr() == buffer.local_view(slot.index).data_ptr()
+                    and local.dtype == buffer.local.dtype and local.device == buffer.local.device
+                    and not local.is_meta
+                    for slot, new, local in zip(slots, registered, locals_, strict=True)
+                )
+            if not untouched:
+                self._rebuild(buffer, slots, registered, locals_)
+            for slot, parameter in zip(slots, registered, strict=True):
+                adopt_parameter(parameter, self._self)
+                slot.sharded = parameter
+
+    def _rebuild(
+        self,
+        old: ShardedBuffer,
+        slots: Sequence[Slot],
+        registered: Sequence[nn.Parameter],
+        locals_: Sequence[torch.Tensor],
+    ) -> None:
+        dtypes = {local.dtype for local in locals_}
+        if len(dtypes) > 1:
+            raise StateError(
+                f"parameters of unit {self.name!r} that had one dtype now have {sorted(map(str, dtypes))}: "
+                "convert all parameters of a unit alike"
+            )
+        dtype, tensors = dtypes.pop(), old.layout.tensors
+        with torch.no_grad(), not_inference():
+            layout = self._layout([tensor.shape for tensor in tensors], [tensor.dim for tensor in tensors], dtype)
+            meta = any(local.is_meta for local in locals_)
+            local = self._new_local(layout, dtype, torch.device("meta") if meta else self.mesh.device)
+            buffer = ShardedBuffer(layout, local, old.comm, self._gather_dtype(dtype), self.mesh.device)
+            for slot, parameter, value in zip(slots, registered, locals_, strict=True):
+                view = buffer.local_view(slot.index)
+                if meta and not value.is_meta:
+                    continue  # half materialized: stays as it is until the rest is
+                if not meta:
+                    view.copy_(value)
+                with without_torch_function():
+                    set_local(parameter, view)
+        if meta and not all(value.is_meta for value in locals_):
+            return
+        self._buffers[self._buffers.index(old)] = buffer
+        old.free()
+        for slot in slots:
+            slot.buffer, slot.unsharded, slot.accumulated = buffer, None, None
+        self._plans.clear()
+
+    # -- Unsharding
+
+    def mark_stale(self) -> None:
+        """The sharded parameters may have changed: kept unsharded ones must be gathered again."""
+        self._stale = True
+
+    def name_of(self, parameter: torch.Tensor) -> tuple[str, str]:
+        """Names of a sharded parameter and of its unit."""
+        return next((slot.name for slot in self.slots if slot.sharded is parameter), "?"), self.name
+
+    def check_materialized(self) -> None:
+        """
+        Raises:
+            StateError: naming the parameters that are still on the meta device.
+        """
+        if any(buffer.local.is_meta for buffer in self._buffers):
+            names = [slot.name for slot in self.slots if slot.buffer.local.is_meta]
+            raise StateError(
+                f"unit {self.name!r}: parameters {', '.join(map(repr, names))} are still on the meta device, without "
+                "values: before the first forward call model.to_empty(device=...) and initialize them, or load a "
+                "checkpoint with assign=True"
+            )
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether the unsharded parameters are registered."""
+        return self.state is ShardState.UNSHARDED
+
+    @property
+    def is_gathering(self) -> bool:
+        """Whether a gather was started that nobody waited for."""
+        return self._gather is not None
+
+    def _needs_gather(self) -> bool:
+        if not self.mesh.strategy.keeps_unsharded:
+            return True
+        versions = [buffer.local._version for buffer in self._buffers]
+        return self._stale or versions != self._versions
+
+    def unshard(self, lane: Lane) -> None:
+        """Start gathering; does nothing if the parameters are gathered or on their way."""
+        if self.state is ShardState.UNSHARDED or self._gather is not None:
+            return
+        if not self._needs_gather():
+            self._gather = None, []
+            return
+        self.check_materialized()
+        with torch.no_grad(), label("FSDP::all_gather", self.name):
+            outputs: list[torch.Tensor] = []
+            inputs: list[torch.Tensor] = []
+            finish: list[Callable[[], None]] = []
+            for buffer in self._buffers:
+                (more_outputs, more_inputs), done = buffer.start_gather()
+                outputs += more_outputs
+                inputs += more_inputs
+                finish.append(done)
+            comm = self._buffers[0].gather_comm
+            ticket = lane.submit(lambda: comm.all_gather(outputs, inputs)) if inputs else None
+            self._gather = ticket, finish
+
+    def wait_for_unshard(self) -> None:
+        """Wait for the gather and register the unsharded parameters."""
+        if self._gather is None:
+            return
+        ticket, finish = self._gather
+        self._gather = None
+        if ticket is not None:
+            ticket.wait()
+        if finish:
+            with torch.no_grad():
+                for done in finish:
+                    done()
+            self._stale = False
+            self._versions = [buffer.local._version for buffer in self._buffers]
+        self._register_unsharded()
+
+    def _register_unsharded(self) -> None:
+        with without_torch_function():
+            for slot in self.slots:
+                requires_grad = slot.sharded.requires_grad
+                if slot.unsharded is None:
+                    with not_inference():
+                        slot.unsharded = nn.Parameter(slot.buffer.full_view(slot.index), requires_grad=requires_grad)
+                elif slot.unsharded.requires_grad != requires_grad:
+                    slot.unsharded.requires_grad_(requires_grad)
+                for place in slot.places:
+                    place.put(slot.unsharded)
+        for buffer in self._buffers:
+            buffer.drop_resharded()
+        self.state = ShardState.UNSHARDED
+
+    def reshard(self, *, after_forward: bool = False) -> None:
+        """Register the sharded parameters and free the gathered ones, unless the strategy keeps them.
+
+        Args:
+            after_forward: reshard to the smaller world, where the policy has one.
+        """
+        if self._gather is not None:
+            self.wait_for_unshard()
+        if after_forward and self.policy.reshard_to is not None and self.is_unsharded:
+            self._reshard_to(self.policy.reshard_to)
+            return
+        if self.state is ShardState.SHARDED:
+            return
+        for slot in self.slots:
+            for place in slot.places:
+                place.put(slot.sharded)
+        self.state = ShardState.SHARDED
+        for buffer in self._buffers:
+            buffer.drop_resharded()
+            if not self.mesh.strategy.keeps_unsharded:
+                buffer.free()
+
+    def _reshard_to(self, smaller: DataParallelMesh) -> None:
+        for buffer in self._buffers:
+            slots = [slot for slot in self.slots if slot.buffer is buffer]
+            if not buffer.can_reshard:
+                shapes = [tensor.shape for tensor in buffer.layout.tensors]
+                buffer.prepare_resharded(per_parameter(shapes, [0] * len(shapes), smaller.shard.size), smaller.shard)
+            with torch.no_grad(), not_inference(), without_torch_function():
+                views = buffer.reshard_to_smaller()
+                for slot in slots:
+                    spec = make_spec(smaller.mesh, smaller.placements(0), buffer.full_view(slot.index))
+                    value = wrap_local(views[slot.index], spec)
+                    parameter = make_sharded_parameter(value, slot.sharded.requires_grad, self._self)
+                    for place in slot.places:
+                        place.put(parameter)
+        self.state = ShardState.RESHARDED
+
+    # -- Gradients
+
+    def _reduce_dtype(self, gradient_dtype: torch.dtype) -> torch.dtype:
+        return self.policy.precision.reduce_dtype or gradient_dtype
+
+    def accumulate(self) -> None:
+        """Keep this backward's unsharded gradients for a later reduction, in the reduction's dtype."""
+        for slot in self.slots:
+            gradient = slot.unsharded.grad if slot.unsharded is not None else None
+            if gradient is None:
+                continue
+            assert slot.unsharded is not None
+            if slot.accumulated is not None:
+                slot.accumulated += gradient
+                slot.unsharded.grad = None
+            elif gradient.dtype != (dtype := self._reduce_dtype(gradient.dtype)):
+                slot.accumulated = gradient.to(dtype)
+                slot.unsharded.grad = None
+
+    def _trainable(self) -> list[Slot]:
+        with without_torch_function():
+            return [slot for slot in self.slots if slot.unsharded is not None and slot.sharded.requires_grad]
+
+    def has_gradients(self) -> bool:
+        """Whether an unsharded gradient waits for its reduction."""
+        return any(
+            slot.accumulated is not None or (slot.unsharded is not None and slot.unsharded.grad is not None)
+            for slot in self.slots
+        )
+
+    def drop_gradients(self) -> None:
+        """Forget unsharded gradients."""
+        for slot in self.slots:
+            slot.accumulated = None
+            if slot.unsharded is not None:
+                slot.unsharded.grad = None
+        for plan in self._plans.values():
+            plan.partial = None
+
+    def _take(self, slot: Slot) -> torch.Tensor | None:
+        assert slot.unsharded is not None
+        gradient, fresh = slot.accumulated, slot.unsharded.grad
+        slot.accumulated = slot.unsharded.grad = None
+        if gradient is None:
+            gradient = fresh
+        elif fresh is not None:
+            gradient += fresh
+        if gradient is None:
+            return None
+        if gradient.layout is not torch.strided:
+            raise StateError(
+                f"parameter {slot.name!r} got a {gradient.layout} gradient, which cannot be reduced to shards: "
+                "use dense gradients (nn.Embedding(sparse=False))"
+            )
+        return gradient.contiguous()
+
+    def take_gradients(self) -> list[tuple[list[Slot], list[torch.Tensor | None]]]:
+        """Remove the unsharded gradients of the trainable parameters, those of one buffer together."""
+        by_buffer: dict[int, tuple[list[Slot], list[torch.Tensor | None]]] = {}
+        for slot in self._trainable():
+            slots, gradients = by_buffer.setdefault(id(slot.buffer), ([], []))
+            slots.append(slot)
+            gradients.append(self._take(slot))
+        return list(by_buffer.values())
+
+    def reduce(self, slots: Sequence[Slot], gradients: list[torch.Tensor | None], lane: Lane) -> Reduction | None:
+        """Start reducing unsharded ``gradients`` (emptied) of ``slots``; None if they are theirs already."""
+        present = [gradient is not None for gradient in gradients]
+        if self.mesh.size == 1:
+            self._deliver_own(slots, gradients)
+            return None
+        dtypes = {gradient.dtype for gradient in gradients if gradient is not None}
+        dtype = self._reduce_dtype(next(iter(dtypes), slots[0].buffer.dtype))
+        filled: list[torch.Tensor] = []
+        for slot, gradient in zip(slots, gradients, strict=True):
+            if gradient is None:
+                shape = slot.buffer.layout.tensors[slot.index].shape
+                gradient = torch.zeros(shape, dtype=next(iter(dtypes), dtype), device=self.mesh.device)
+            filled.append(gradient if len(dtypes) <= 1 else gradient.to(dtype))
+        gradients.clear()
+        plan = self._plan(slots, dtype, cast=filled[0].dtype != dtype)
+        replicate = self.mesh.replicate
+        size = self.mesh.size // self.mesh.shard.size
+        options = self.options
+        route = Route(
+            self.mesh.shard,
+            replicate,
+            gradient_scale(dtype, self.mesh.shard.size, size, options.divide_factor, options.force_sum),
+            stop_after_shard=bool(replicate) and not options.all_reduce_gradients,
+            hook=options.all_reduce_hook,
+        )
+        return Reduction(plan, route, filled, present, lane, slots[0].buffer.local, lambda shards: self._deliver(slots, shards))
+
+    def _plan(self, slots: Sequence[Slot], dtype: torch.dtype, cast: bool) -> GradientPlan:
+        key = (tuple(id(slot) for slot in slots), dtype)
+        if (plan := self._plans.get(key)) is None:
+            tensors = [slot.buffer.layout.tensors[slot.index] for slot in slots]
+            shard = self.mesh.shard
+            plan = self._plans[key] = GradientPlan(tensors, shard.size, dtype, cast, packs_all=shard.size == 1)
+        return plan
+
+    def _deliver_own(self, slots: Sequence[Slot], gradients: list[torch.Tensor | None]) -> None:
+        """A world of one: the unsharded gradient is the shard, with the precision that a reduction would leave it."""
+        factor, like = self.options.divide_factor, slots[0].buffer.local
+        shards: list[torch.Tensor | None] = []
+        for gradient in gradients:
+            if gradient is not None:
+                gradient = gradient.to(self._reduce_dtype(gradient.dtype))
+                if factor not in (None, 1):
+                    gradient.div_(factor)
+                gradient = gradient.to(like.device, like.dtype)
+            shards.append(gradient)
+        gradients.clear()
+        self._deliver(slots, shards)
+
+    def _deliver(self, slots: Sequence[Slot], shards: Sequence[torch.Tensor | None]) -> None:
+        """Add ``shards`` to the sharded parameters' gradients."""
+        new: list[torch.Tensor] = []
+        old: list[torch.Tensor] = []
+        with torch.no_grad(), without_torch_function():
+            for slot, shard in zip(slots, shards, strict=True):
+                if shard is None:
+                    continue
+                if (gradient := slot.sharded.grad) is None:
+                    slot.sharded.grad = wrap_local(shard, slot.sharded._spec)  # type: ignore[attr-defined]
+                else:
+                    old.append(local_of(gradient))
+                    new.append(shard)
+            if old:
+                add_each(old, new)
+        for slot, shard in zip(slots, shards, strict=True):
+            if shard is not None:
+                for hook in post_accumulate_grad_hooks(slot.sharded):
+                    hook(slot.sharded)

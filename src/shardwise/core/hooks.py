@@ -1,0 +1,380 @@
+"""Unit: hooks and phase of one wrapped module (or several, as one). It decides when, never how."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from .context import FSDPCommContext
+from .device import Lane, eager, in_backward, label
+from .group import ParamGroup
+from .tree import cast_floating, map_tensors, tensors_requiring_grad
+
+
+class Phase(Enum):
+    """Where a unit is in an iteration."""
+
+    IDLE = auto()
+    FORWARD = auto()
+    PRE_BACKWARD = auto()
+    """From its output's gradient until its input's: it computes backward, or recomputes forward for it."""
+    POST_BACKWARD = auto()
+
+
+class Unit:
+    """The state of one call of `fully_shard`.
+
+    Args:
+        modules: the wrapped modules; several are gathered when the first of them runs and resharded after the last.
+        groups: their parameters, one group per mesh.
+        precision: casts at the unit's boundary.
+        name: full name of the module, if the caller knows it.
+        context: shared with other units; None until the root makes one.
+        reshards_unless_root: whether the root does not reshard after forward by default.
+        become_root: makes the context of a tree whose outermost unit is the given one.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        groups: Sequence[ParamGroup],
+        precision: MixedPrecisionPolicy,
+        name: str | None,
+        context: FSDPCommContext | None,
+        reshards_unless_root: bool,
+        become_root: Callable[[Unit], FSDPCommContext],
+    ):
+        self.groups = tuple(groups)
+        self.precision = precision
+        self.given_name = name
+        self.reshards_unless_root = reshards_unless_root
+        self.become_root = become_root
+        self.reference: weakref.ref[Unit] = weakref.ref(self)
+        self.phase = Phase.IDLE
+        self.is_root = False
+        self.prefetch_forward: list[weakref.ref[Unit]] = []
+        self.prefetch_backward: list[weakref.ref[Unit]] = []
+        self._modules = [weakref.ref(module) for module in modules]
+        self._to_run: set[int] = set()
+        self._computes_backward = False
+        self._positions: list[int] = []
+        self._calls: Counter[int] = Counter()
+        self.name = ""
+        self.rename(name or "")
+        self.context = context
+        if context is not None:
+            context.join(self)
+        self._install_hooks(modules)
+
+    def join(self, context: FSDPCommContext, *, is_root: bool) -> None:
+        """Use ``context``, as the outermost unit of its tree or not."""
+        self.context, self.is_root = context, is_root
+        context.join(self)
+        if self.reshards_unless_root:
+            for group in self.groups:
+                group.options.reshard_after_forward = not is_root
+
+    def gather_lane(self) -> Lane:
+        """The lane of the context, which is made if there is none yet."""
+        return (self.context or self.become_root(self)).gather_lane
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The wrapped modules that still exist."""
+        return [module for reference in self._modules if (module := reference()) is not None]
+
+    def rename(self, name: str) -> None:
+        """Set the name that labels and messages show."""
+        self.name = name
+        for group in self.groups:
+            group.name = name
+
+    def _install_hooks(self, modules: Sequence[nn.Module]) -> None:
+        before = eager(self.pre_forward)
+        after = eager(self.post_forward)
+        several = len(modules) > 1
+        for module in modules:
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+            module.register_forward_hook(after, always_call=several)
+
+    # -- Forward
+
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Gather, register for backward, wait, install, prefetch."""
+        if self.phase is Phase.PRE_BACKWARD:  # recomputation of a checkpointed forward
+            self.unshard()
+            return self._cast_inputs(args, kwargs)
+        context = self.context or self.become_root(self)
+        with label("FSDP::pre_forward", self.name):
+            is_first = self.phase is not Phase.FORWARD
+            if not self._to_run:
+                self._to_run = {id(member) for member in self.modules}
+            if is_first:
+                self.phase = Phase.FORWARD
+                args, kwargs = self._enter_pass(context, args, kwargs)
+            args, kwargs = self._cast_inputs(args, kwargs)
+            for group in self.groups:
+                group.unshard(context.gather_lane)
+            if is_first and torch.is_grad_enabled():
+                args, kwargs = self._register_post_backward(context, args, kwargs)
+            for group in self.groups:
+                group.wait_for_unshard()
+            if is_first:
+                self._prefetch_for_forward(context)
+        return args, kwargs
+
+    def _enter_pass(self, context: FSDPCommContext, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if in_backward():
+            # A forward inside backward (reentrant checkpointing) runs before any hook of this backward may have.
+            context.queue_end_of_backward()
+            return args, kwargs
+        if context.forward_root is not None:
+            return args, kwargs
+        if context.has_root:
+            context.forward_root = self
+            context.start_pass()
+        elif context.order.starts_again(self.reference):
+            context.start_pass()
+        moved: tuple[Any, Any] = context.device.move_inputs((args, kwargs))
+        return moved
+
+    def _prefetch_for_forward(self, context: FSDPCommContext) -> None:
+        if in_backward():
+            return
+        expected = context.order.enter(self.reference)
+        if self.prefetch_forward:
+            for reference in self.prefetch_forward:
+                if (unit := reference()) is not None:
+                    unit.prefetch("forward")
+        elif expected is not None and expected is not self:
+            expected.prefetch("forward")
+
+    def prefetch(self, direction: str) -> None:
+        """Start gathering for a use that is expected soon."""
+        assert self.context is not None
+        with label(f"FSDP::{direction}_prefetch for {self.name}", ""):
+            for group in self.groups:
+                if direction == "forward" or group.options.unshard_in_backward:
+                    group.unshard(self.context.gather_lane)
+
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Reshard, let the output announce backward."""
+        if self.phase is Phase.PRE_BACKWARD:
+            return self._cast_output(output)
+        if len(self._modules) > 1:
+            self._to_run.discard(id(module))
+            if self._to_run:
+                return self._cast_output(output)
+        self._to_run = set()
+        context = self.context
+        assert context is not None
+        with label("FSDP::post_forward", self.name):
+            output = self._leave_forward(context, output)
+        if context.forward_root is self:
+            for unit in reversed(context.units):
+                output = unit.complete_forward(output)
+            context.forward_root = None
+            if not context.order.matches:
+                context.drop_prefetched()
+        return self._cast_output(output)
+
+    def _leave_forward(self, context: FSDPCommContext, output: Any) -> Any:
+        recomputes = in_backward()
+        if not recomputes:
+            for group in self.groups:
+                if group.options.reshard_after_forward:
+                    group.reshard(after_forward=True)
+        if torch.is_grad_enabled():
+            output, announces = self._register_pre_backward(output)
+            if announces and not recomputes:
+                self._positions.append(context.order.record_for_backward(self.reference))
+        self.phase = Phase.IDLE
+        return output
+
+    def complete_forward(self, output: Any) -> Any:
+        """Finish the forward of a unit of several modules of which not all ran; ``output`` is the root's."""
+        if self._to_run and self.phase is Phase.FORWARD and self.context is not None:
+            self._to_run = set()
+            output = self._leave_forward(self.context, output)
+        return output
+
+    def drop_prefetched(self) -> None:
+        """Free parameters that were gathered for a forward that did not come."""
+        if self.phase is Phase.IDLE:
+            for group in self.groups:
+                if group.is_gathering:
+                    group.reshard()
+
+    def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        dtype = self.precision.param_dtype
+        if dtype is None or not self.precision.cast_forward_inputs:
+            return args, kwargs
+        with label("FSDP::cast_forward_inputs", self.name):
+            return cast_floating((args, kwargs), dtype)  # type: ignore[no-any-return]
+
+    def _cast_output(self, output: Any) -> Any:
+        dtype = self.precision.output_dtype
+        if dtype is None:
+            return output
+        with label("FSDP::cast_forward_outputs", self.name):
+            return cast_floating(output, dtype)
+
+    # -- Registration with autograd
+
+    def _register_post_backward(self, context: FSDPCommContext, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        inputs = tensors_requiring_grad((args, kwargs))
+        self._calls[context.passes] += 1
+        if not inputs:
+            return args, kwargs
+        replaced = iter(_PostBackward.apply(self, context.passes, *inputs))  # type: ignore[no-untyped-call]
+        return map_tensors((args, kwargs), lambda t: next(replaced) if t.requires_grad else t)  # type: ignore[no-any-return]
+
+    def _register_pre_backward(self, output: Any) -> tuple[Any, bool]:
+        tensors = tensors_requiring_grad(output)
+        if any(tensor._is_view() for tensor in tensors):
+            # A hook on a view is lost when the view is modified in place.
+            replaced = iter(_PreBackward.apply(self, *tensors))  # type: ignore[no-untyped-call]
+            output = map_tensors(output, lambda t: next(replaced) if t.requires_grad else t)
+        else:
+            for tensor in tensors:
+                tensor.register_hook(self._pre_backward_hook)
+        return output, bool(tensors)
+
+    # -- Backward
+
+    @eager
+    def _pre_backward_hook(self, gradient: torch.Tensor) -> None:
+        self.pre_backward()
+
+    def pre_backward(self) -> None:
+        """Gather unless prefetched, prefetch the unit expected next."""
+        context = self.context
+        assert context is not None
+        context.queue_end_of_backward()
+        if self.phase is Phase.PRE_BACKWARD:
+            return
+        with label("FSDP::pre_backward", self.name):
+            self.phase = Phase.PRE_BACKWARD
+            self._computes_backward = True
+            for group in self.groups:
+                if group.options.unshard_in_backward:
+                    group.unshard(context.gather_lane)
+                group.wait_for_unshard()
+            self._prefetch_for_backward(context)
+
+    def _prefetch_for_backward(self, context: FSDPCommContext) -> None:
+        position = self._positions.pop() if self._positions else 0
+        if self.prefetch_backward:
+            for reference in self.prefetch_backward:
+                if (unit := reference()) is not None:
+                    unit.prefetch("backward")
+            return
+        expected = context.order.before(position)
+        if expected is not None and expected is not self:
+            expected.prefetch("backward")
+
+    def post_backward(self, forward_pass: int) -> None:
+        """The gradients of one forward call's inputs are complete."""
+        self.phase = Phase.POST_BACKWARD
+        self._calls[forward_pass] -= 1
+        self._reduce(is_complete=self._calls[forward_pass] <= 0)
+
+    def _reduce(self, is_complete: bool) -> None:
+        """Reshard; once the unit's backward is complete, reduce or keep its gradients."""
+        context = self.context
+        assert context is not None
+        for group in self.groups:
+            with label("FSDP::post_backward_reshard", self.name):
+                if group.options.reshard_after_backward:
+                    group.reshard()
+            if not is_complete:
+                continue
+            reduces_now = context.is_last_backward or group.mesh.strategy.reduces_every_backward
+            if not (group.options.reduce_gradients and reduces_now):
+                group.accumulate()
+                continue
+            with label("FSDP::post_backward_reduce", self.name), torch.no_grad():
+                for slots, gradients in group.take_gradients():
+                    context.make_room_for_reduction()
+                    if (reduction := group.reduce(slots, gradients, context.reduce_lane)) is not None:
+                        context.add_reduction(reduction)
+        if is_complete:
+            self._computes_backward = False
+
+    def end_of_backward(self) -> None:
+        """Do what no gradient triggered: inputs without gradients, parameters unused, calls that took no part."""
+        if self._computes_backward:
+            self.phase = Phase.POST_BACKWARD
+            self._reduce(is_complete=True)
+        elif self.phase is not Phase.FORWARD:
+            for group in self.groups:
+                if group.options.reshard_after_backward:
+                    group.reshard()
+        if self.phase is not Phase.FORWARD:
+            self._to_run, self.phase = set(), Phase.IDLE
+
+    def forget_calls(self) -> None:
+        """The iteration's last backward is over: forwards that took no part in it are not waited for."""
+        self._calls.clear()
+        self._positions.clear()
+
+    # -- Anywhere
+
+    def unshard(self) -> None:
+        """Gather and register the unsharded parameters now."""
+        context = self.context
+        assert context is not None
+        for group in self.groups:
+            group.unshard(context.gather_lane)
+        for group in self.groups:
+            group.wait_for_unshard()
+
+    def reset(self) -> None:
+        """Drop everything of an iteration that failed."""
+        for group in self.groups:
+            group.reshard()
+            group.drop_gradients()
+        self.phase, self._to_run, self._computes_backward = Phase.IDLE, set(), False
+        self.forget_calls()
+
+
+class _PostBackward(torch.autograd.Function):
+    """Identity on a unit's inputs whose backward says that the unit's backward is complete.
+
+    Of all nodes of the unit it was made first, and autograd runs the latest first, so everything that contributes
+    gradients to the unit's parameters is done.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, unit: Unit, forward_pass: int, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.unit, ctx.forward_pass = unit, forward_pass
+        # Not the inputs themselves: autograd forbids modifying those in place.
+        return tuple(tensor.detach() for tensor in inputs)
+
+    @staticmethod
+    @eager
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        ctx.unit.post_backward(ctx.forward_pass)
+        return (None, None, *gradients)
+
+
+class _PreBackward(torch.autograd.Function):
+    """Identity on a unit's outputs whose backward says that the unit's backward begins."""
+
+    @staticmethod
+    def forward(ctx: Any, unit: Unit, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.unit = unit
+        return tuple(tensor.detach() for tensor in outputs)
+
+    @staticmethod
+    @eager
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        ctx.unit.pre_backward()
+        return (None, *gradients)

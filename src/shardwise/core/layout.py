@@ -1,0 +1,167 @@
+"""Integer arithmetic of sharding: which rank holds which elements. No tensors, no process groups.
+
+Two orders of the same elements:
+
+- *rank-major*, a rank's local buffer: its chunk of every tensor, one after the other;
+- *tensor-major*, the gathered buffer: every tensor contiguous, padded at its end to world size x chunk.
+
+Tensor ``i`` gathered is therefore one contiguous run, and gathering it needs no copy: ``local[i] -> full[i]``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+ALIGNMENT = 64
+"""Elements: every tensor of a gathered buffer starts on a multiple, so at least on a 64-byte boundary.
+
+CPU matrix kernels may give other last bits for other alignments, vector loads and NCCL prefer it.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLayout:
+    """One tensor cut over ``world_size`` ranks on tensor dim ``dim``, as ``torch.chunk`` cuts it.
+
+    Offsets and sizes are in elements. Every rank's buffer reserves ``chunk_numel``; what a rank
+    does not own of it is padding at the end.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    world_size: int
+    local_offset: int
+    full_offset: int
+    packed: bool
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def chunk_length(self) -> int:
+        """Size of the largest chunk along ``dim``."""
+        return -(-self.shape[self.dim] // self.world_size)
+
+    @property
+    def chunk_numel(self) -> int:
+        """Elements that each rank's buffer reserves for this tensor."""
+        size = self.shape[self.dim]
+        return self.chunk_length * (self.numel // size) if size else 0
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks hold equally much, so that nothing is padded."""
+        return self.shape[self.dim] % self.world_size == 0
+
+    @property
+    def is_contiguous_cut(self) -> bool:
+        """Whether the gathered run has the elements in the tensor's own order."""
+        return self.dim == 0 or self.world_size == 1
+
+    def start(self, rank: int) -> int:
+        """Index along ``dim`` where ``rank``'s chunk starts."""
+        return min(rank * self.chunk_length, self.shape[self.dim])
+
+    def length(self, rank: int) -> int:
+        """Size along ``dim`` of ``rank``'s chunk; 0 where there are fewer rows than ranks."""
+        return self.start(rank + 1) - self.start(rank)
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Shape of ``rank``'s chunk."""
+        return (*self.shape[: self.dim], self.length(rank), *self.shape[self.dim + 1 :])
+
+    @property
+    def chunk_shape(self) -> tuple[int, ...]:
+        """Shape of a chunk with its padding."""
+        return (*self.shape[: self.dim], self.chunk_length, *self.shape[self.dim + 1 :])
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A group of tensors over the ranks of one mesh axis.
+
+    The packed tensors come first in the local buffer, as one run of ``packed_numel`` elements: they are
+    communicated together through a staging buffer, the others each straight from and to their places.
+    """
+
+    tensors: tuple[TensorLayout, ...]
+    world_size: int
+    local_numel: int
+    full_numel: int
+    packed_numel: int
+
+    @property
+    def padding(self) -> int:
+        """Elements over all ranks' local buffers that no tensor owns."""
+        return self.local_numel * self.world_size - sum(tensor.numel for tensor in self.tensors)
+
+
+def per_parameter(
+    shapes: Sequence[tuple[int, ...]],
+    dims: Sequence[int],
+    world_size: int,
+    packed: Sequence[bool] | None = None,
+) -> Layout:
+    """Cut every tensor on one dim: honest ``Shard(dim)`` placements.
+
+    Args:
+        shapes: shape of each tensor, at least one dim.
+        dims: tensor dim that each is cut on.
+        world_size: ranks on the sharding axis.
+        packed: which tensors are communicated together; None packs none. A cut that is not contiguous is
+            always packed, since its gathered chunks have to be rearranged.
+    """
+    cuts = _cuts(shapes, dims, world_size, packed or [False] * len(shapes))
+    full_offsets, full_numel = _offsets([cut.chunk_numel * world_size for cut in cuts], ALIGNMENT)
+    if world_size == 1:
+        # Local and gathered buffer are then the same memory.
+        tensors = tuple(
+            replace(cut, packed=False, local_offset=offset, full_offset=offset)
+            for cut, offset in zip(cuts, full_offsets, strict=True)
+        )
+        return Layout(tensors, 1, full_numel, full_numel, 0)
+    return _rank_major(cuts, world_size, full_offsets, full_numel)
+
+
+def for_gradients(
+    shapes: Sequence[tuple[int, ...]], dims: Sequence[int], world_size: int, packed: Sequence[bool]
+) -> Layout:
+    """Like `per_parameter`, for reduced gradients: nothing is aligned, and there is no gathered buffer."""
+    cuts = _cuts(shapes, dims, world_size, packed)
+    return _rank_major(cuts, world_size, [0] * len(cuts), 0)
+
+
+def _cuts(
+    shapes: Sequence[tuple[int, ...]], dims: Sequence[int], world_size: int, packed: Sequence[bool]
+) -> list[TensorLayout]:
+    drafts = [
+        TensorLayout(tuple(shape), dim, world_size, 0, 0, flag)
+        for shape, dim, flag in zip(shapes, dims, packed, strict=True)
+    ]
+    return [replace(draft, packed=draft.packed or not draft.is_contiguous_cut) for draft in drafts]
+
+
+def _rank_major(
+    cuts: Sequence[TensorLayout], world_size: int, full_offsets: Sequence[int], full_numel: int
+) -> Layout:
+    order = sorted(range(len(cuts)), key=lambda index: not cuts[index].packed)
+    in_order, local_numel = _offsets([cuts[index].chunk_numel for index in order], 1)
+    local_offsets = [offset for _, offset in sorted(zip(order, in_order, strict=True))]
+    tensors = tuple(
+        replace(cut, local_offset=local, full_offset=full)
+        for cut, local, full in zip(cuts, local_offsets, full_offsets, strict=True)
+    )
+    return Layout(tensors, world_size, local_numel, full_numel, sum(cut.chunk_numel for cut in cuts if cut.packed))
+
+
+def _offsets(sizes: Sequence[int], alignment: int) -> tuple[list[int], int]:
+    """Where runs of ``sizes`` elements start when laid one after the other, and where the last ends."""
+    offsets, position = [], 0
+    for size in sizes:
+        offsets.append(position)
+        position += -(-size // alignment) * alignment
+    return offsets, (offsets[-1] + sizes[-1]) if sizes else 0

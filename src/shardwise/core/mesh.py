@@ -1,0 +1,89 @@
+"""What a device mesh and a strategy mean for one group of parameters: which ranks shard, which replicate."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from ..placements import Placements
+from .comm import Comm, SingleComm, comm_for
+from .device import mesh_device
+
+
+@dataclass(frozen=True, eq=False)
+class DataParallelMesh:
+    """The collectives of each mesh axis, by what the strategy does over it.
+
+    Args:
+        mesh: one axis (shard) or two (replicate, shard).
+        strategy: what is sharded between uses.
+        device: that this rank computes on.
+        shard: the axis that tensors are cut over; size 1 where the strategy replicates everything.
+        replicate: axes that gradients are averaged over beside that.
+    """
+
+    mesh: DeviceMesh
+    strategy: Placements
+    device: torch.device
+    shard: Comm
+    replicate: tuple[Comm, ...]
+
+    @property
+    def size(self) -> int:
+        """Ranks that compute on different data."""
+        size = self.shard.size
+        for comm in self.replicate:
+            size *= comm.size
+        return size
+
+    def placements(self, dim: int) -> tuple[Placement, ...]:
+        """Placements, by mesh axis, of the DTensor of a tensor that is cut on tensor dim ``dim``."""
+        last: Placement = Shard(dim) if self.strategy.shards_optimizer else Replicate()
+        return (Replicate(),) * (self.mesh.ndim - 1) + (last,)
+
+
+def data_parallel_mesh(mesh: DeviceMesh, strategy: Placements) -> DataParallelMesh:
+    """Read ``mesh``: its last axis shards, an axis before it replicates.
+
+    Raises:
+        ValueError: if the mesh does not have one or two axes, or not as many as the strategy needs.
+    """
+    if mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"fully_shard takes a 1-D mesh (shard) or a 2-D mesh (replicate, shard), not {mesh.ndim}-D: {mesh}; "
+            "slice the mesh by its axis names first"
+        )
+    if strategy.mesh_ndim not in (None, mesh.ndim):
+        raise ValueError(f"{strategy} needs a {strategy.mesh_ndim}-D mesh, not {mesh}")
+    device = mesh_device(mesh)
+    comms = [comm_for(mesh.get_group(axis), device) for axis in range(mesh.ndim)]
+    shard, replicate = comms[-1], tuple(comms[:-1])
+    if not strategy.shards_optimizer:
+        shard, replicate = SingleComm(), tuple(comms)
+    return DataParallelMesh(mesh, strategy, device, shard, tuple(comm for comm in replicate if comm.size > 1))
+
+
+_smaller: weakref.WeakKeyDictionary[DeviceMesh, dict[int, DataParallelMesh]] = weakref.WeakKeyDictionary()
+
+
+def smaller_mesh(mesh: DataParallelMesh, size: int) -> DataParallelMesh:
+    """The ranks of ``mesh`` as rows of ``size`` neighbours, over which parameters are cut after forward.
+
+    Raises:
+        ValueError: if ``size`` does not divide the number of ranks that share a parameter.
+    """
+    world_size = mesh.shard.size
+    if size < 1 or world_size % size:
+        raise ValueError(
+            f"reshard_after_forward={size}: as an int it must divide the {world_size} ranks that parameters are "
+            "sharded over; pass True for all of them, False for none"
+        )
+    known = _smaller.setdefault(mesh.mesh, {})
+    if size not in known:
+        rows = DeviceMesh(mesh.mesh.device_type, mesh.mesh.mesh.view(-1, size))
+        known[size] = data_parallel_mesh(rows, mesh.strategy)
+    return known[size]

@@ -1,0 +1,339 @@
+"""FSDPModule: the methods that a wrapped module gets, and how it becomes one."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NoReturn, cast
+
+import torch
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+
+from .context import FSDPCommContext
+from .group import ParamGroup
+from .hooks import Unit
+from .parameter import release_class
+
+_UNIT = "_shardwise_unit"
+_classes: dict[type, type] = {}
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit that a module was wrapped as, if it was."""
+    unit: Unit | None = module.__dict__.get(_UNIT)
+    return unit
+
+
+class UnshardHandle(torch_fsdp.UnshardHandle):
+    """What `FSDPModule.unshard` with ``async_op=True`` gives."""
+
+    def __init__(self, groups: Sequence[ParamGroup]):
+        self._groups = tuple(groups)
+
+    def wait(self) -> None:
+        """Wait for the parameters and register them on the module."""
+        groups, self._groups = self._groups, ()
+        for group in groups:
+            group.wait_for_unshard()
+
+
+class FSDPModule(torch_fsdp.FSDPModule):
+    """What a module wrapped by `fully_shard` is beside its own class.
+
+    A subclass of torch's ``FSDPModule``, so that libraries that look for that one find it.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Constructing through the wrapped class gives the original class: slicing a `ModuleList` does this."""
+        original: type = cls.__mro__[cls.__mro__.index(torch_fsdp.FSDPModule) + 1]
+        return original(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise TypeError(
+            f"module {self._unit.name!r} ({type(self).__name__}) is sharded and cannot be deep-copied: "
+            "copy it before fully_shard, or build a second model and load this one's state dict"
+        )
+
+    @property
+    def _unit(self) -> Unit:
+        return cast(Unit, self.__dict__[_UNIT])
+
+    def _get_fsdp_state(self) -> NoReturn:
+        raise AttributeError("shardwise modules have no torch FSDPState; use the public methods of FSDPModule")
+
+    def _units(self, recurse: bool) -> Iterator[Unit]:
+        modules = cast(nn.Module, self).modules() if recurse else [cast(nn.Module, self)]
+        for module in modules:
+            if (unit := unit_of(module)) is not None:
+                yield unit
+
+    def _groups(self, recurse: bool) -> Iterator[ParamGroup]:
+        for unit in self._units(recurse):
+            yield from unit.groups
+
+    def _context(self) -> FSDPCommContext:
+        return self._unit.context or self._unit.become_root(self._unit)
+
+    # -- Parameters
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's own unit (not its children's) and register the unsharded parameters.
+
+        Args:
+            async_op: only start; the handle's ``wait``, or the module's forward, does the rest.
+
+        Raises:
+            StateError: if a parameter is still on the meta device.
+        """
+        unit = self._unit
+        lane = unit.gather_lane()
+        for group in unit.groups:
+            group.unshard(lane)
+        handle = UnshardHandle(unit.groups)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Register the sharded parameters of this module's own unit and free the gathered ones."""
+        for group in self._unit.groups:
+            group.reshard()
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        units = list(self._units(recurse=True))
+        for unit in units:
+            for group in unit.groups:
+                group.reshard()
+                # `nn.Module._apply` makes parameters of the same type, which DTensor allows and ours do not.
+                release_class(slot.sharded for slot in group.slots)
+        try:
+            return super()._apply(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            for unit in units:
+                for group in unit.groups:
+                    group.adopt_registered()
+
+    # -- Iteration
+
+    def reset_iter_state(self) -> None:
+        """Make the next iteration correct after an exception in forward, backward or a hook.
+
+        Waits for communication under way, reshards, and drops all gradients that were not reduced yet.
+
+        Raises:
+            RuntimeError: if this is not the outermost wrapped module.
+        """
+        unit = self._unit
+        context = self._context()
+        if context.has_root and not unit.is_root:
+            roots = [other.name or "the outermost wrapped one" for other in context.units if other.is_root]
+            raise RuntimeError(f"reset_iter_state() was called on {unit.name!r}; call it on the root: {roots[0]}")
+        context.reset()
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the next backward is the iteration's last micro-batch.
+
+        Before the last one, reductions under way are not waited for, and strategies with partial or replicated
+        gradients (ZeRO-1, DDP) do not reduce.
+        """
+        self._context().is_last_backward = is_last_backward
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients; if not, they add up unsharded, in ``reduce_dtype`` if that is set."""
+        for group in self._groups(recurse):
+            group.options.reduce_gradients = requires_gradient_sync
+            group.options.all_reduce_gradients = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """On a (replicate, shard) mesh: whether backward also reduces over the replicating axis; if not, the
+        reduce-scattered sums add up until it does."""
+        for group in self._groups(recurse):
+            group.options.all_reduce_gradients = requires_all_reduce
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether parameters are resharded after forward.
+
+        Raises:
+            ValueError: if it is not a bool.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                f"set_reshard_after_forward takes a bool, not {reshard_after_forward!r}; "
+                "a smaller world to reshard to is an argument of fully_shard"
+            )
+        for unit in self._units(recurse):
+            unit.reshards_unless_root = False
+            for group in unit.groups:
+                group.options.reshard_after_forward = reshard_after_forward
+                group.policy.reshard_to = None
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether parameters are resharded after backward; keeping them saves a gather while accumulating."""
+        for group in self._groups(recurse):
+            group.options.reshard_after_backward = reshard_after_backward
+
+    @property
+    def reshard_after_backward(self) -> bool:
+        """The state that `set_reshard_after_backward` sets, of this module alone."""
+        return all(group.options.reshard_after_backward for group in self._unit.groups)
+
+    @reshard_after_backward.setter
+    def reshard_after_backward(self, value: bool) -> None:
+        self.set_reshard_after_backward(value, recurse=False)
+
+    @property
+    def reduce_grads(self) -> bool:
+        """The state that `set_requires_gradient_sync` sets, of this module alone."""
+        return all(group.options.reduce_gradients for group in self._unit.groups)
+
+    @reduce_grads.setter
+    def reduce_grads(self, value: bool) -> None:
+        self.set_requires_gradient_sync(value, recurse=False)
+
+    # -- Schedule
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:  # type: ignore[override]
+        """Modules to gather when this one starts its forward, in place of the one that ran next last time.
+
+        Raises:
+            ValueError: if one of them is not wrapped.
+        """
+        self._unit.prefetch_forward = _references(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:  # type: ignore[override]
+        """Modules to gather when this one starts its backward, in place of the one that ran before it in forward.
+
+        Raises:
+            ValueError: if one of them is not wrapped.
+        """
+        self._unit.prefetch_backward = _references(modules)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether this unit's parameters are gathered for backward; those of an embedding need not be."""
+        for group in self._unit.groups:
+            group.options.unshard_in_backward = unshard_in_backward
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Let the next forward's first gathers start after ``event`` instead of after all computation queued."""
+        self._context().post_optimizer_event = event
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many reductions may be under way at once; each holds one unit's gradients.
+
+        The units of a context share the limit, so ``recurse`` makes no difference between them.
+
+        Raises:
+            TypeError: if it is not an int.
+            ValueError: if it is below 1.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers must be an int, not {max_input_buffers!r}")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be at least 1, not {max_input_buffers}")
+        contexts = {id(unit.context): unit.context for unit in self._units(recurse) if unit.context is not None}
+        for context in (contexts or {0: self._context()}).values():
+            context.max_pending_reductions = max_input_buffers
+
+    # -- Arithmetic of the reduction
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide this unit's summed gradients by ``factor`` instead of by the number of ranks."""
+        for group in self._unit.groups:
+            group.options.divide_factor = factor
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Reduce this unit's gradients by sums and divide separately, instead of by the backend's average."""
+        for group in self._unit.groups:
+            group.options.force_sum = enable
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
+    ) -> None:
+        """Call ``hook`` with each reduced 1-D gradient buffer of this unit, after all reductions.
+
+        Raises:
+            ValueError: if the unit has parameters on several meshes, or a stream is given for a 2-D mesh.
+        """
+        unit = self._unit
+        if len(unit.groups) > 1:
+            raise ValueError(f"unit {unit.name!r} has parameters on several meshes: a hook cannot tell them apart")
+        for group in unit.groups:
+            if stream is not None and group.mesh.replicate:
+                raise ValueError(f"unit {unit.name!r} all-reduces by itself: the hook runs in that stream")
+            group.options.all_reduce_hook = _in_stream(hook, stream) if stream is not None else hook
+
+
+def _in_stream(hook: Callable[[torch.Tensor], None], stream: torch.cuda.Stream) -> Callable[[torch.Tensor], None]:
+    def run(tensor: torch.Tensor) -> None:
+        current = torch.cuda.current_stream()
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            hook(tensor)
+        current.wait_stream(stream)
+
+    return run
+
+
+def _references(modules: Iterable[nn.Module]) -> list[weakref.ref[Unit]]:
+    units = []
+    for module in modules:
+        if (unit := unit_of(module)) is None:
+            raise ValueError(f"only modules wrapped by fully_shard can be prefetched, not {type(module).__name__}")
+        units.append(unit.reference)
+    return units
+
+
+def become_fsdp_module(module: nn.Module, unit: Unit) -> None:
+    """Give ``module`` its wrapped class, leftmost in its MRO, and its unit."""
+    original = type(module)
+    if (wrapped := _classes.get(original)) is None:
+        wrapped = _classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), {})
+    module.__class__ = wrapped
+    module.__dict__[_UNIT] = unit
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Gather and reshard around ``module.<method_name>`` as around its forward; nothing if it is not wrapped.
+
+    Args:
+        module: the wrapped module.
+        method_name: a method that uses its parameters.
+
+    Raises:
+        ValueError: if the module has no such method.
+    """
+    unit = unit_of(module)
+    if unit is None:
+        return
+    if not hasattr(module, method_name):
+        raise ValueError(f"{type(module).__name__} has no method {method_name!r} to register as a forward method")
+    original = getattr(type(module), method_name)
+
+    @functools.wraps(original)
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = unit_of(self).pre_forward(self, args, kwargs)  # type: ignore[union-attr]
+        return unit_of(self).post_forward(self, args, original(self, *args, **kwargs))  # type: ignore[union-attr]
+
+    # Through a weak reference: a bound method stored on its own module would keep it alive.
+    reference = weakref.ref(module)
+    module.__dict__[method_name] = functools.wraps(original)(lambda *args, **kwargs: run(reference(), *args, **kwargs))  # type: ignore[arg-type]
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Let several wrapped trees (pipeline stages, say) use one context: one set of streams, one order.
+
+    Raises:
+        ValueError: if one of them is not wrapped.
+    """
+    units = [reference() for reference in _references(cast("list[nn.Module]", modules))]
+    context: FSDPCommContext | None = None
+    for unit in units:
+        assert unit is not None
+        own = unit.context or unit.become_root(unit)
+        if context is None:
+            context = own
+            continue
+        context.take_over(own)

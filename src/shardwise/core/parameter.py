@@ -1,0 +1,172 @@
+"""The two faces of a parameter: sharded (a DTensor) and unsharded (a plain tensor), and its places on modules."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .device import call_without_torch_function
+from .errors import StateError
+
+
+class Owner(Protocol):
+    """Who a sharded parameter belongs to."""
+
+    def mark_stale(self) -> None: ...
+
+    def name_of(self, parameter: torch.Tensor) -> tuple[str, str]: ...
+
+
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+class ShardedParameter(DTensor):
+    """The registered parameter between uses: an ordinary DTensor that explains itself.
+
+    It tells its group when something writes it, and replaces torch's message when it is mixed with plain tensors.
+    Its only addition is a weak reference to its group.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__[-1] == "_" and _may_write(func):
+            for parameter in _sharded_in((args, kwargs)):
+                if (owner := owner_of(parameter)) is not None:
+                    owner.mark_stale()
+        try:
+            return call_without_torch_function(func, types, args, kwargs or {})
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise StateError(_used_while_sharded(_sharded_in((args, kwargs)))) from error
+
+
+def _may_write(func: Any) -> bool:
+    name: str = func.__name__
+    if name == "__get__":
+        return bool(func == _DATA)  # whoever takes .data may write through it unseen
+    return not name.endswith("__") or name.startswith("__i") or name == "__setitem__"
+
+
+def _sharded_in(value: Any) -> list[ShardedParameter]:
+    if isinstance(value, ShardedParameter):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return []
+    return [found for item in value for found in _sharded_in(item)]
+
+
+def _used_while_sharded(parameters: Sequence[ShardedParameter]) -> str:
+    for parameter in parameters:
+        if (owner := owner_of(parameter)) is not None:
+            name, unit = owner.name_of(parameter)
+            return (
+                f"parameter {name!r} was used outside the forward of its unit {unit!r}, where it is sharded: "
+                f"call unshard() on the unit before, run the code inside its forward, or make the method that "
+                f"does it a forward method by register_fsdp_forward_method(module, method_name)"
+            )
+    return "a sharded parameter, whose unit no longer exists, was mixed with plain tensors"
+
+
+def owner_of(parameter: torch.Tensor) -> Owner | None:
+    """The group that a sharded parameter belongs to, while it exists."""
+    reference = parameter.__dict__.get("_shardwise_owner")
+    return reference() if reference is not None else None
+
+
+def make_sharded_parameter(value: DTensor, requires_grad: bool, owner: weakref.ref[Any]) -> nn.Parameter:
+    """Register ``value`` as a sharded parameter of ``owner``."""
+    parameter = nn.Parameter(value, requires_grad=requires_grad)
+    adopt_parameter(parameter, owner)
+    return parameter
+
+
+def adopt_parameter(parameter: nn.Parameter, owner: weakref.ref[Any]) -> None:
+    """Make an existing DTensor parameter one of ``owner``."""
+    parameter.__class__ = ShardedParameter
+    parameter.__dict__["_shardwise_owner"] = owner
+
+
+def release_class(parameters: Iterable[torch.Tensor]) -> None:
+    """Make sharded parameters plain DTensors, for torch code that makes new parameters of the same type."""
+    for parameter in parameters:
+        if type(parameter) is ShardedParameter:
+            parameter.__class__ = DTensor
+
+
+_successors: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""From each original parameter that still exists to the group and index of its slot: by it an optimizer made before
+wrapping is found. Weak on both sides; empty in a program that made its optimizer afterwards."""
+
+
+def remember_successor(original: torch.Tensor, group: weakref.ref[Any], slot: int) -> None:
+    """``original`` was replaced by the sharded parameter of a slot."""
+    if not _guard:
+        _guard.append(register_optimizer_step_pre_hook(_refuse_replaced))
+    _successors[original] = group, slot
+
+
+_guard: list[Any] = []
+
+
+def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """An optimizer that holds a replaced parameter would train a tensor that no module uses, in silence."""
+    if not _successors:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            reference, index = _successors.get(parameter, (None, 0))
+            if reference is not None and (owner := reference()) is not None:
+                raise StateError(
+                    f"{type(optimizer).__name__} holds parameter {owner.slots[index].name!r} as it was before fully_shard "
+                    "replaced it, so its step would change nothing that the model uses: call "
+                    "shardwise.repoint(optimizer), or make the optimizer after fully_shard"
+                )
+
+
+def successor_of(original: torch.Tensor) -> nn.Parameter | None:
+    """The sharded parameter that replaced ``original``, if one did and still exists."""
+    reference, index = _successors.get(original, (None, 0))
+    group = reference() if reference is not None else None
+    return None if group is None else group.slots[index].sharded
+
+
+class Place:
+    """One name of one module under which a parameter is registered.
+
+    Writing into the module's own dict of parameters avoids `nn.Module.__setattr__`'s checks, but not for modules
+    that override it (recurrent ones keep a second list of their weights).
+    """
+
+    __slots__ = ("module", "name", "parameters")
+
+    def __init__(self, module: nn.Module, name: str):
+        self.module = weakref.ref(module)
+        self.name = name
+        plain = type(module).__setattr__ is nn.Module.__setattr__
+        self.parameters: dict[str, Any] | None = module._parameters if plain else None
+
+    def get(self) -> nn.Parameter:
+        """What is registered now."""
+        module = self.module()
+        assert module is not None
+        parameter = module._parameters[self.name]
+        assert parameter is not None
+        return parameter
+
+    def put(self, parameter: nn.Parameter) -> None:
+        """Register ``parameter``."""
+        if self.parameters is not None:
+            self.parameters[self.name] = parameter
+        elif (module := self.module()) is not None:
+            setattr(module, self.name, parameter)

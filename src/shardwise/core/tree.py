@@ -1,0 +1,76 @@
+"""Tensors inside nested arguments and outputs."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``value`` with ``function`` of each tensor in it; depth first, in order.
+
+    Looks into dicts, lists, tuples, named tuples and dataclasses. What does not change stays the same object, and
+    containers keep their type.
+    """
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        items = {key: map_tensors(item, function) for key, item in value.items()}
+        return value if _same(items.values(), value.values()) else _rebuilt_dict(value, items)
+    if isinstance(value, (list, tuple)):
+        parts = [map_tensors(item, function) for item in value]
+        if _same(parts, value):
+            return value
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        old = [getattr(value, name) for name in names]
+        new = [map_tensors(item, function) for item in old]
+        return value if _same(new, old) else _rebuilt_dataclass(value, dict(zip(names, new, strict=True)))
+    return value
+
+
+def _same(new: Any, old: Any) -> bool:
+    return all(a is b for a, b in zip(new, old, strict=True))
+
+
+def _rebuilt_dict(value: dict[Any, Any], items: dict[Any, Any]) -> Any:
+    if type(value) is dict:
+        return items
+    # Subclasses (ordered dicts, model outputs that are also dataclasses) keep attributes beside their items.
+    rebuilt = copy.copy(value)
+    for key, item in items.items():
+        rebuilt[key] = item
+    return rebuilt
+
+
+def _rebuilt_dataclass(value: Any, fields: dict[str, Any]) -> Any:
+    # Not `dataclasses.replace`, which runs the constructor again.
+    rebuilt = copy.copy(value)
+    for name, item in fields.items():
+        object.__setattr__(rebuilt, name, item)
+    return rebuilt
+
+
+def tensors_requiring_grad(value: Any) -> list[torch.Tensor]:
+    """Tensors in ``value`` that require gradients, in the order of `map_tensors`."""
+    if isinstance(value, torch.Tensor):
+        return [value] if value.requires_grad else []
+    found: list[torch.Tensor] = []
+
+    def visit(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad:
+            found.append(tensor)
+        return tensor
+
+    map_tensors(value, visit)
+    return found
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` with its floating-point tensors in ``dtype``."""
+    return map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)

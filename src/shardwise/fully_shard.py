@@ -1,0 +1,374 @@
+"""The verb: wrap a module so that its parameters, gradients and optimizer state are sharded."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, overload
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor, Shard
+
+from .core.context import FSDPCommContext
+from .core.errors import UnsupportedShardError
+from .core.group import GroupPolicy, ManagedParameter, ParamGroup, ShardState
+from .core.hooks import Unit
+from .core.mesh import DataParallelMesh, data_parallel_mesh, smaller_mesh
+from .core.module import FSDPModule, become_fsdp_module, unit_of
+from .core.parameter import Place, owner_of, successor_of
+from .placements import PRESETS, Placements
+
+PlacementFn = Callable[[nn.Parameter], Any]
+
+
+@overload
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: PlacementFn | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: Any = ...,
+    placements: Placements | str | None = ...,
+    comm_ctx: FSDPCommContext | None = ...,
+    module_fqn: str | None = ...,
+) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(
+    module: list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: PlacementFn | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: Any = ...,
+    placements: Placements | str | None = ...,
+    comm_ctx: FSDPCommContext | None = ...,
+    module_fqn: str | None = ...,
+) -> list[FSDPModule]: ...
+
+
+def fully_shard(
+    module: nn.Module | list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: PlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  (frozen)
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  (only read)
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+    placements: Placements | str | None = None,
+    comm_ctx: FSDPCommContext | None = None,
+    module_fqn: str | None = None,
+) -> Any:
+    """Shard ``module``'s parameters, gradients and optimizer state, in place, as one unit.
+
+    The unit has all parameters of ``module`` that no earlier call on a submodule took: wrap from the bottom up, say
+    each transformer block and then the root. Afterwards its registered parameters are DTensors, of which each rank
+    holds a chunk; inside its forward they are the plain whole tensors. The first nine arguments are torch FSDP2's
+    (`torch.distributed.fsdp.fully_shard`).
+
+    Args:
+        module: a module with a forward, or several that are gathered together.
+        mesh: one axis to shard over, or two (replicate, shard); by default all ranks.
+        reshard_after_forward: False keeps parameters gathered between forward and backward; an int reshards them
+            to groups of that many ranks; None means True, but False for the root.
+        shard_placement_fn: gives for each parameter the ``Shard`` to cut it on instead of ``Shard(0)``, or torch's
+            ``ShardPlacementResult`` for another mesh too, or None.
+        mp_policy: dtypes of gathered parameters, reductions and outputs.
+        offload_policy: `CPUOffloadPolicy` keeps shards, gradients and optimizer state on the host.
+        ignored_params: parameters to leave alone.
+        dp_mesh_dims: which axes of a mesh with other parallelisms are data-parallel.
+        placements: the strategy, a preset such as ``Placements.zero2`` or its name; by default ``zero3``.
+        comm_ctx: shared by units that no common wrapped root contains.
+        module_fqn: full name of the module, for messages and profiler labels.
+
+    Returns:
+        ``module`` itself, now an `FSDPModule`.
+
+    Raises:
+        ValueError: for a container without forward, a module wrapped already, a mesh, dim or size that does not
+            fit, a parameter that cannot be cut; the message names it.
+        TypeError: for an argument of a wrong type.
+    """
+    modules = _root_modules(module)
+    strategy = _strategy(placements)
+    data_parallel = data_parallel_mesh(mesh if mesh is not None else _default_mesh(), strategy)
+    if dp_mesh_dims is not None:
+        raise NotImplementedError("dp_mesh_dims is not supported yet: slice the data-parallel axes from the mesh")
+    if comm_ctx is not None and comm_ctx.device.torch_device.type != data_parallel.device.type:
+        raise ValueError(f"comm_ctx is for {comm_ctx.device.torch_device.type}, the mesh is on {data_parallel.device}")
+    managed = _managed_modules(modules)
+    policy = _policy(mp_policy, offload_policy, reshard_after_forward, data_parallel)
+    parameters = _managed_parameters(managed, ignored_params or set(), module_fqn)
+    groups = _make_groups(parameters, data_parallel, policy, shard_placement_fn)
+    _move_buffers(managed, data_parallel.device)
+    unit = Unit(
+        modules, groups, mp_policy, module_fqn, comm_ctx, reshard_after_forward is None and comm_ctx is None, _make_root
+    )
+    for group in groups:
+        group.options.reshard_after_forward = reshard_after_forward is None or bool(reshard_after_forward)
+        if reshard_after_forward == 1 and reshard_after_forward is not True:
+            group.options.reshard_after_forward = False
+        _install_state_dict_hooks(group)
+    for member in modules:
+        become_fsdp_module(member, unit)
+    return module
+
+
+# -- Arguments
+
+
+def _root_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """The given modules, without those that others of them contain."""
+    given = [module] if isinstance(module, nn.Module) else list(module)
+    if not given:
+        raise ValueError("fully_shard got an empty list of modules")
+    for member in given:
+        if not isinstance(member, nn.Module):
+            raise TypeError(f"fully_shard takes a module or a list of modules, not {type(member).__name__}")
+        containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+        if isinstance(member, containers) and type(member).forward is nn.Module.forward:
+            raise ValueError(
+                f"{type(member).__name__} has no forward, so nothing would tell when to gather its parameters: "
+                f"call fully_shard on each module in it, or on a list of them"
+            )
+        if unit_of(member) is not None:
+            raise ValueError(
+                f"{type(member).__name__} {_unit_name(member)!r} was wrapped by fully_shard already; wrap it once"
+            )
+    inside = {id(child) for member in given for child in member.modules() if child is not member}
+    return [member for member in dict.fromkeys(given) if id(member) not in inside]
+
+
+def _unit_name(module: nn.Module) -> str:
+    unit = unit_of(module)
+    return unit.name if unit is not None else ""
+
+
+def _strategy(placements: Placements | str | None) -> Placements:
+    if placements is None:
+        return Placements.zero3
+    if isinstance(placements, str):
+        if placements not in PRESETS:
+            raise ValueError(f"placements={placements!r}: the presets are {', '.join(PRESETS)}")
+        return PRESETS[placements]
+    if not isinstance(placements, Placements):
+        raise TypeError(f"placements must be a Placements or the name of a preset, not {type(placements).__name__}")
+    return placements
+
+
+def _default_mesh() -> DeviceMesh:
+    if not dist.is_initialized():
+        dist.init_process_group()
+    accelerator = torch.accelerator.current_accelerator()
+    return init_device_mesh(accelerator.type if accelerator is not None else "cpu", (dist.get_world_size(),))
+
+
+def _policy(
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
+    reshard_after_forward: bool | int | None,
+    mesh: DataParallelMesh,
+) -> GroupPolicy:
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, not {type(mp_policy).__name__}")
+    if not isinstance(offload_policy, OffloadPolicy):
+        raise TypeError(f"offload_policy must be an OffloadPolicy, not {type(offload_policy).__name__}")
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):
+        raise ValueError(f"reshard_after_forward must be a bool, an int or None, not {reshard_after_forward!r}")
+    policy = GroupPolicy(mp_policy)
+    if isinstance(offload_policy, CPUOffloadPolicy):
+        policy.offload, policy.pin_memory = True, offload_policy.pin_memory
+    if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
+        if mesh.strategy.keeps_unsharded:
+            raise ValueError(
+                f"reshard_after_forward={reshard_after_forward}: {mesh.strategy} keeps parameters unsharded; "
+                "resharding to a smaller world needs parameter='shard'"
+            )
+        smaller = smaller_mesh(mesh, reshard_after_forward)
+        if reshard_after_forward not in (1, mesh.shard.size):
+            policy.reshard_to = smaller
+    return policy
+
+
+# -- What belongs to the unit
+
+
+def _managed_modules(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """Modules below ``roots`` that no other unit has, children first, with their names relative to their root."""
+    found: list[tuple[str, nn.Module]] = []
+    seen: set[int] = set()
+
+    def visit(name: str, module: nn.Module, is_root: bool) -> None:
+        if id(module) in seen or (not is_root and unit_of(module) is not None):
+            return
+        seen.add(id(module))
+        for child_name, child in module.named_children():
+            visit(f"{name}.{child_name}" if name else child_name, child, False)
+        found.append((name, module))
+
+    for index, root in enumerate(roots):
+        visit(str(index) if len(roots) > 1 else "", root, True)
+    return found
+
+
+def _managed_parameters(
+    managed: Sequence[tuple[str, nn.Module]],
+    ignored: Iterable[nn.Parameter],
+    module_fqn: str | None,
+) -> list[ManagedParameter]:
+    ignored_ids = {id(parameter) for parameter in ignored}
+    by_id: dict[int, ManagedParameter] = {}
+    for prefix, module in managed:
+        for name, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in ignored_ids:
+                continue
+            full = ".".join(part for part in (module_fqn, prefix, name) if part)
+            if id(parameter) not in by_id:
+                _check_parameter(full, parameter)
+                by_id[id(parameter)] = ManagedParameter(parameter, full, [])
+            by_id[id(parameter)].places.append(Place(module, name))
+    return list(by_id.values())
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    if parameter.ndim == 0:
+        raise ValueError(f"parameter {name!r} is a scalar, which cannot be cut: make it a 1-D tensor of one element")
+    if isinstance(parameter, DTensor):
+        if owner_of(parameter) is not None:
+            raise ValueError(_tied_across_units(name))
+        raise NotImplementedError(f"parameter {name!r} is a DTensor already: tensor parallelism is not supported yet")
+    if successor_of(parameter) is not None:
+        raise ValueError(_tied_across_units(name))
+
+
+def _tied_across_units(name: str) -> str:
+    return (
+        f"parameter {name!r} is tied to a parameter that another unit has sharded already: one shard cannot be gathered "
+        "by two units, so put the modules that share it into one unit, fully_shard([module_a, module_b])"
+    )
+
+
+def _make_groups(
+    parameters: Sequence[ManagedParameter],
+    mesh: DataParallelMesh,
+    policy: GroupPolicy,
+    placement_fn: PlacementFn | None,
+) -> list[ParamGroup]:
+    """One group per mesh, in the order in which parameters ask for them."""
+    meshes: dict[int, DataParallelMesh] = {}
+    by_mesh: dict[int, list[ManagedParameter]] = {}
+    for parameter in parameters:
+        own, chosen = mesh, placement_fn(parameter.value) if placement_fn is not None else None
+        if (info := getattr(chosen, "mesh_info", None)) is not None:
+            chosen = chosen.placement
+            own = mesh if info.mesh is mesh.mesh else data_parallel_mesh(info.mesh, mesh.strategy)
+        parameter.dim = _shard_dim(parameter, chosen, own)
+        key = id(own.mesh)
+        meshes.setdefault(key, own)
+        by_mesh.setdefault(key, []).append(parameter)
+    groups = []
+    for key, members in by_mesh.items():
+        own_policy = policy
+        if policy.reshard_to is not None and meshes[key] is not mesh:
+            own_policy = replace(policy, reshard_to=smaller_mesh(meshes[key], policy.reshard_to.shard.size))
+        groups.append(ParamGroup(members, meshes[key], own_policy))
+    return groups
+
+
+def _shard_dim(parameter: ManagedParameter, chosen: Any, mesh: DataParallelMesh) -> int:
+    if chosen is None:
+        return 0
+    if not isinstance(chosen, Shard):
+        raise ValueError(
+            f"shard_placement_fn gave {chosen!r} for parameter {parameter.name!r}: give a Shard(dim), "
+            "a ShardPlacementResult or None"
+        )
+    shape = tuple(parameter.value.shape)
+    dim = chosen.dim + len(shape) if chosen.dim < 0 else chosen.dim
+    if not 0 <= dim < len(shape):
+        raise ValueError(f"parameter {parameter.name!r} of shape {shape} has no dim {chosen.dim} to be sharded on")
+    if dim and shape[dim] % mesh.shard.size:
+        raise UnsupportedShardError(
+            f"parameter {parameter.name!r} of shape {shape} cannot be sharded on dim {dim}: its size {shape[dim]} does "
+            f"not divide evenly over {mesh.shard.size} ranks; only dim 0 may be uneven"
+        )
+    return dim
+
+
+def _move_buffers(managed: Sequence[tuple[str, nn.Module]], device: torch.device) -> None:
+    for _, module in managed:
+        for buffer in module.buffers(recurse=False):
+            if buffer.device.type not in (device.type, "meta"):
+                buffer.data = buffer.to(device)
+
+
+# -- The tree
+
+
+def _make_root(root: Unit) -> FSDPCommContext:
+    """Make ``root`` the outermost unit of its tree: one context, full names, and its own default for resharding."""
+    named = [pair for module in root.modules for pair in module.named_modules()]
+    units = dict.fromkeys(unit for _, module in named if (unit := unit_of(module)) is not None)
+    given = (unit.context for unit in units if unit.context is not None and not unit.context.has_root)
+    device = root.groups[0].mesh.device.type if root.groups else "cpu"
+    context = next(given, None) or FSDPCommContext(device)
+    context.has_root = True
+    for unit in units:
+        unit.join(context, is_root=unit is root)
+    _name_units(root, named)
+    for unit in units:
+        for group in unit.groups:
+            if group.state is ShardState.SHARDED:
+                group.adopt_registered()
+    return context
+
+
+def _name_units(root: Unit, named: Sequence[tuple[str, nn.Module]]) -> None:
+    names: dict[Unit, list[str]] = {}
+    by_parameter: dict[int, str] = {}
+    for name, module in named:
+        if (unit := unit_of(module)) is not None:
+            names.setdefault(unit, []).append(name)
+        for parameter_name, parameter in module._parameters.items():
+            by_parameter.setdefault(id(parameter), f"{name}.{parameter_name}" if name else parameter_name)
+    for unit, own in names.items():
+        if unit.given_name is not None:
+            continue
+        unit.rename(", ".join(own))
+        for group in unit.groups:
+            for slot in group.slots:
+                slot.name = by_parameter.get(id(slot.places[0].get()), slot.name)
+
+
+def _install_state_dict_hooks(group: ParamGroup) -> None:
+    """State dicts see sharded parameters; what loading put in place of one is taken over."""
+    reference = weakref.ref(group)
+
+    def before(*_: Any) -> None:
+        if (alive := reference()) is not None:
+            alive.reshard()
+
+    def after(*_: Any) -> None:
+        if (alive := reference()) is not None:
+            alive.adopt_registered()
+
+    for module in dict.fromkeys(place.module() for slot in group.slots for place in slot.places):
+        assert module is not None
+        module.register_state_dict_pre_hook(before)
+        module.register_load_state_dict_pre_hook(before)
+        module.register_load_state_dict_post_hook(after)

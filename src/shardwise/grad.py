@@ -1,0 +1,118 @@
+"""Norms and clipping of sharded gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from .core.comm import comm_for
+from .core.device import local_norms, local_of, scale_each
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Scale the gradients of ``parameters``, sharded or not, so that their norm over all ranks is at most ``max_norm``.
+
+    One all-reduce for each mesh axis that gradients are sharded over, of one number per parameter; torch's function
+    of this name needs one for each parameter. A collective: all ranks of the mesh call it.
+
+    Args:
+        parameters: one or many; those without gradients count nothing.
+        max_norm: in the unit of the gradients.
+        norm_type: order of the norm; ``inf`` for the largest absolute value.
+        error_if_nonfinite: whether a norm that is nan or infinite is an error, before anything is scaled.
+        foreach: False handles tensors one by one, which needs less memory for temporaries; None and True at once.
+
+    Returns:
+        The norm before scaling, a 0-dim tensor with the same value on every rank.
+
+    Raises:
+        RuntimeError: if ``error_if_nonfinite`` and the norm is not finite.
+    """
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    gradients = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
+    if not gradients:
+        return torch.tensor(0.0)
+    norm = total_norm(gradients, norm_type)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise RuntimeError(
+            f"the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; "
+            "pass error_if_nonfinite=False to scale them by it all the same"
+        )
+    # As torch does: no branch on the value, which would wait for the device.
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    locals_ = [local_of(g) if isinstance(g, DTensor) else g for g in gradients]
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for local in locals_:
+        by_device.setdefault(local.device, []).append(local)
+    for device, tensors in by_device.items():
+        on_device = scale.to(device)
+        if foreach is False:
+            for tensor in tensors:
+                tensor.mul_(on_device)
+        else:
+            scale_each(tensors, on_device)
+    return norm
+
+
+@torch.no_grad()
+def total_norm(tensors: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+    """Norm of all elements of ``tensors``, DTensors or plain ones, over all ranks that hold parts of them.
+
+    Returns:
+        A 0-dim tensor. The norm of each tensor is completed over ranks first and their norm taken then, as torch
+        does for DTensors, so that the result agrees bitwise.
+
+    Raises:
+        ValueError: if a tensor is still a partial sum.
+    """
+    by_axes: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        by_axes.setdefault(_sharded_axes(tensor), []).append(index)
+    norms: list[torch.Tensor | None] = [None] * len(tensors)
+    for (mesh, axes), indices in by_axes.items():
+        locals_ = [local_of(t) if isinstance(t := tensors[index], DTensor) else t for index in indices]
+        vector = torch.stack(local_norms(locals_, norm_type))
+        for axis in axes:
+            assert mesh is not None
+            vector = _combine(vector, mesh, axis, norm_type)
+        for index, norm in zip(indices, vector.unbind(), strict=True):
+            norms[index] = norm
+    first = norms[0]
+    assert first is not None
+    return torch.linalg.vector_norm(torch.stack([n.to(first.device) for n in norms if n is not None]), norm_type)
+
+
+def _sharded_axes(tensor: torch.Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
+    if not isinstance(tensor, DTensor):
+        return None, ()
+    if any(isinstance(placement, Partial) for placement in tensor.placements):
+        raise ValueError(f"a gradient with placements {tensor.placements} is not reduced yet, so it has no norm")
+    mesh = tensor.device_mesh
+    axes = [axis for axis, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate)]
+    return mesh, tuple(axis for axis in axes if mesh.size(axis) > 1)
+
+
+def _combine(vector: torch.Tensor, mesh: DeviceMesh, axis: int, norm_type: float) -> torch.Tensor:
+    """Norms over the ranks of one axis from each rank's norms."""
+    comm = comm_for(mesh.get_group(axis), vector.device)
+    if math.isinf(norm_type):
+        comm.all_reduce_largest(vector, smallest=norm_type < 0)
+        return vector
+    if norm_type == 0:
+        comm.all_reduce_now(vector)
+        return vector
+    vector = vector**norm_type
+    comm.all_reduce_now(vector)
+    result: torch.Tensor = vector ** (1.0 / norm_type)
+    return result

@@ -1,0 +1,184 @@
+"""Run test bodies on several gloo processes: file rendezvous, a time limit on everything, the failing rank's traceback.
+
+The processes are kept between tests, since importing torch takes seconds; each test gets a process group of its own.
+A test that fails or hangs costs its processes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib
+import itertools
+import multiprocessing as mp
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+START_LIMIT = 120.0
+TEST_LIMIT = 90.0
+PEER_LIMIT = 10.0
+"""Seconds that the other ranks get to notice a failure before they are killed."""
+
+
+class RankFailure(AssertionError):
+    """A rank failed; the message has its traceback."""
+
+
+def _serve(connection: Connection, rank: int, world_size: int) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    connection.send(("ready", None))
+    while True:
+        module, name, rendezvous, arguments = connection.recv()
+        try:
+            body = functools.reduce(getattr, [*name.split("."), "body"], importlib.import_module(module))
+            torch.manual_seed(0)
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{rendezvous}",
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=60),
+            )
+            result = body(**arguments)
+            dist.barrier()
+            dist.destroy_process_group()
+            connection.send(("done", result))
+        except BaseException:
+            connection.send(("failed", traceback.format_exc()))
+            os._exit(1)
+
+
+class Ranks:
+    """Processes for one world size, started when first used."""
+
+    def __init__(self, world_size: int):
+        self.world_size = world_size
+        self.processes: list[Any] = []
+        self.connections: list[Connection] = []
+
+    def start(self) -> None:
+        """Start the processes, if they do not run."""
+        if self.processes and all(process.is_alive() for process in self.processes):
+            return
+        self.stop()
+        context = mp.get_context("spawn")
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, self.world_size), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.connections.append(ours)
+        self._collect(START_LIMIT)
+
+    def stop(self) -> None:
+        """Kill the processes."""
+        for process in self.processes:
+            process.kill()
+            process.join(10)
+        for connection in self.connections:
+            connection.close()
+        self.processes, self.connections = [], []
+
+    def run(self, module: str, name: str, arguments: dict[str, Any], limit: float) -> list[Any]:
+        """Run a test body on all ranks; gives what each returned."""
+        self.start()
+        with tempfile.TemporaryDirectory() as directory:
+            for connection in self.connections:
+                connection.send((module, name, str(Path(directory) / "rendezvous"), arguments))
+            return self._collect(limit)
+
+    def _collect(self, limit: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        deadline = time.monotonic() + limit
+        while len(results) + len(failures) < self.world_size:
+            waiting = [c for rank, c in enumerate(self.connections) if rank not in results and rank not in failures]
+            ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for connection in ready:
+                rank = self.connections.index(connection)  # type: ignore[arg-type]
+                try:
+                    kind, value = connection.recv()  # type: ignore[union-attr]
+                except (EOFError, ConnectionError):
+                    kind, value = "failed", "the process died"
+                if kind == "failed":
+                    failures[rank] = value
+                    deadline = min(deadline, time.monotonic() + PEER_LIMIT)
+                else:
+                    results[rank] = value
+        missing = [rank for rank in range(self.world_size) if rank not in results and rank not in failures]
+        if not failures and not missing:
+            return [results[rank] for rank in range(self.world_size)]
+        self.stop()
+        report = [f"rank {rank}:\n{text}" for rank, text in failures.items()]
+        if missing:
+            report.append(f"ranks {missing} did not answer within {limit:.0f} s")
+        raise RankFailure("\n".join(report))
+
+
+_pools: dict[int, Ranks] = {}
+
+
+def ranks(world_size: int) -> Ranks:
+    """The processes for a world size; those of other sizes are stopped, so that no more than one set runs."""
+    for size, pool in _pools.items():
+        if size != world_size:
+            pool.stop()
+    return _pools.setdefault(world_size, Ranks(world_size))
+
+
+@atexit.register
+def _stop_all() -> None:
+    for pool in _pools.values():
+        pool.stop()
+
+
+def on_ranks(*world_sizes: int, limit: float = TEST_LIMIT, **cases: Sequence[Any]) -> Callable[[Any], Any]:
+    """Make a function a test that runs on every rank, for each world size and each combination of ``cases``.
+
+    The body gets the case's values by name. It must be at the top level of its module.
+    """
+
+    def decorate(body: Callable[..., Any]) -> Any:
+        names = list(cases)
+        combinations = list(itertools.product(*cases.values()))
+
+        def run(world_size: int, case: tuple[Any, ...]) -> None:
+            arguments = dict(zip(names, case, strict=True))
+            ranks(world_size).run(body.__module__, body.__qualname__, arguments, limit)
+
+        run.__name__, run.__doc__, run.__module__ = body.__name__, body.__doc__, body.__module__
+        run.body = body  # type: ignore[attr-defined]
+        identify = [("-".join(_case_name(value) for value in case)) or "all" for case in combinations]
+        run = pytest.mark.parametrize("case", combinations, ids=identify)(run)
+        return pytest.mark.parametrize("world_size", world_sizes, ids=lambda size: f"world{size}")(run)
+
+    return decorate
+
+
+def _case_name(value: Any) -> str:
+    name = getattr(value, "__name__", None) or str(value).replace("torch.", "")
+    return name.replace(" ", "")
+
+
+def world_size_of(item: pytest.Item) -> int:
+    """Tests of one world size together, so that processes are started once for each."""
+    callspec = getattr(item, "callspec", None)
+    return int(callspec.params.get("world_size", 0)) if callspec is not None else 0
+
+
