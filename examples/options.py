@@ -25,9 +25,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "70b": (86, 8192),
 }
 
-ZERO_HELP = (
-    "shard 1: the optimizer's state; 2: and the gradients; 3: and the parameters; 0: nothing (%(default)s)"
-)
+ZERO_HELP = "shard 0: nothing; 1: optimizer state; 2: and gradients; 3: and parameters (%(default)s)"
 STANDARD_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 
 
@@ -80,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
         "--nproc",
         type=int,
         default=2,
-        help="processes on this machine; under torchrun its count (%(default)s)",
+        help="processes; under torchrun, what it starts (%(default)s)",
     )
     add("--zero", type=int, default=3, choices=range(4), help=ZERO_HELP)
     add("--size", default="2m", choices=SIZES, help="about this many parameters (%(default)s)")
@@ -88,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
         "--tied",
         action="store_true",
         default=True,
-        help="the head shares the embedding's weight; the default",
+        help="the head shares the embedding's weight (default)",
     )
     add("--untied", dest="tied", action="store_false", help="the head has a weight of its own")
     add("--bf16", action="store_true", help="compute in bfloat16, reduce gradients in float32")
@@ -100,10 +98,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="of the weights, the data order and the sample (%(default)s)")
     add("--threads", type=int, default=0, help="CPU threads per process; 0 divides the cores (%(default)s)")
     add("--corpus", type=Path, default=STANDARD_LIBRARY, help="folder of *.py files (%(default)s)")
+    add("--checkpoint-dir", type=Path, default=Path("out/train_lm"), help="keeps the newest 2 (%(default)s)")
     add(
-        "--checkpoint-dir", type=Path, default=Path("out/train_lm"), help="keeps the newest two (%(default)s)"
+        "--checkpoint-every",
+        type=int,
+        default=200,
+        help="steps between; 0 for none (%(default)s)",
     )
-    add("--checkpoint-every", type=int, default=200, help="steps between; 0 for no checkpoints (%(default)s)")
     add("--resume", action="store_true", help="continue from the newest checkpoint in --checkpoint-dir")
     add("--no-sample", dest="sample", action="store_false", help="generate no text at the end")
     add("--log-json", type=Path, help="write every step's loss and gradient norm to this file")

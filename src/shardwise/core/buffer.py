@@ -199,14 +199,19 @@ class ShardedBuffer:
         return self.comm
 
 
-def local_view(tensor: TensorLayout, local: torch.Tensor, rank: int) -> torch.Tensor:
-    """``rank``'s chunk of ``tensor`` in the rank-major buffer ``local``, without padding, in the chunk's shape."""
+def local_strides(tensor: TensorLayout, rank: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Shape, strides and offset of ``rank``'s chunk of ``tensor``, without padding, in a rank-major buffer."""
     shape = tensor.local_shape(rank)
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
         step *= max(size, 1)
-    return local.as_strided(shape, strides[::-1], local.storage_offset() + tensor.local_offset)
+    return shape, tuple(reversed(strides)), tensor.local_offset
+
+
+def local_view(tensor: TensorLayout, local: torch.Tensor, rank: int) -> torch.Tensor:
+    """``rank``'s chunk of ``tensor`` in the rank-major buffer ``local``."""
+    return local.as_strided(*local_strides(tensor, rank))
 
 
 def _start(plan: GatherPlan, source: torch.Tensor) -> tuple[Collective, Callable[[], None]]:

@@ -137,20 +137,19 @@ class PairwiseGlooComm(GlooComm):
         ]
 
     def _reduce_scatter_one(self, output: torch.Tensor, input_: torch.Tensor, mean: bool) -> Waitable:
-        tag, parts = self._tag(), list(input_.split(output.numel()))
+        tag, parts = self._tag(), input_.split(output.numel())
         received = input_.new_empty((self.size - 1) * output.numel()).split(output.numel())
         works: list[Waitable] = []
-        terms = {self.rank: parts[self.rank]}
         for peer, buffer in zip(self._peers(), received, strict=True):
-            terms[peer] = buffer
             works.append(self.group.recv([buffer], peer, tag))
             works.append(self.group.send([parts[peer]], peer, tag))
+        # gloo's ring adds from the rank before this one downwards and this one's own part last: the same bits.
+        terms = [*reversed(received), parts[self.rank]]
 
         def add() -> None:
-            # In rank order on every rank, so the result depends on nothing but the values.
             torch.add(terms[0], terms[1], out=output)
-            for rank in range(2, self.size):
-                output.add_(terms[rank])
+            for term in terms[2:]:
+                output.add_(term)
             if mean:
                 _divide(output, self.size)
             terms.clear()

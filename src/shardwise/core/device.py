@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -219,7 +220,8 @@ def make_spec(mesh: DeviceMesh, placements: Sequence[Placement], like: torch.Ten
 
 def wrap_local(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor around ``local``, without a copy, a check or a new autograd node."""
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
+    # Not through the class: its `__init__` does nothing and costs more than the rest.
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -285,13 +287,14 @@ def label(name: str, fqn: str) -> contextlib.AbstractContextManager[Any]:
 def eager(function: Callable[P, R]) -> Callable[P, R]:
     """``function``, never traced by `torch.compile`.
 
-    Dynamo is imported by whoever compiles, not by us: that takes seconds.
+    Disabling Dynamo for a call costs more than most of our hooks, so it is done only where Dynamo is at work; and it
+    is imported by whoever compiles, not by us, since that takes seconds.
     """
     disabled: list[Callable[P, R]] = []
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if "torch._dynamo" not in sys.modules:
+        if not _dynamo_is_active():
             return function(*args, **kwargs)
         if not disabled:
             disabled.append(torch.compiler.disable(function))  # type: ignore[arg-type]
@@ -299,3 +302,7 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
 
     run._torchdynamo_disable = True  # type: ignore[attr-defined]
     return run
+
+
+def _dynamo_is_active() -> bool:
+    return "torch._dynamo" in sys.modules and get_eval_frame_callback() is not None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .buffer import Collective, cut_chunks, local_view
+from .buffer import Collective, cut_chunks, local_strides
 from .comm import PACK_BELOW_BYTES, Comm
 from .device import Lane, Step, Waitable, chunk_cat
 from .layout import Layout, TensorLayout, for_gradients
@@ -61,15 +61,16 @@ class GradientPlan:
 
     Args:
         tensors: layouts of the parameters.
-        world_size: ranks that the gradients are cut over.
+        shard: axis that the gradients are cut over.
         dtype: of the reduction.
         cast: whether gradients arrive in another dtype; they are then staged, where casting costs no extra copy.
         packs_all: whether the reduction needs them in one run.
     """
 
     def __init__(
-        self, tensors: Sequence[TensorLayout], world_size: int, dtype: torch.dtype, cast: bool, packs_all: bool
+        self, tensors: Sequence[TensorLayout], shard: Comm, dtype: torch.dtype, cast: bool, packs_all: bool
     ):
+        world_size = shard.size
         self.dtype, self.world_size = dtype, world_size
         small = PACK_BELOW_BYTES // dtype.itemsize
         packed = [
@@ -85,11 +86,16 @@ class GradientPlan:
         self.layout: Layout = layout
         self.tensors, self.flags = layout.tensors[:count], layout.tensors[count]
         self.partial: torch.Tensor | None = None
+        self._views = [local_strides(tensor, shard.rank) for tensor in self.tensors]
+        self._all_present: torch.Tensor | None = None
 
-    def flag_rows(self, present: Sequence[bool], like: torch.Tensor) -> torch.Tensor:
+    def _flag_rows(self, present: Sequence[bool], like: torch.Tensor) -> torch.Tensor:
         """One row of ones and zeros for every rank: which gradients this rank has."""
-        row = like.new_ones(len(present)) if all(present) else like.new_tensor([float(flag) for flag in present])
-        return row.expand(self.world_size, -1)
+        if not all(present):
+            return like.new_tensor([float(flag) for flag in present]).expand(self.world_size, -1)
+        if self._all_present is None or self._all_present.dtype != like.dtype:
+            self._all_present = like.new_ones(self.world_size, len(present))
+        return self._all_present
 
     def stage(self, gradients: Sequence[torch.Tensor], present: Sequence[bool], out: torch.Tensor) -> Collective:
         """Outputs (runs of ``out``) and inputs of the reduction: one packed run, then each other tensor itself."""
@@ -100,7 +106,7 @@ class GradientPlan:
             elif tensor.chunk_numel:
                 outputs.append(out[tensor.local_offset : tensor.local_offset + tensor.chunk_numel])
                 inputs.append(gradient.view(-1))
-        rows.append(self.flag_rows(present, gradients[0]))
+        rows.append(self._flag_rows(present, gradients[0]))
         packed = self.layout.packed_numel
         if self.world_size == 1:
             chunk_cat(rows, 1, out[:packed].view(1, -1))
@@ -109,16 +115,13 @@ class GradientPlan:
         chunk_cat(rows, self.world_size, staging.view(self.world_size, -1))
         return [out[:packed], *outputs], [staging, *inputs]
 
-    def unstage(self, out: torch.Tensor, present: Sequence[bool], rank: int) -> list[torch.Tensor | None]:
+    def unstage(self, out: torch.Tensor, present: Sequence[bool]) -> list[torch.Tensor | None]:
         """Shards of the reduced gradients in their shapes; None for a parameter that no rank had a gradient for."""
         exists = present
         if not all(present):
             start = self.flags.local_offset
             exists = [flag > 0 for flag in out[start : start + len(present)].tolist()]
-        return [
-            local_view(tensor, out, rank) if flag else None
-            for tensor, flag in zip(self.tensors, exists, strict=True)
-        ]
+        return [out.as_strided(*view) if flag else None for view, flag in zip(self._views, exists, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -204,7 +207,7 @@ class Reduction:
             self.out.div_(self.route.scale.after)
         out = self.out.to(self.like.device, self.like.dtype)
         del self.out
-        self.deliver(self.plan.unstage(out, self.present, self.route.shard.rank))
+        self.deliver(self.plan.unstage(out, self.present))
 
     def abandon(self) -> None:
         """Wait and drop the result."""

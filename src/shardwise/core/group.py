@@ -459,7 +459,7 @@ class ParamGroup:
         if (plan := self._plans.get(key)) is None:
             tensors = [slot.buffer.layout.tensors[slot.index] for slot in slots]
             shard = self.mesh.shard
-            plan = self._plans[key] = GradientPlan(tensors, shard.size, dtype, cast, packs_all=shard.size == 1)
+            plan = self._plans[key] = GradientPlan(tensors, shard, dtype, cast, packs_all=shard.size == 1)
         return plan
 
     def _deliver_own(self, slots: Sequence[Slot], gradients: list[torch.Tensor | None]) -> None:
