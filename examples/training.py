@@ -152,8 +152,9 @@ def train_steps(
         pending.append(torch.stack([loss, norm.detach()]))
         done = step + 1
         if done % REPORT_EVERY == 0 or done == options.steps:
-            # One collective and one wait for the device per several steps, not per step.
-            numbers = torch.stack(pending)
+            # One collective and one wait for the device per several steps, not per step. The collective adds
+            # in an order that depends on how many steps it got; in float64 that does not show.
+            numbers = torch.stack(pending).double()
             dist.all_reduce(numbers)
             losses, norms = (numbers / dist.get_world_size()).T.tolist()
             log["losses"] += losses

@@ -116,9 +116,9 @@ def fully_shard(
     parameters = _managed_parameters(managed, ignored_params or set(), module_fqn)
     groups = _make_groups(parameters, data_parallel, policy, shard_placement_fn)
     _move_buffers(managed, data_parallel.device)
-    unit = Unit(
-        modules, groups, mp_policy, module_fqn, comm_ctx, reshard_after_forward is None and comm_ctx is None, _make_root
-    )
+    # The root's parameters are needed at once in backward; where they are kept anyway, resharding costs nothing.
+    by_default = reshard_after_forward is None and comm_ctx is None and not strategy.keeps_unsharded
+    unit = Unit(modules, groups, mp_policy, module_fqn, comm_ctx, by_default, _make_root)
     for group in groups:
         group.options.reshard_after_forward = reshard_after_forward is None or bool(reshard_after_forward)
         if reshard_after_forward == 1 and reshard_after_forward is not True:
@@ -212,18 +212,19 @@ def _managed_modules(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
     """Modules below ``roots`` that no other unit has, children first, with their names relative to their root."""
     found: list[tuple[str, nn.Module]] = []
     seen: set[int] = set()
-
-    def visit(name: str, module: nn.Module, is_root: bool) -> None:
-        if id(module) in seen or (not is_root and unit_of(module) is not None):
-            return
-        seen.add(id(module))
-        for child_name, child in module.named_children():
-            visit(f"{name}.{child_name}" if name else child_name, child, False)
-        found.append((name, module))
-
     for index, root in enumerate(roots):
-        visit(str(index) if len(roots) > 1 else "", root, True)
+        _visit(str(index) if len(roots) > 1 else "", root, found, seen)
     return found
+
+
+def _visit(name: str, module: nn.Module, found: list[tuple[str, nn.Module]], seen: set[int]) -> None:
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    for child_name, child in module.named_children():
+        if unit_of(child) is None:
+            _visit(f"{name}.{child_name}" if name else child_name, child, found, seen)
+    found.append((name, module))
 
 
 def _managed_parameters(

@@ -218,10 +218,17 @@ def make_spec(mesh: DeviceMesh, placements: Sequence[Placement], like: torch.Ten
     return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(like.shape, strides, like.dtype))
 
 
-def wrap_local(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor around ``local``, without a copy, a check or a new autograd node."""
+def wrap_local(
+    local: torch.Tensor, spec: DTensorSpec, kind: type[DTensor] = DTensor, requires_grad: bool = False
+) -> DTensor:
+    """A DTensor (of class ``kind``) around ``local``, without a copy, a check or a new autograd node."""
     # Not through the class: its `__init__` does nothing and costs more than the rest.
-    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+    return DTensor.__new__(kind, local, spec, requires_grad=requires_grad)
+
+
+def wrap_gradient(local: torch.Tensor, parameter: torch.Tensor) -> DTensor:
+    """``local`` placed as ``parameter``, a DTensor, is."""
+    return wrap_local(local, parameter._spec)  # type: ignore[attr-defined]
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from .device import (
     post_accumulate_grad_hooks,
     set_local,
     without_torch_function,
-    wrap_local,
+    wrap_gradient,
 )
 from .errors import StateError
 from .gradient import GradientPlan, Reduction, Route, gradient_scale
@@ -168,7 +168,7 @@ class ParamGroup:
             if not member.value.is_meta:
                 view.copy_(member.value.detach().narrow(tensor.dim, tensor.start(rank), tensor.length(rank)))
             spec = make_spec(self.mesh.mesh, self.mesh.placements(tensor.dim), member.value)
-            sharded = make_sharded_parameter(wrap_local(view, spec), member.value.requires_grad, self._self)
+            sharded = make_sharded_parameter(view, spec, member.value.requires_grad, self._self)
             # Marks that users leave on parameters ("no weight decay") stay on them.
             sharded.__dict__.update({key: value for key, value in member.value.__dict__.items() if key[:1] != "_"})
             self.slots.append(Slot(member.name, member.places, buffer, index, sharded))
@@ -355,8 +355,9 @@ class ParamGroup:
                 views = buffer.reshard_to_smaller()
                 for slot in slots:
                     spec = make_spec(smaller.mesh, smaller.placements(0), buffer.full_view(slot.index))
-                    value = wrap_local(views[slot.index], spec)
-                    parameter = make_sharded_parameter(value, slot.sharded.requires_grad, self._self)
+                    parameter = make_sharded_parameter(
+                        views[slot.index], spec, slot.sharded.requires_grad, self._self
+                    )
                     for place in slot.places:
                         place.put(parameter)
         self.state = ShardState.RESHARDED
@@ -485,13 +486,17 @@ class ParamGroup:
                 if shard is None:
                     continue
                 if (gradient := slot.sharded.grad) is None:
-                    slot.sharded.grad = wrap_local(shard, slot.sharded._spec)  # type: ignore[attr-defined]
+                    slot.sharded.grad = wrap_gradient(shard, slot.sharded)
                 else:
                     old.append(local_of(gradient))
                     new.append(shard)
             if old:
                 add_each(old, new)
-        for slot, shard in zip(slots, shards, strict=True):
-            if shard is not None:
-                for hook in post_accumulate_grad_hooks(slot.sharded):
-                    hook(slot.sharded)
+            hooks = [
+                (hook, slot.sharded)
+                for slot, shard in zip(slots, shards, strict=True)
+                if shard is not None
+                for hook in post_accumulate_grad_hooks(slot.sharded)
+            ]
+        for hook, parameter in hooks:
+            hook(parameter)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .device import call_without_torch_function
+from .device import call_without_torch_function, wrap_local
 from .errors import StateError
 
 
@@ -84,11 +84,13 @@ def owner_of(parameter: torch.Tensor) -> Owner | None:
     return reference() if reference is not None else None
 
 
-def make_sharded_parameter(value: DTensor, requires_grad: bool, owner: weakref.ref[Any]) -> nn.Parameter:
-    """Register ``value`` as a sharded parameter of ``owner``."""
-    parameter = nn.Parameter(value, requires_grad=requires_grad)
-    adopt_parameter(parameter, owner)
-    return parameter
+def make_sharded_parameter(local: torch.Tensor, spec: Any, requires_grad: bool, owner: weakref.ref[Any]) -> nn.Parameter:
+    """A sharded parameter of ``owner`` around ``local``, placed as ``spec`` says."""
+    # `nn.Parameter(dtensor)` would run an operator on it, the first of which imports the compiler.
+    parameter = wrap_local(local, spec, ShardedParameter, requires_grad)
+    parameter._is_param = True  # type: ignore[attr-defined]
+    parameter.__dict__["_shardwise_owner"] = owner
+    return cast(nn.Parameter, parameter)
 
 
 def adopt_parameter(parameter: nn.Parameter, owner: weakref.ref[Any]) -> None:

@@ -1,0 +1,229 @@
+"""Bytes held and collectives issued, as equations, on the fake process group."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise import MixedPrecisionPolicy, Placements, fully_shard
+from shardwise.core.module import unit_of
+
+from ..models import Transformer, inputs_for
+
+Mesh = Callable[..., DeviceMesh]
+
+
+class Collectives(TorchDispatchMode):
+    """Counts what is sent through c10d, by kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gathers = self.reductions = self.all_reduces = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        self.gathers += name.startswith(("c10d._allgather_base_", "c10d.allgather_into_tensor_coalesced_"))
+        self.reductions += name.startswith(("c10d._reduce_scatter_base_", "c10d.reduce_scatter_tensor_coalesced_"))
+        self.all_reduces += name.startswith("c10d.allreduce_")
+        return func(*args, **(kwargs or {}))
+
+
+def storages(model: nn.Module) -> dict[int, int]:
+    """Bytes by address of everything that the engine holds for a model."""
+    held: dict[int, int] = {}
+    for module in model.modules():
+        unit = unit_of(module)
+        for group in unit.groups if unit is not None else ():
+            for slot in group.slots:
+                tensors = [slot.buffer.local, slot.buffer._full, slot.accumulated]
+                tensors += [slot.unsharded.grad if slot.unsharded is not None else None]
+                gradient = slot.sharded.grad
+                tensors += [gradient.to_local() if gradient is not None else None]
+                for tensor in tensors:
+                    if tensor is not None and tensor.untyped_storage().nbytes():
+                        held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return held
+
+
+def live_bytes(model: nn.Module) -> int:
+    return sum(storages(model).values())
+
+
+def local_bytes(model: nn.Module) -> int:
+    """By arithmetic: each rank reserves the largest chunk of every parameter."""
+    total = 0
+    for module in model.modules():
+        unit = unit_of(module)
+        for group in unit.groups if unit is not None else ():
+            total += sum(4 * slot.buffer.layout.tensors[slot.index].chunk_numel for slot in group.slots)
+    return total
+
+
+def full_bytes(module: nn.Module, itemsize: int = 4) -> int:
+    unit = unit_of(module)
+    assert unit is not None
+    return sum(itemsize * group.slots[0].buffer.layout.full_numel for group in unit.groups)
+
+
+def flags_bytes(model: nn.Module) -> int:
+    """One number per trainable parameter says whether any rank had its gradient."""
+    return 4 * sum(parameter.requires_grad for parameter in model.parameters())
+
+
+def build(mesh: DeviceMesh, **options: Any) -> Transformer:
+    model = Transformer(tied=True)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    return model
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8, 64, 1024])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_live_bytes(fake_mesh: Mesh, world_size: int, rank: int) -> None:
+    model = build(fake_mesh(world_size, rank=rank))
+    x = inputs_for(model, 0)
+    for _ in range(2):
+        assert live_bytes(model) == local_bytes(model)
+        loss = model(x).sum()
+        # The root is not resharded after forward, since backward needs it at once.
+        assert live_bytes(model) == local_bytes(model) + full_bytes(model)
+        loss.backward()
+        assert live_bytes(model) == 2 * local_bytes(model) + flags_bytes(model)
+        model.zero_grad()
+
+
+def test_live_bytes_without_gradients(fake_mesh: Mesh) -> None:
+    model = build(fake_mesh(4), reshard_after_forward=True)
+    with torch.no_grad():
+        model(inputs_for(model, 0))
+    assert live_bytes(model) == local_bytes(model)
+
+
+@pytest.mark.parametrize("preset", ["zero1", "zero2"])
+def test_live_bytes_of_kept_parameters(fake_mesh: Mesh, preset: str) -> None:
+    model = build(fake_mesh(4), placements=getattr(Placements, preset))
+    kept = full_bytes(model) + sum(full_bytes(layer) for layer in model.layers)
+    model(inputs_for(model, 0)).sum().backward()
+    assert live_bytes(model) == 2 * local_bytes(model) + kept + flags_bytes(model)
+
+
+def test_ddp_holds_parameters_once(fake_mesh: Mesh) -> None:
+    model = build(fake_mesh(4), placements=Placements.ddp)
+    model(inputs_for(model, 0)).sum().backward()
+    model.zero_grad()
+    assert live_bytes(model) == full_bytes(model) + sum(full_bytes(layer) for layer in model.layers)
+
+
+def test_world_of_one_shares_everything(fake_mesh: Mesh) -> None:
+    model = build(fake_mesh(1))
+    seen: list[int] = []
+    model.layers[0].register_forward_pre_hook(lambda module, args: seen.append(module.up.weight.data_ptr()))
+    model(inputs_for(model, 0)).sum().backward()
+    assert seen == [model.layers[0].up.weight.to_local().data_ptr()]
+
+
+def test_frozen_parameters_have_no_gradient_bytes(fake_mesh: Mesh) -> None:
+    model = Transformer()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    mesh = fake_mesh(4)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model(inputs_for(model, 0)).sum().backward()
+    trainable = sum(
+        4 * slot.buffer.layout.tensors[slot.index].chunk_numel
+        for module in [model, *model.layers]
+        for group in unit_of(module).groups  # type: ignore[union-attr]
+        for slot in group.slots
+        if slot.sharded.requires_grad
+    )
+    assert live_bytes(model) == local_bytes(model) + trainable + flags_bytes(model)
+
+
+@contextmanager
+def counted() -> Iterator[Collectives]:
+    with Collectives() as mode:
+        yield mode
+
+
+@pytest.mark.parametrize("world_size", [2, 8, 1024])
+def test_collectives_per_step(fake_mesh: Mesh, world_size: int) -> None:
+    model = build(fake_mesh(world_size))
+    x, layers = inputs_for(model, 0), len(model.layers)
+    for _ in range(2):
+        with counted() as forward:
+            loss = model(x).sum()
+        assert (forward.gathers, forward.reductions) == (layers + 1, 0)
+        with counted() as backward:
+            loss.backward()
+        assert (backward.gathers, backward.reductions, backward.all_reduces) == (layers, layers + 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("preset", "gathers", "reductions", "all_reduces"),
+    [("zero1", 4, 4, 0), ("zero2", 4, 12, 0), ("ddp", 0, 0, 4)],
+)
+def test_collectives_of_kept_parameters(
+    fake_mesh: Mesh, preset: str, gathers: int, reductions: int, all_reduces: int
+) -> None:
+    model = build(fake_mesh(4), placements=getattr(Placements, preset))
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = inputs_for(model, 0)
+    for _ in range(3):
+        with counted() as count:
+            for micro_batch in range(3):
+                model.set_is_last_backward(micro_batch == 2)  # type: ignore[operator]
+                model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert (count.gathers, count.reductions, count.all_reduces) == (gathers, reductions, all_reduces)
+
+
+def test_evaluation_twice_gathers_kept_parameters_once(fake_mesh: Mesh) -> None:
+    model = build(fake_mesh(4), placements=Placements.zero2)
+    x = inputs_for(model, 0)
+    with counted() as count, torch.no_grad():
+        model(x)
+        model(x)
+    assert count.gathers == 4
+    with counted() as count, torch.no_grad():
+        model.layers[1].up.weight.mul_(2)
+        model(x)
+    assert count.gathers == 1
+    with counted() as count, torch.no_grad():
+        torch._foreach_mul_(list(model.parameters()), 2)
+        model.layers[0].up.weight.data.mul_(2)
+        model(x)
+    assert count.gathers == 4
+
+
+@pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("trained", [False, True])
+def test_deleting_the_model_frees_it_at_once(fake_mesh: Mesh, preset: str, trained: bool) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        model = build(fake_mesh(4), placements=getattr(Placements, preset), mp_policy=policy)
+        if trained:
+            model(inputs_for(model, 0)).sum().backward()
+        model(inputs_for(model, 0))
+        unit = unit_of(model.layers[0])
+        assert unit is not None
+        watched = [weakref.ref(unit), weakref.ref(unit.groups[0]), weakref.ref(unit.groups[0].slots[0].buffer)]
+        watched += [weakref.ref(model), weakref.ref(unit.context)]  # type: ignore[list-item]
+        del model, unit
+        assert [reference() for reference in watched] == [None] * len(watched)
+    finally:
+        gc.enable()

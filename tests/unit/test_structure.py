@@ -1,0 +1,153 @@
+"""Promises about the package itself: public names, order of imports, private torch APIs and who may use them."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardwise
+
+SOURCE = Path(shardwise.__file__).parent
+
+ORDER = [
+    "placements",
+    "core.errors",
+    "core.layout",
+    "core.tree",
+    "core.order",
+    "core.device",
+    "core.comm",
+    "core.mesh",
+    "core.buffer",
+    "core.gradient",
+    "core.parameter",
+    "core.group",
+    "core.context",
+    "core.hooks",
+    "core.module",
+    "fully_shard",
+    "grad",
+    "optim",
+]
+
+
+def test_public_names() -> None:
+    assert shardwise.__all__ == [
+        "CPUOffloadPolicy",
+        "FSDPCommContext",
+        "FSDPModule",
+        "MixedPrecisionPolicy",
+        "OffloadPolicy",
+        "Placements",
+        "UnshardHandle",
+        "clip_grad_norm_",
+        "fully_shard",
+        "register_fsdp_forward_method",
+        "repoint",
+        "share_comm_ctx",
+    ]
+    for name in shardwise.__all__:
+        assert getattr(shardwise, name).__doc__, name
+
+
+def test_policies_and_base_class_are_torchs_own() -> None:
+    from torch.distributed import fsdp
+
+    assert shardwise.MixedPrecisionPolicy is fsdp.MixedPrecisionPolicy
+    assert shardwise.CPUOffloadPolicy is fsdp.CPUOffloadPolicy
+    assert shardwise.OffloadPolicy is fsdp.OffloadPolicy
+    assert issubclass(shardwise.FSDPModule, fsdp.FSDPModule)
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(SOURCE).with_suffix("").parts)
+
+
+def own_imports(path: Path) -> set[str]:
+    """Modules of this package that a module imports when it is imported itself."""
+    found = set()
+    name = module_name(path)
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = name.split(".")[: -node.level]
+            found.add(".".join([*base, *(node.module or "").split(".")]))
+    return found
+
+
+def modules() -> list[Path]:
+    return [path for path in sorted(SOURCE.rglob("*.py")) if path.name != "__init__.py"]
+
+
+def test_imports_run_one_way() -> None:
+    for path in modules():
+        name = module_name(path)
+        assert name in ORDER, f"{name} has no place in the order"
+        for imported in own_imports(path):
+            assert ORDER.index(imported) < ORDER.index(name), f"{name} imports {imported}"
+
+
+PRIVATE = re.compile(
+    r"torch\._|torch\.distributed\.tensor\._|\._C\b|_execution_engine|\._get_backend|_base\(|\._spec\b|\._local_tensor"
+)
+
+
+def test_private_torch_apis_have_one_place() -> None:
+    allowed = {"core.device", "core.comm"}
+    for path in modules():
+        if module_name(path) not in allowed:
+            used = PRIVATE.findall(path.read_text())
+            assert not used, f"{module_name(path)} uses {used}"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "torch._C._current_graph_task_id",
+        "torch._C.DisableTorchFunctionSubclass",
+        "torch._C._disabled_torch_function_impl",
+        "torch._C._dynamo.eval_frame.get_eval_frame_callback",
+        "torch._chunk_cat",
+        "torch._foreach_add_",
+        "torch._foreach_mul_",
+        "torch._foreach_norm",
+        "torch.autograd._profiler_enabled",
+        "torch.autograd.Variable._execution_engine.queue_callback",
+        "torch.distributed.ProcessGroup._allgather_base",
+        "torch.distributed.ProcessGroup._get_backend",
+        "torch.distributed.ProcessGroup._reduce_scatter_base",
+        "torch.distributed.ProcessGroup.allgather_into_tensor_coalesced",
+        "torch.distributed.ProcessGroup.reduce_scatter_tensor_coalesced",
+        "torch.distributed.tensor._dtensor_spec.DTensorSpec",
+        "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
+    ],
+)
+def test_private_torch_api_exists(path: str) -> None:
+    value: object = torch
+    for part in path.split(".")[1:]:
+        value = getattr(value, part)
+    assert value is not None
+
+
+def test_functions_are_short() -> None:
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                body = [item for item in node.body if not _is_docstring(item)]
+                lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0  # type: ignore[operator]
+                assert lines < 60, f"{module_name(path)}.{node.name}: {lines} lines"
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def test_import_does_not_pull_in_the_compiler() -> None:
+    code = "import sys, shardwise; print('torch._dynamo' in sys.modules, 'torch._inductor' in sys.modules)"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert output.stdout.split() == ["False", "False"]

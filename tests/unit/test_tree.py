@@ -1,0 +1,57 @@
+"""Tensors in nested structures."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, namedtuple
+from typing import Any
+
+import torch
+
+from shardwise.core.tree import cast_floating, map_tensors, tensors_requiring_grad
+
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    value: Any
+    other: int = 3
+
+    def __post_init__(self) -> None:
+        assert self.other == 3
+
+
+def test_containers_keep_their_type_and_what_does_not_change_keeps_its_identity() -> None:
+    x, y = torch.ones(2), torch.ones(2, dtype=torch.long)
+    nested = {"a": [x, (y, None)], "b": Pair(x, "text"), "c": Frozen({"d": x}), "e": [y]}
+    doubled = map_tensors(nested, lambda t: t * 2 if t.is_floating_point() else t)
+    assert torch.equal(doubled["a"][0], x * 2)
+    assert doubled["a"][1] is nested["a"][1]  # type: ignore[index]
+    assert isinstance(doubled["b"], Pair)
+    assert doubled["b"].right == "text"
+    assert isinstance(doubled["c"], Frozen)
+    assert torch.equal(doubled["c"].value["d"], x * 2)
+    assert doubled["e"] is nested["e"]
+    assert map_tensors(nested, lambda t: t) is nested
+
+
+def test_dict_subclasses_keep_type_and_order() -> None:
+    value = OrderedDict(b=torch.ones(1), a=torch.ones(1))
+    result = map_tensors(value, lambda t: t + 1)
+    assert type(result) is OrderedDict
+    assert list(result) == ["b", "a"]
+    assert value["b"].item() == 1
+
+
+def test_only_tensors_that_require_grad_are_found_in_order() -> None:
+    a, b, c = torch.ones(1, requires_grad=True), torch.ones(1), torch.ones(1, requires_grad=True)
+    assert tensors_requiring_grad({"x": [a, b], "y": (c, None, 3)}) == [a, c]
+    assert tensors_requiring_grad("text") == []
+
+
+def test_cast_leaves_integers() -> None:
+    x, y = torch.ones(1), torch.ones(1, dtype=torch.long)
+    cast = cast_floating(([x], {"k": y}), torch.bfloat16)
+    assert cast[0][0].dtype is torch.bfloat16
+    assert cast[1]["k"] is y
