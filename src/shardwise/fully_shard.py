@@ -259,8 +259,8 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
 
 def _tied_across_units(name: str) -> str:
     return (
-        f"parameter {name!r} is tied to a parameter that another unit has sharded already: one shard cannot be gathered "
-        "by two units, so put the modules that share it into one unit, fully_shard([module_a, module_b])"
+        f"parameter {name!r} is tied to a parameter that another unit has sharded already: one shard cannot be "
+        "gathered by two units, so put the modules that share it into one unit, fully_shard([module_a, module_b])"
     )
 
 
@@ -275,7 +275,8 @@ def _make_groups(
     by_mesh: dict[int, list[ManagedParameter]] = {}
     for parameter in parameters:
         own, chosen = mesh, placement_fn(parameter.value) if placement_fn is not None else None
-        if (info := getattr(chosen, "mesh_info", None)) is not None:
+        info = getattr(chosen, "mesh_info", None)
+        if chosen is not None and info is not None:
             chosen = chosen.placement
             own = mesh if info.mesh is mesh.mesh else data_parallel_mesh(info.mesh, mesh.strategy)
         parameter.dim = _shard_dim(parameter, chosen, own)

@@ -90,7 +90,9 @@ def total_norm(tensors: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch
             norms[index] = norm
     first = norms[0]
     assert first is not None
-    return torch.linalg.vector_norm(torch.stack([n.to(first.device) for n in norms if n is not None]), norm_type)
+    complete = torch.stack([norm.to(first.device) for norm in norms if norm is not None])
+    total: torch.Tensor = torch.linalg.vector_norm(complete, norm_type)
+    return total
 
 
 def _sharded_axes(tensor: torch.Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:

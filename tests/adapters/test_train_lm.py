@@ -97,9 +97,7 @@ def test_each_rank_holds_what_its_stage_says(
     log = train(f"--zero={zero}", "--tied")
     whole = log["unsharded_bytes"]
     for held in log["held_bytes"]:
-        assert held["parameters"] + held["copies"] == pytest.approx(
-            parameters * whole["parameters"], rel=0.02
-        )
+        assert held["parameters"] + held["copies"] == pytest.approx(parameters * whole["parameters"], rel=0.02)
         assert held["gradients"] == pytest.approx(gradients * whole["gradients"], rel=0.02)
         assert held["optimizer"] == pytest.approx(optimizer * whole["optimizer"], rel=0.02)
 

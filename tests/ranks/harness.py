@@ -29,7 +29,7 @@ PEER_LIMIT = 10.0
 """Seconds that the other ranks get to notice a failure before they are killed."""
 
 
-class RankFailure(AssertionError):
+class RankError(AssertionError):
     """A rank failed; the message has its traceback."""
 
 
@@ -128,7 +128,7 @@ class Ranks:
         report = [f"rank {rank}:\n{text}" for rank, text in failures.items()]
         if missing:
             report.append(f"ranks {missing} did not answer within {limit:.0f} s")
-        raise RankFailure("\n".join(report))
+        raise RankError("\n".join(report))
 
 
 _pools: dict[int, Ranks] = {}
@@ -180,5 +180,3 @@ def world_size_of(item: pytest.Item) -> int:
     """Tests of one world size together, so that processes are started once for each."""
     callspec = getattr(item, "callspec", None)
     return int(callspec.params.get("world_size", 0)) if callspec is not None else 0
-
-

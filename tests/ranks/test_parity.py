@@ -79,7 +79,8 @@ def test_zero_stages_agree(model: str, preset: str) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     placements = getattr(Placements, preset)
     ours = train(
-        wrap(build(model), shardwise.fully_shard, mesh=mesh, placements=placements), clip=shardwise.clip_grad_norm_
+        wrap(build(model), shardwise.fully_shard, mesh=mesh, placements=placements),
+        clip=shardwise.clip_grad_norm_,
     )
     theirs = train(wrap(build(model), torch_fully_shard, mesh=mesh))
     assert_same(ours, theirs)

@@ -45,8 +45,7 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def gradients_of(model: nn.Module) -> dict[str, torch.Tensor | None]:
     """Whole gradients by name."""
     return {
-        name: None if parameter.grad is None else whole(parameter.grad)
-        for name, parameter in model.named_parameters()
+        name: None if parameter.grad is None else whole(parameter.grad) for name, parameter in model.named_parameters()
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -16,11 +17,11 @@ SHAPES = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
 def check(layout: Layout) -> None:
     """No two tensors overlap in either order, and what is left over is counted as padding."""
     local = sorted((t.local_offset, t.chunk_numel) for t in layout.tensors)
-    for (start, size), (after, _) in zip(local, local[1:], strict=False):
+    for (start, size), (after, _) in itertools.pairwise(local):
         assert start + size <= after
     assert max(start + size for start, size in local) <= layout.local_numel
     full = sorted((t.full_offset, t.chunk_numel * t.world_size) for t in layout.tensors)
-    for (start, size), (after, _) in zip(full, full[1:], strict=False):
+    for (start, size), (after, _) in itertools.pairwise(full):
         assert start + size <= after
     owned = sum(math.prod(t.local_shape(rank)) for t in layout.tensors for rank in range(layout.world_size))
     assert owned == sum(t.numel for t in layout.tensors)
@@ -64,7 +65,8 @@ def test_other_dims_are_cut_there_and_always_packed() -> None:
     layout = per_parameter([(3, 8), (5, 2)], [1, 0], 4)
     cut, plain = layout.tensors
     assert [cut.local_shape(rank) for rank in range(4)] == [(3, 2)] * 4
-    assert cut.packed and not plain.packed
+    assert cut.packed
+    assert not plain.packed
     check(layout)
 
 

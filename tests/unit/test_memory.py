@@ -221,7 +221,11 @@ def test_deleting_the_model_frees_it_at_once(fake_mesh: Mesh, preset: str, train
         model(inputs_for(model, 0))
         unit = unit_of(model.layers[0])
         assert unit is not None
-        watched = [weakref.ref(unit), weakref.ref(unit.groups[0]), weakref.ref(unit.groups[0].slots[0].buffer)]
+        watched = [
+            weakref.ref(unit),
+            weakref.ref(unit.groups[0]),
+            weakref.ref(unit.groups[0].slots[0].buffer),
+        ]
         watched += [weakref.ref(model), weakref.ref(unit.context)]  # type: ignore[list-item]
         del model, unit
         assert [reference() for reference in watched] == [None] * len(watched)

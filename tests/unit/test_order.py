@@ -11,7 +11,7 @@ class Thing:
     pass
 
 
-def references(count: int) -> tuple[list[Thing], list["weakref.ref[Thing]"]]:
+def references(count: int) -> tuple[list[Thing], list[weakref.ref[Thing]]]:
     things = [Thing() for _ in range(count)]
     return things, [weakref.ref(thing) for thing in things]
 

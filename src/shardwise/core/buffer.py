@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+
 import torch
 
 from .comm import Comm
@@ -82,7 +83,8 @@ def join_chunks(tensor: TensorLayout, chunks: torch.Tensor, target: torch.Tensor
 
 def cut_chunks(tensor: TensorLayout, value: torch.Tensor) -> torch.Tensor:
     """``value`` (the tensor's shape) as world size x chunk elements, without padding; a copy unless cut on dim 0."""
-    return value.unflatten(tensor.dim, (tensor.world_size, -1)).movedim(tensor.dim, 0).flatten(1)
+    chunks: torch.Tensor = value.unflatten(tensor.dim, (tensor.world_size, -1)).movedim(tensor.dim, 0).flatten(1)
+    return chunks
 
 
 class ShardedBuffer:

@@ -59,7 +59,7 @@ class Comm:
         ``inputs[i]`` (size x n_i elements)."""
         if len(inputs) == 1:
             return [_reduce_scatter_single(outputs[0], inputs[0], self.group, _op(mean))]
-        options = dist.ReduceScatterOptions()  # type: ignore[attr-defined]
+        options = dist.ReduceScatterOptions()
         options.reduceOp = _op(mean)
         return [self.group.reduce_scatter_tensor_coalesced(list(outputs), list(inputs), options)]
 
@@ -132,9 +132,7 @@ class PairwiseGlooComm(GlooComm):
     def reduce_scatter(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *, mean: bool
     ) -> list[Waitable]:
-        return [
-            self._reduce_scatter_one(output, input_, mean) for output, input_ in zip(outputs, inputs, strict=True)
-        ]
+        return [self._reduce_scatter_one(output, input_, mean) for output, input_ in zip(outputs, inputs, strict=True)]
 
     def _reduce_scatter_one(self, output: torch.Tensor, input_: torch.Tensor, mean: bool) -> Waitable:
         tag, parts = self._tag(), input_.split(output.numel())
@@ -189,6 +187,6 @@ def _all_gather_single(output: torch.Tensor, input_: torch.Tensor, group: dist.P
 
 
 def _reduce_scatter_single(output: torch.Tensor, input_: torch.Tensor, group: dist.ProcessGroup, op: Any) -> Any:
-    options = dist.ReduceScatterOptions()  # type: ignore[attr-defined]
+    options = dist.ReduceScatterOptions()
     options.reduceOp = op
     return group._reduce_scatter_base(output, input_, options)

@@ -13,7 +13,6 @@ import functools
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -189,23 +188,23 @@ def not_inference() -> contextlib.AbstractContextManager[Any]:
 def chunk_cat(tensors: Sequence[torch.Tensor], world_size: int, out: torch.Tensor) -> None:
     """Cut each tensor on dim 0 into ``world_size`` chunks, padded with zeros, and lay rank ``r``'s chunks of all of
     them one after the other into row ``r`` of ``out`` (world size x sum of chunks), casting to its dtype."""
-    torch._chunk_cat(list(tensors), 0, world_size, out=out)  # type: ignore[attr-defined]
+    torch._chunk_cat(list(tensors), 0, world_size, out=out)
 
 
 def add_each(targets: Sequence[torch.Tensor], terms: Sequence[torch.Tensor]) -> None:
     """``targets[i] += terms[i]`` in one call."""
-    torch._foreach_add_(list(targets), list(terms))  # type: ignore[attr-defined]
+    torch._foreach_add_(list(targets), list(terms))
 
 
 def scale_each(tensors: Sequence[torch.Tensor], scale: torch.Tensor) -> None:
     """``tensors[i] *= scale`` (0-dim) in one call."""
-    torch._foreach_mul_(list(tensors), scale)  # type: ignore[attr-defined]
+    torch._foreach_mul_(list(tensors), scale)
 
 
 def local_norms(tensors: Sequence[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
     """Norm of each tensor, 0-dim; 0 for an empty one."""
     filled = [tensor for tensor in tensors if tensor.numel()]
-    norms = iter(torch._foreach_norm(filled, norm_type) if filled else ())  # type: ignore[attr-defined]
+    norms = iter(torch._foreach_norm(filled, norm_type) if filled else ())
     return [next(norms) if tensor.numel() else tensor.new_zeros(()) for tensor in tensors]
 
 
@@ -244,12 +243,12 @@ def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
 
 def shard_like(value: torch.Tensor, sharded: DTensor) -> DTensor:
     """``value``, the same whole tensor on every rank, cut and placed as ``sharded`` is."""
-    spec = sharded._spec
-    local, offsets = local_of(sharded), compute_local_shape_and_global_offset(value.shape, spec.mesh, spec.placements)[1]
+    spec = make_spec(sharded.device_mesh, sharded.placements, value)
+    local = local_of(sharded)
+    offsets = compute_local_shape_and_global_offset(value.shape, spec.mesh, spec.placements)[1]
     for dim, (start, size) in enumerate(zip(offsets, local.shape, strict=True)):
         value = value.narrow(dim, min(start, value.shape[dim]), size)
-    return wrap_local(value.detach().clone().to(local.device), replace(spec, tensor_meta=TensorMeta(
-        spec.tensor_meta.shape, spec.tensor_meta.stride, value.dtype)))
+    return wrap_local(value.detach().clone().to(local.device), spec)
 
 
 def without_torch_function() -> contextlib.AbstractContextManager[Any]:
@@ -259,12 +258,12 @@ def without_torch_function() -> contextlib.AbstractContextManager[Any]:
 
 def call_without_torch_function(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Call ``func`` as torch does for a class whose ``__torch_function__`` is disabled."""
-    return torch._C._disabled_torch_function_impl(func, types, args, kwargs)  # type: ignore[attr-defined]
+    return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
 
 
 def post_accumulate_grad_hooks(parameter: torch.Tensor) -> Iterable[Callable[[torch.Tensor], None]]:
     """Hooks that the user registered to run when ``parameter.grad`` is ready."""
-    hooks: dict[int, Callable[[torch.Tensor], None]] | None = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    hooks: dict[int, Callable[[torch.Tensor], None]] | None = parameter._post_accumulate_grad_hooks
     return tuple(hooks.values()) if hooks else ()
 
 
@@ -273,12 +272,12 @@ def post_accumulate_grad_hooks(parameter: torch.Tensor) -> Iterable[Callable[[to
 
 def in_backward() -> bool:
     """Whether this thread is inside a backward pass."""
-    return torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
+    return torch._C._current_graph_task_id() != -1
 
 
 def queue_end_of_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the current backward pass has done everything else."""
-    Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    Variable._execution_engine.queue_callback(callback)
 
 
 _NO_LABEL = contextlib.nullcontext()
@@ -304,7 +303,7 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
         if not _dynamo_is_active():
             return function(*args, **kwargs)
         if not disabled:
-            disabled.append(torch.compiler.disable(function))  # type: ignore[arg-type]
+            disabled.append(torch.compiler.disable(function))
         return disabled[0](*args, **kwargs)
 
     run._torchdynamo_disable = True  # type: ignore[attr-defined]

@@ -67,15 +67,11 @@ class GradientPlan:
         packs_all: whether the reduction needs them in one run.
     """
 
-    def __init__(
-        self, tensors: Sequence[TensorLayout], shard: Comm, dtype: torch.dtype, cast: bool, packs_all: bool
-    ):
+    def __init__(self, tensors: Sequence[TensorLayout], shard: Comm, dtype: torch.dtype, cast: bool, packs_all: bool):
         world_size = shard.size
         self.dtype, self.world_size = dtype, world_size
         small = PACK_BELOW_BYTES // dtype.itemsize
-        packed = [
-            cast or packs_all or tensor.chunk_numel < small or not tensor.is_even for tensor in tensors
-        ]
+        packed = [cast or packs_all or tensor.chunk_numel < small or not tensor.is_even for tensor in tensors]
         count = len(tensors)
         layout = for_gradients(
             [*(tensor.shape for tensor in tensors), (world_size, count)],

@@ -186,8 +186,10 @@ class ParamGroup:
             with without_torch_function():
                 locals_ = [local_of(parameter) for parameter in registered]
                 untouched = all(
-                    new is slot.sharded and local.data_ptr() == buffer.local_view(slot.index).data_ptr()
-                    and local.dtype == buffer.local.dtype and local.device == buffer.local.device
+                    new is slot.sharded
+                    and local.data_ptr() == buffer.local_view(slot.index).data_ptr()
+                    and local.dtype == buffer.local.dtype
+                    and local.device == buffer.local.device
                     and not local.is_meta
                     for slot, new, local in zip(slots, registered, locals_, strict=True)
                 )
@@ -355,9 +357,7 @@ class ParamGroup:
                 views = buffer.reshard_to_smaller()
                 for slot in slots:
                     spec = make_spec(smaller.mesh, smaller.placements(0), buffer.full_view(slot.index))
-                    parameter = make_sharded_parameter(
-                        views[slot.index], spec, slot.sharded.requires_grad, self._self
-                    )
+                    parameter = make_sharded_parameter(views[slot.index], spec, slot.sharded.requires_grad, self._self)
                     for place in slot.places:
                         place.put(parameter)
         self.state = ShardState.RESHARDED
@@ -453,7 +453,15 @@ class ParamGroup:
             stop_after_shard=bool(replicate) and not options.all_reduce_gradients,
             hook=options.all_reduce_hook,
         )
-        return Reduction(plan, route, filled, present, lane, slots[0].buffer.local, lambda shards: self._deliver(slots, shards))
+        return Reduction(
+            plan,
+            route,
+            filled,
+            present,
+            lane,
+            slots[0].buffer.local,
+            lambda shards: self._deliver(slots, shards),
+        )
 
     def _plan(self, slots: Sequence[Slot], dtype: torch.dtype, cast: bool) -> GradientPlan:
         key = (tuple(id(slot) for slot in slots), dtype)

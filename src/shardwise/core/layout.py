@@ -145,9 +145,7 @@ def _cuts(
     return [replace(draft, packed=draft.packed or not draft.is_contiguous_cut) for draft in drafts]
 
 
-def _rank_major(
-    cuts: Sequence[TensorLayout], world_size: int, full_offsets: Sequence[int], full_numel: int
-) -> Layout:
+def _rank_major(cuts: Sequence[TensorLayout], world_size: int, full_offsets: Sequence[int], full_numel: int) -> Layout:
     order = sorted(range(len(cuts)), key=lambda index: not cuts[index].packed)
     in_order, local_numel = _offsets([cuts[index].chunk_numel for index in order], 1)
     local_offsets = [offset for _, offset in sorted(zip(order, in_order, strict=True))]

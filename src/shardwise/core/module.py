@@ -110,7 +110,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
                 # `nn.Module._apply` makes parameters of the same type, which DTensor allows and ours do not.
                 release_class(slot.sharded for slot in group.slots)
         try:
-            return super()._apply(*args, **kwargs)  # type: ignore[misc]
+            return super()._apply(*args, **kwargs)
         finally:
             for unit in units:
                 for group in unit.groups:
@@ -277,7 +277,7 @@ def _in_stream(hook: Callable[[torch.Tensor], None], stream: torch.cuda.Stream) 
     return run
 
 
-def _references(modules: Iterable[nn.Module]) -> list[weakref.ref[Unit]]:
+def _references(modules: Iterable[Any]) -> list[weakref.ref[Unit]]:
     units = []
     for module in modules:
         if (unit := unit_of(module)) is None:
@@ -311,15 +311,17 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if not hasattr(module, method_name):
         raise ValueError(f"{type(module).__name__} has no method {method_name!r} to register as a forward method")
     original = getattr(type(module), method_name)
+    # Weak: a bound method stored on its own module would keep it alive.
+    reference = weakref.ref(module)
 
     @functools.wraps(original)
-    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = unit_of(self).pre_forward(self, args, kwargs)  # type: ignore[union-attr]
-        return unit_of(self).post_forward(self, args, original(self, *args, **kwargs))  # type: ignore[union-attr]
+    def run(*args: Any, **kwargs: Any) -> Any:
+        alive = reference()
+        assert alive is not None
+        args, kwargs = unit.pre_forward(alive, args, kwargs)
+        return unit.post_forward(alive, args, original(alive, *args, **kwargs))
 
-    # Through a weak reference: a bound method stored on its own module would keep it alive.
-    reference = weakref.ref(module)
-    module.__dict__[method_name] = functools.wraps(original)(lambda *args, **kwargs: run(reference(), *args, **kwargs))  # type: ignore[arg-type]
+    module.__dict__[method_name] = run
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
@@ -328,7 +330,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     Raises:
         ValueError: if one of them is not wrapped.
     """
-    units = [reference() for reference in _references(cast("list[nn.Module]", modules))]
+    units = [reference() for reference in _references(modules)]
     context: FSDPCommContext | None = None
     for unit in units:
         assert unit is not None

@@ -84,18 +84,20 @@ def owner_of(parameter: torch.Tensor) -> Owner | None:
     return reference() if reference is not None else None
 
 
-def make_sharded_parameter(local: torch.Tensor, spec: Any, requires_grad: bool, owner: weakref.ref[Any]) -> nn.Parameter:
+def make_sharded_parameter(
+    local: torch.Tensor, spec: Any, requires_grad: bool, owner: weakref.ref[Any]
+) -> nn.Parameter:
     """A sharded parameter of ``owner`` around ``local``, placed as ``spec`` says."""
     # `nn.Parameter(dtensor)` would run an operator on it, the first of which imports the compiler.
     parameter = wrap_local(local, spec, ShardedParameter, requires_grad)
-    parameter._is_param = True  # type: ignore[attr-defined]
+    parameter._is_param = True
     parameter.__dict__["_shardwise_owner"] = owner
     return cast(nn.Parameter, parameter)
 
 
 def adopt_parameter(parameter: nn.Parameter, owner: weakref.ref[Any]) -> None:
     """Make an existing DTensor parameter one of ``owner``."""
-    parameter.__class__ = ShardedParameter
+    cast(Any, parameter).__class__ = ShardedParameter
     parameter.__dict__["_shardwise_owner"] = owner
 
 
@@ -103,11 +105,11 @@ def release_class(parameters: Iterable[torch.Tensor]) -> None:
     """Make sharded parameters plain DTensors, for torch code that makes new parameters of the same type."""
     for parameter in parameters:
         if type(parameter) is ShardedParameter:
-            parameter.__class__ = DTensor
+            cast(Any, parameter).__class__ = DTensor
 
 
 _successors: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""From each original parameter that still exists to the group and index of its slot: by it an optimizer made before
+"""From each original parameter that still exists to the group and index of its slot, so that an optimizer made before
 wrapping is found. Weak on both sides; empty in a program that made its optimizer afterwards."""
 
 
@@ -130,8 +132,8 @@ def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             reference, index = _successors.get(parameter, (None, 0))
             if reference is not None and (owner := reference()) is not None:
                 raise StateError(
-                    f"{type(optimizer).__name__} holds parameter {owner.slots[index].name!r} as it was before fully_shard "
-                    "replaced it, so its step would change nothing that the model uses: call "
+                    f"{type(optimizer).__name__} holds parameter {owner.slots[index].name!r} as it was before "
+                    "fully_shard replaced it, so its step would change nothing that the model uses: call "
                     "shardwise.repoint(optimizer), or make the optimizer after fully_shard"
                 )
 
