@@ -118,7 +118,7 @@ def fully_shard(
     _move_buffers(managed, data_parallel.device)
     # The root's parameters are needed at once in backward; where they are kept anyway, resharding costs nothing.
     by_default = reshard_after_forward is None and comm_ctx is None and not strategy.keeps_unsharded
-    unit = Unit(modules, groups, mp_policy, module_fqn, comm_ctx, by_default, _make_root)
+    unit = Unit(modules, groups, data_parallel.device, mp_policy, module_fqn, comm_ctx, by_default, _make_root)
     for group in groups:
         group.options.reshard_after_forward = reshard_after_forward is None or bool(reshard_after_forward)
         if reshard_after_forward == 1 and reshard_after_forward is not True:
@@ -327,8 +327,7 @@ def _make_root(root: Unit) -> FSDPCommContext:
     named = [pair for module in root.modules for pair in module.named_modules()]
     units = dict.fromkeys(unit for _, module in named if (unit := unit_of(module)) is not None)
     given = (unit.context for unit in units if unit.context is not None and not unit.context.has_root)
-    device = root.groups[0].mesh.device.type if root.groups else "cpu"
-    context = next(given, None) or FSDPCommContext(device)
+    context = next(given, None) or FSDPCommContext(root.device.type)
     context.has_root = True
     for unit in units:
         unit.join(context, is_root=unit is root)

@@ -10,6 +10,9 @@ from .comm import Comm
 from .device import allocate_storage, free_storage, not_inference
 from .layout import Layout, TensorLayout
 
+Allocate = Callable[..., torch.Tensor]
+"""``allocate(size, dtype=..., device=...)``."""
+
 Collective = tuple[list[torch.Tensor], list[torch.Tensor]]
 """Outputs and inputs of one coalesced collective."""
 
@@ -21,17 +24,20 @@ class GatherPlan:
         layout: how the source is laid out over the ranks.
         full: the gathered buffer, 1-D.
         offsets: where each tensor starts in ``full``, in elements.
+        pack_all: whether everything goes through the staging buffer.
     """
 
-    def __init__(self, layout: Layout, full: torch.Tensor, offsets: Sequence[int]):
+    def __init__(self, layout: Layout, full: torch.Tensor, offsets: Sequence[int], pack_all: bool = False):
         self.layout, self.full = layout, full
         self._direct: list[tuple[TensorLayout, torch.Tensor]] = []
         self._packed: list[tuple[TensorLayout, torch.Tensor]] = []
         self._sizes: list[int] = []
-        for tensor, offset in zip(layout.tensors, offsets, strict=True):
+        self._run = layout.local_numel if pack_all else layout.packed_numel
+        in_order = sorted(zip(layout.tensors, offsets, strict=True), key=lambda pair: pair[0].local_offset)
+        for tensor, offset in in_order:
             if size := tensor.chunk_numel:
                 target = full[offset : offset + size * layout.world_size]
-                (self._packed if tensor.packed else self._direct).append((tensor, target))
+                (self._packed if tensor.packed or pack_all else self._direct).append((tensor, target))
         self._sizes = [tensor.chunk_numel for tensor, _ in self._packed]
         self._rows = [target.view(layout.world_size, -1) for _, target in self._packed]
         self._plain_copy = all(tensor.is_contiguous_cut for tensor, _ in self._packed)
@@ -43,7 +49,7 @@ class GatherPlan:
         """Runs of ``source`` (a rank-major buffer) to send: the packed one first, where there is one."""
         if source is self._source:
             return self._inputs
-        runs = [source[: self.layout.packed_numel]] if self._packed else []
+        runs = [source[: self._run]] if self._packed else []
         runs += [source[t.local_offset : t.local_offset + t.chunk_numel] for t, _ in self._direct]
         return runs
 
@@ -57,8 +63,16 @@ class GatherPlan:
         inputs = self.inputs(source)
         if not self._packed:
             return (self._outputs, inputs), None
-        staging = self.full.new_empty(self.layout.packed_numel * self.layout.world_size)
+        staging = self.full.new_empty(self._run * self.layout.world_size)
         return ([staging, *self._outputs], inputs), staging
+
+    def start_staged(self, source: torch.Tensor, rank: int, allocate: Allocate) -> tuple[Collective, torch.Tensor]:
+        """Like `start`, for a plan that packs all, in a staging buffer of the caller's, with this rank's part in it."""
+        size = (self._run * self.layout.world_size,)
+        staging = allocate(size, dtype=self.full.dtype, device=self.full.device)
+        own = staging[rank * self._run : (rank + 1) * self._run]
+        own.copy_(source[: self._run])
+        return ([staging], [own]), staging
 
     def finish(self, staging: torch.Tensor | None) -> None:
         """Put the packed tensors in their places, once the collective is done."""
@@ -104,6 +118,7 @@ class ShardedBuffer:
         self.dtype, self.device = dtype, device
         self._full: torch.Tensor | None = None
         self._plan: GatherPlan | None = None
+        self._staged_plan: GatherPlan | None = None
         self._resharded: tuple[Layout, Comm, GatherPlan] | None = None
         self._resharded_local: torch.Tensor | None = None
 
@@ -148,6 +163,19 @@ class ShardedBuffer:
         if self._full is not None and not self.is_identity:
             free_storage(self._full)
 
+    def _offsets(self) -> list[int]:
+        return [tensor.full_offset for tensor in self.layout.tensors]
+
+    def start_staged_gather(self, allocate: Allocate) -> tuple[Collective, Callable[[], None]]:
+        """`start_gather` through a staging buffer of the caller's; only where there is something to gather."""
+        self.allocate()
+        if self._staged_plan is None:
+            with not_inference():
+                self._staged_plan = GatherPlan(self.layout, self.full, self._offsets(), pack_all=True)
+        plan = self._staged_plan
+        collective, staging = plan.start_staged(self.local, self.comm.rank, allocate)
+        return collective, lambda: plan.finish(staging)
+
     def start_gather(self) -> tuple[Collective, Callable[[], None]]:
         """Allocate, cast and stage; gives the collective to issue (maybe empty) and what to call when it is done."""
         self.allocate()
@@ -162,7 +190,7 @@ class ShardedBuffer:
             source = source.to(self.device, self.dtype, non_blocking=True)
         if self._plan is None:
             with not_inference():
-                self._plan = GatherPlan(self.layout, self.full, [t.full_offset for t in self.layout.tensors])
+                self._plan = GatherPlan(self.layout, self.full, self._offsets())
                 if source is self.local:
                     self._plan.keep(source)
         return _start(self._plan, source)
@@ -174,7 +202,7 @@ class ShardedBuffer:
 
     def prepare_resharded(self, layout: Layout, comm: Comm) -> None:
         """Enable `reshard_to_smaller`: ``layout`` is of the same tensors over the ranks of ``comm``."""
-        plan = GatherPlan(layout, self.full, [tensor.full_offset for tensor in self.layout.tensors])
+        plan = GatherPlan(layout, self.full, self._offsets())
         self._resharded = layout, comm, plan
 
     def reshard_to_smaller(self) -> list[torch.Tensor]:
@@ -192,6 +220,11 @@ class ShardedBuffer:
     def drop_resharded(self) -> None:
         """Free the chunks over the smaller world."""
         self._resharded_local = None
+
+    @property
+    def is_resharded(self) -> bool:
+        """Whether this rank holds chunks over the smaller world."""
+        return self._resharded_local is not None
 
     @property
     def gather_comm(self) -> Comm:

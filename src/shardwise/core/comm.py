@@ -8,12 +8,14 @@ Others (NCCL, fake): one coalesced call.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, Protocol, cast
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
 
 from .device import Waitable
 
@@ -58,14 +60,14 @@ class Comm:
         """Fill ``outputs[i]`` (n_i elements) with the sum (``mean``: the mean) over ranks of their part of
         ``inputs[i]`` (size x n_i elements)."""
         if len(inputs) == 1:
-            return [_reduce_scatter_single(outputs[0], inputs[0], self.group, _op(mean))]
+            return [_reduce_scatter_single(outputs[0], inputs[0], self.group, reduce_op(mean))]
         options = dist.ReduceScatterOptions()
-        options.reduceOp = _op(mean)
+        options.reduceOp = reduce_op(mean)
         return [self.group.reduce_scatter_tensor_coalesced(list(outputs), list(inputs), options)]
 
     def all_reduce(self, tensor: torch.Tensor, *, mean: bool) -> list[Waitable]:
         """Replace ``tensor`` by its sum (``mean``: mean) over ranks."""
-        return [dist.all_reduce(tensor, op=_op(mean), group=self.group, async_op=True)]
+        return [dist.all_reduce(tensor, op=reduce_op(mean), group=self.group, async_op=True)]
 
     def all_reduce_now(self, tensor: torch.Tensor) -> None:
         """Replace ``tensor`` by its sum over ranks and wait."""
@@ -94,7 +96,7 @@ class GlooComm(Comm):
     def reduce_scatter(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *, mean: bool
     ) -> list[Waitable]:
-        op = _op(mean)
+        op = reduce_op(mean)
         pairs = zip(outputs, inputs, strict=True)
         return [_reduce_scatter_single(output, input_, self.group, op) for output, input_ in pairs]
 
@@ -155,6 +157,87 @@ class PairwiseGlooComm(GlooComm):
         return _Done(works, add)
 
 
+class StagedCollective(Protocol):
+    """A user's own all-gather or reduce-scatter: torch FSDP2's ``AllGather`` and ``ReduceScatter`` objects are such.
+
+    ``allocate`` gives the staging buffers, the call communicates: ``output_tensor``, ``input_tensor``, ``group`` and,
+    for a reduce-scatter, ``op``, all by keyword.
+    """
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor: ...
+
+    def __call__(self, **arguments: Any) -> Waitable | None: ...
+
+
+class _ProcessGroupMemory:
+    """Staging buffers from the process group's own allocator, where it has one (NCCL's registered memory)."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        backend = self.group._get_backend(device)
+        if backend.supports_tensor_alloc(device):
+            tensor: torch.Tensor = backend.allocate_tensor(math.prod(size), dtype=dtype, device=device)
+            return tensor
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class ProcessGroupMemoryGather(_ProcessGroupMemory):
+    """The default all-gather, staged in the process group's memory."""
+
+    def __call__(self, **arguments: Any) -> Waitable | None:
+        work: Waitable = _all_gather_single(arguments["output_tensor"], arguments["input_tensor"], self.group)
+        return work
+
+
+class ProcessGroupMemoryReduceScatter(_ProcessGroupMemory):
+    """The default reduce-scatter, staged in the process group's memory."""
+
+    def __call__(self, **arguments: Any) -> Waitable | None:
+        output, input_ = arguments["output_tensor"], arguments["input_tensor"]
+        work: Waitable = _reduce_scatter_single(output, input_, self.group, arguments["op"])
+        return work
+
+
+class SymmetricMemoryGather:
+    """The default all-gather, staged in symmetric memory, for which NCCL has faster kernels."""
+
+    def __init__(self, group: dist.ProcessGroup, backend: str):
+        self.group = group
+        symmetric_memory.set_backend(cast(Literal["NCCL"], backend))
+        # The rendezvous needs a communicator, which NCCL makes at the first collective.
+        dist.barrier(group=group)
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        with torch.cuda.use_mem_pool(symmetric_memory.get_mem_pool(device)):
+            return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, **arguments: Any) -> Waitable | None:
+        symmetric_memory.rendezvous(arguments["output_tensor"], group=self.group.group_name)
+        work: Waitable = _all_gather_single(arguments["output_tensor"], arguments["input_tensor"], self.group)
+        return work
+
+
+def require_symmetric_memory(group: dist.ProcessGroup, device: torch.device, backend: str, unit: str) -> None:
+    """
+    Raises:
+        ValueError: unless ``group`` communicates by a backend with symmetric memory.
+    """
+    name = _backend_name(group, device)
+    if backend != "NCCL" or "nccl" not in name:
+        raise ValueError(
+            f"symmetric memory was asked for unit {unit!r} with backend {backend!r} on {device.type}: it needs NCCL "
+            f"on CUDA, and the unit's process group uses {name!r}"
+        )
+
+
+def new_group_like(group: dist.ProcessGroup, device: torch.device) -> Comm:
+    """Collectives of the same ranks over a communicator of their own, so that they run beside the others'."""
+    ranks = dist.get_process_group_ranks(group)
+    return comm_for(dist.new_group(ranks, use_local_synchronization=True, group_desc="shardwise_reduce"), device)
+
+
 def comm_for(group: dist.ProcessGroup, device: torch.device) -> Comm:
     """The collectives of ``group`` on ``device``; one object per group, since operations are numbered."""
     if (comm := _comms.get(group)) is None:
@@ -173,7 +256,8 @@ def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     return str(group._get_backend(device).name())
 
 
-def _op(mean: bool) -> Any:
+def reduce_op(mean: bool) -> Any:
+    """The operator of a reduction."""
     return dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
 
 

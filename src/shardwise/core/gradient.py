@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .buffer import Collective, cut_chunks, local_strides
-from .comm import PACK_BELOW_BYTES, Comm
+from .buffer import Allocate, Collective, cut_chunks, local_strides
+from .comm import PACK_BELOW_BYTES, Comm, StagedCollective, reduce_op
 from .device import Lane, Step, Waitable, chunk_cat
 from .layout import Layout, TensorLayout, for_gradients
 
@@ -93,13 +93,17 @@ class GradientPlan:
             self._all_present = like.new_ones(self.world_size, len(present))
         return self._all_present
 
-    def stage(self, gradients: Sequence[torch.Tensor], present: Sequence[bool], out: torch.Tensor) -> Collective:
+    def stage(
+        self, gradients: Sequence[torch.Tensor], present: Sequence[bool], out: torch.Tensor, allocate: Allocate
+    ) -> Collective:
         """Outputs (runs of ``out``) and inputs of the reduction: one packed run, then each other tensor itself."""
         rows, outputs, inputs = [], [], []
         for tensor, gradient in zip(self.tensors, gradients, strict=True):
+            if not tensor.chunk_numel:
+                continue
             if tensor.packed:
                 rows.append(gradient if tensor.is_contiguous_cut else cut_chunks(tensor, gradient))
-            elif tensor.chunk_numel:
+            else:
                 outputs.append(out[tensor.local_offset : tensor.local_offset + tensor.chunk_numel])
                 inputs.append(gradient.view(-1))
         rows.append(self._flag_rows(present, gradients[0]))
@@ -107,7 +111,7 @@ class GradientPlan:
         if self.world_size == 1:
             chunk_cat(rows, 1, out[:packed].view(1, -1))
             return [], []
-        staging = out.new_empty(packed * self.world_size)
+        staging = allocate((packed * self.world_size,), dtype=out.dtype, device=out.device)
         chunk_cat(rows, self.world_size, staging.view(self.world_size, -1))
         return [out[:packed], *outputs], [staging, *inputs]
 
@@ -130,6 +134,7 @@ class Route:
         scale: divisors.
         stop_after_shard: keep the partial sums instead of all-reducing.
         hook: called with the reduced 1-D buffer.
+        custom: the user's own reduce-scatter.
     """
 
     shard: Comm
@@ -137,6 +142,24 @@ class Route:
     scale: Scale
     stop_after_shard: bool
     hook: Callable[[torch.Tensor], None] | None
+    custom: StagedCollective | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer to communicate."""
+        if self.custom is not None:
+            return self.custom.allocate(size, dtype=dtype, device=device)
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
+        """Issue the reduce-scatter."""
+        if self.custom is None:
+            return self.shard.reduce_scatter(outputs, inputs, mean=self.scale.shard_mean)
+        op = reduce_op(self.scale.shard_mean)
+        works = [
+            self.custom(output_tensor=output, input_tensor=input_, group=self.shard.group, op=op)
+            for output, input_ in zip(outputs, inputs, strict=True)
+        ]
+        return [work for work in works if work is not None]
 
 
 class Reduction:
@@ -157,8 +180,8 @@ class Reduction:
     ):
         self.plan, self.route, self.deliver, self.present = plan, route, deliver, present
         self.like = like
-        self.out = gradients[0].new_empty(plan.layout.local_numel, dtype=plan.dtype)
-        outputs, inputs = plan.stage(gradients, present, self.out)
+        self.out = route.allocate((plan.layout.local_numel,), dtype=plan.dtype, device=gradients[0].device)
+        outputs, inputs = plan.stage(gradients, present, self.out, route.allocate)
         # Staged gradients are freed before the collective takes memory of its own.
         gradients.clear()
         if route.scale.before not in (None, 1.0):
@@ -171,7 +194,7 @@ class Reduction:
         route, out, plan = self.route, self.out, self.plan
 
         def scatter() -> Sequence[Waitable]:
-            return route.shard.reduce_scatter(outputs, inputs, mean=route.scale.shard_mean) if inputs else []
+            return route.reduce_scatter(outputs, inputs) if inputs else []
 
         def between() -> Sequence[Waitable]:
             if route.scale.between not in (None, 1.0):

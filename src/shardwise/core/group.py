@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from .buffer import ShardedBuffer
-from .comm import PACK_BELOW_BYTES
+from .buffer import Collective, ShardedBuffer
+from .comm import PACK_BELOW_BYTES, Comm, StagedCollective
 from .device import (
     Lane,
     Waitable,
@@ -86,6 +86,10 @@ class GroupOptions:
     force_sum: bool = False
     unshard_in_backward: bool = True
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+    zeros_for_unused: bool = False
+    custom_gather: StagedCollective | None = None
+    custom_reduce_scatter: StagedCollective | None = None
+    reduce_comm: Comm | None = None
 
 
 @dataclass
@@ -127,7 +131,7 @@ class ParamGroup:
         self._gather: tuple[Waitable | None, list[Callable[[], None]]] | None = None
         self._stale = True
         self._versions: list[int] = []
-        self._plans: dict[tuple[tuple[int, ...], torch.dtype], GradientPlan] = {}
+        self._plans: dict[tuple[tuple[int, ...], torch.dtype, bool, bool], GradientPlan] = {}
         by_dtype: dict[torch.dtype, list[ManagedParameter]] = defaultdict(list)
         for parameter in parameters:
             by_dtype[parameter.value.dtype].append(parameter)
@@ -286,13 +290,30 @@ class ParamGroup:
             inputs: list[torch.Tensor] = []
             finish: list[Callable[[], None]] = []
             for buffer in self._buffers:
-                (more_outputs, more_inputs), done = buffer.start_gather()
+                (more_outputs, more_inputs), done = self._start_gather(buffer)
                 outputs += more_outputs
                 inputs += more_inputs
                 finish.append(done)
-            comm = self._buffers[0].gather_comm
-            ticket = lane.submit(lambda: comm.all_gather(outputs, inputs)) if inputs else None
+            ticket = lane.submit(lambda: self._issue_gather(outputs, inputs)) if inputs else None
             self._gather = ticket, finish
+
+    def _gathers_by(self, buffer: ShardedBuffer) -> StagedCollective | None:
+        staged = self.mesh.shard.size > 1 and not buffer.is_resharded
+        return self.options.custom_gather if staged else None
+
+    def _start_gather(self, buffer: ShardedBuffer) -> tuple[Collective, Callable[[], None]]:
+        custom = self._gathers_by(buffer)
+        return buffer.start_gather() if custom is None else buffer.start_staged_gather(custom.allocate)
+
+    def _issue_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
+        first = self._buffers[0]
+        if (custom := self._gathers_by(first)) is None:
+            return first.gather_comm.all_gather(outputs, inputs)
+        works = [
+            custom(output_tensor=output, input_tensor=input_, group=first.comm.group, async_op=False)
+            for output, input_ in zip(outputs, inputs, strict=True)
+        ]
+        return [work for work in works if work is not None]
 
     def wait_for_unshard(self) -> None:
         """Wait for the gather and register the unsharded parameters."""
@@ -430,6 +451,11 @@ class ParamGroup:
     def reduce(self, slots: Sequence[Slot], gradients: list[torch.Tensor | None], lane: Lane) -> Reduction | None:
         """Start reducing unsharded ``gradients`` (emptied) of ``slots``; None if they are theirs already."""
         present = [gradient is not None for gradient in gradients]
+        if self.options.zeros_for_unused:
+            gradients = [
+                self._zeros(s, s.buffer.dtype) if g is None else g for s, g in zip(slots, gradients, strict=True)
+            ]
+            present = [True] * len(slots)
         if self.mesh.size == 1:
             self._deliver_own(slots, gradients)
             return None
@@ -438,8 +464,7 @@ class ParamGroup:
         filled: list[torch.Tensor] = []
         for slot, gradient in zip(slots, gradients, strict=True):
             if gradient is None:
-                shape = slot.buffer.layout.tensors[slot.index].shape
-                gradient = torch.zeros(shape, dtype=next(iter(dtypes), dtype), device=self.mesh.device)
+                gradient = self._zeros(slot, next(iter(dtypes), dtype))
             filled.append(gradient if len(dtypes) <= 1 else gradient.to(dtype))
         gradients.clear()
         plan = self._plan(slots, dtype, cast=filled[0].dtype != dtype)
@@ -447,11 +472,12 @@ class ParamGroup:
         size = self.mesh.size // self.mesh.shard.size
         options = self.options
         route = Route(
-            self.mesh.shard,
+            options.reduce_comm or self.mesh.shard,
             replicate,
             gradient_scale(dtype, self.mesh.shard.size, size, options.divide_factor, options.force_sum),
             stop_after_shard=bool(replicate) and not options.all_reduce_gradients,
             hook=options.all_reduce_hook,
+            custom=options.custom_reduce_scatter,
         )
         return Reduction(
             plan,
@@ -463,12 +489,16 @@ class ParamGroup:
             lambda shards: self._deliver(slots, shards),
         )
 
+    def _zeros(self, slot: Slot, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(slot.buffer.layout.tensors[slot.index].shape, dtype=dtype, device=self.mesh.device)
+
     def _plan(self, slots: Sequence[Slot], dtype: torch.dtype, cast: bool) -> GradientPlan:
-        key = (tuple(id(slot) for slot in slots), dtype)
+        shard = self.mesh.shard
+        packs_all = shard.size == 1 or self.options.custom_reduce_scatter is not None
+        key = (tuple(id(slot) for slot in slots), dtype, cast, packs_all)
         if (plan := self._plans.get(key)) is None:
             tensors = [slot.buffer.layout.tensors[slot.index] for slot in slots]
-            shard = self.mesh.shard
-            plan = self._plans[key] = GradientPlan(tensors, shard, dtype, cast, packs_all=shard.size == 1)
+            plan = self._plans[key] = GradientPlan(tensors, shard, dtype, cast, packs_all)
         return plan
 
     def _deliver_own(self, slots: Sequence[Slot], gradients: list[torch.Tensor | None]) -> None:

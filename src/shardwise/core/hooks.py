@@ -34,6 +34,7 @@ class Unit:
     Args:
         modules: the wrapped modules; several are gathered when the first of them runs and resharded after the last.
         groups: their parameters, one group per mesh.
+        device: that they compute on.
         precision: casts at the unit's boundary.
         name: full name of the module, if the caller knows it.
         context: shared with other units; None until the root makes one.
@@ -45,6 +46,7 @@ class Unit:
         self,
         modules: Sequence[nn.Module],
         groups: Sequence[ParamGroup],
+        device: torch.device,
         precision: MixedPrecisionPolicy,
         name: str | None,
         context: FSDPCommContext | None,
@@ -52,6 +54,7 @@ class Unit:
         become_root: Callable[[Unit], FSDPCommContext],
     ):
         self.groups = tuple(groups)
+        self.device = device
         self.precision = precision
         self.given_name = name
         self.reshards_unless_root = reshards_unless_root
@@ -64,6 +67,8 @@ class Unit:
         self._modules = [weakref.ref(module) for module in modules]
         self._to_run: set[int] = set()
         self._computes_backward = False
+        self._recomputes = False
+        self._recomputations = 0
         self._positions: list[int] = []
         self._calls: Counter[int] = Counter()
         self.name = ""
@@ -114,6 +119,7 @@ class Unit:
         context = self.context or self.become_root(self)
         with label("FSDP::pre_forward", self.name):
             is_first = self.phase is not Phase.FORWARD
+            self._recomputes = in_backward()
             if not self._to_run:
                 self._to_run = {id(member) for member in self.modules}
             if is_first:
@@ -131,8 +137,8 @@ class Unit:
         return args, kwargs
 
     def _enter_pass(self, context: FSDPCommContext, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        if in_backward():
-            # A forward inside backward (reentrant checkpointing) runs before any hook of this backward may have.
+        if self._recomputes:
+            # It runs before any other hook of this backward pass may have, in reentrant checkpointing.
             context.queue_end_of_backward()
             return args, kwargs
         if context.forward_root is not None:
@@ -146,7 +152,7 @@ class Unit:
         return moved
 
     def _prefetch_for_forward(self, context: FSDPCommContext) -> None:
-        if in_backward():
+        if self._recomputes:
             return
         expected = context.order.enter(self.reference)
         if self.prefetch_forward:
@@ -186,14 +192,13 @@ class Unit:
         return self._cast_output(output)
 
     def _leave_forward(self, context: FSDPCommContext, output: Any) -> Any:
-        recomputes = in_backward()
-        if not recomputes:
+        if not self._recomputes:
             for group in self.groups:
                 if group.options.reshard_after_forward:
                     group.reshard(after_forward=True)
         if torch.is_grad_enabled():
             output, announces = self._register_pre_backward(output)
-            if announces and not recomputes:
+            if announces and not self._recomputes:
                 self._positions.append(context.order.record_for_backward(self.reference))
         self.phase = Phase.IDLE
         return output
@@ -230,10 +235,15 @@ class Unit:
 
     def _register_post_backward(self, context: FSDPCommContext, args: Any, kwargs: Any) -> tuple[Any, Any]:
         inputs = tensors_requiring_grad((args, kwargs))
-        self._calls[context.passes] += 1
+        forward_pass = context.passes
+        if self._recomputes:
+            # Backward may go through this call (reentrant checkpointing) or not: nothing else must wait for it.
+            self._recomputations += 1
+            forward_pass = -self._recomputations
+        self._calls[forward_pass] += 1
         if not inputs:
             return args, kwargs
-        replaced = iter(_PostBackward.apply(self, context.passes, *inputs))  # type: ignore[no-untyped-call]
+        replaced = iter(_PostBackward.apply(self, forward_pass, *inputs))  # type: ignore[no-untyped-call]
         return map_tensors((args, kwargs), lambda t: next(replaced) if t.requires_grad else t)  # type: ignore[no-any-return]
 
     def _register_pre_backward(self, output: Any) -> tuple[Any, bool]:
@@ -310,15 +320,15 @@ class Unit:
 
     def end_of_backward(self) -> None:
         """Do what no gradient triggered: inputs without gradients, parameters unused, calls that took no part."""
+        if self.phase is Phase.FORWARD and not self._recomputes:
+            return  # backward was called inside this forward
         if self._computes_backward:
-            self.phase = Phase.POST_BACKWARD
             self._reduce(is_complete=True)
-        elif self.phase is not Phase.FORWARD:
+        else:
             for group in self.groups:
                 if group.options.reshard_after_backward:
                     group.reshard()
-        if self.phase is not Phase.FORWARD:
-            self._to_run, self.phase = set(), Phase.IDLE
+        self._to_run, self.phase = set(), Phase.IDLE
 
     def forget_calls(self) -> None:
         """The iteration's last backward is over: forwards that took no part in it are not waited for."""

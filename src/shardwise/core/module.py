@@ -11,8 +11,17 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
+from .comm import (
+    Comm,
+    ProcessGroupMemoryGather,
+    ProcessGroupMemoryReduceScatter,
+    StagedCollective,
+    SymmetricMemoryGather,
+    new_group_like,
+    require_symmetric_memory,
+)
 from .context import FSDPCommContext
-from .group import ParamGroup
+from .group import GroupOptions, ParamGroup
 from .hooks import Unit
 from .parameter import release_class
 
@@ -237,6 +246,76 @@ class FSDPModule(torch_fsdp.FSDPModule):
         for context in (contexts or {0: self._context()}).values():
             context.max_pending_reductions = max_input_buffers
 
+    # -- Communication
+
+    def set_custom_all_gather(self, comm: StagedCollective) -> None:  # type: ignore[override]
+        """Gather this unit's parameters by ``comm``: it allocates the staging buffer and is called with
+        ``output_tensor``, ``input_tensor`` (this rank's part of it), ``group`` and ``async_op``.
+
+        Raises:
+            ValueError: if the unit has parameters on several meshes.
+        """
+        self._only_group("set_custom_all_gather").custom_gather = comm
+
+    def set_custom_reduce_scatter(self, comm: StagedCollective) -> None:  # type: ignore[override]
+        """Reduce this unit's gradients by ``comm``: it allocates the buffers and is called with ``output_tensor``,
+        ``input_tensor``, ``group`` and ``op``.
+
+        Raises:
+            ValueError: if the unit has parameters on several meshes.
+        """
+        self._only_group("set_custom_reduce_scatter").custom_reduce_scatter = comm
+
+    def _only_group(self, method: str) -> GroupOptions:
+        unit = self._unit
+        if len(unit.groups) > 1:
+            raise ValueError(
+                f"{method}: unit {unit.name!r} has parameters on several meshes, which it cannot tell apart"
+            )
+        return unit.groups[0].options if unit.groups else GroupOptions()
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Stage this unit's collectives in the process group's own memory, where its backend has an allocator.
+
+        Raises:
+            ValueError: if a custom collective was set, which allocates by itself.
+        """
+        for group in self._unit.groups:
+            options, process_group = group.options, group.mesh.shard.group
+            own = (None, ProcessGroupMemoryGather, ProcessGroupMemoryReduceScatter)
+            for custom in (options.custom_gather, options.custom_reduce_scatter):
+                if custom is not None and type(custom) not in own:
+                    raise ValueError(f"unit {self._unit.name!r} has a custom collective, which allocates by itself")
+            options.custom_gather = ProcessGroupMemoryGather(process_group) if enable else None
+            options.custom_reduce_scatter = ProcessGroupMemoryReduceScatter(process_group) if enable else None
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Stage this unit's gathers in symmetric memory.
+
+        Raises:
+            ValueError: if the process group's backend has no symmetric memory.
+        """
+        for group in self._unit.groups:
+            require_symmetric_memory(group.mesh.shard.group, group.mesh.device, backend, self._unit.name)
+            group.options.custom_gather = SymmetricMemoryGather(group.mesh.shard.group, backend)
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Reduce gradients over a communicator of their own, so that gathers need not wait for them. A collective."""
+        known: dict[int, Comm] = {}
+        for group in self._groups(recurse):
+            shard = group.mesh.shard
+            if enable and shard.size > 1 and id(shard) not in known:
+                known[id(shard)] = group.options.reduce_comm or new_group_like(shard.group, group.mesh.device)
+            group.options.reduce_comm = known.get(id(shard))
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Whether a trainable parameter without a gradient on any rank gets zeros instead of None.
+
+        Ranks that differ in what they use need no setting: those without a gradient contribute zeros.
+        """
+        for group in self._groups(recurse):
+            group.options.zeros_for_unused = reduce_scatter_unused_params
+
     # -- Arithmetic of the reduction
 
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -257,13 +336,10 @@ class FSDPModule(torch_fsdp.FSDPModule):
         Raises:
             ValueError: if the unit has parameters on several meshes, or a stream is given for a 2-D mesh.
         """
-        unit = self._unit
-        if len(unit.groups) > 1:
-            raise ValueError(f"unit {unit.name!r} has parameters on several meshes: a hook cannot tell them apart")
-        for group in unit.groups:
-            if stream is not None and group.mesh.replicate:
-                raise ValueError(f"unit {unit.name!r} all-reduces by itself: the hook runs in that stream")
-            group.options.all_reduce_hook = _in_stream(hook, stream) if stream is not None else hook
+        options, unit = self._only_group("set_all_reduce_hook"), self._unit
+        if stream is not None and any(group.mesh.replicate for group in unit.groups):
+            raise ValueError(f"unit {unit.name!r} all-reduces by itself: the hook runs in that stream")
+        options.all_reduce_hook = _in_stream(hook, stream) if stream is not None else hook
 
 
 def _in_stream(hook: Callable[[torch.Tensor], None], stream: torch.cuda.Stream) -> Callable[[torch.Tensor], None]:
