@@ -74,6 +74,21 @@ class ConvNet(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+class Stack(nn.Module):
+    """Any layers that keep the width, between two linear layers of the root."""
+
+    def __init__(self, layers: Sequence[nn.Module], width: int):
+        super().__init__()
+        self.first, self.last = nn.Linear(width, width), nn.Linear(width, width)
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor, stop_after: int | None = None) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers[:stop_after]:
+            x = layer(x)
+        return self.last(x)
+
+
 def inputs_for(model: nn.Module, seed: int, batch: int = 4) -> torch.Tensor:
     """A batch that ``model`` takes, the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)

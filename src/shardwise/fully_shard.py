@@ -106,9 +106,7 @@ def fully_shard(
     """
     modules = _root_modules(module)
     strategy = _strategy(placements)
-    data_parallel = data_parallel_mesh(mesh if mesh is not None else _default_mesh(), strategy)
-    if dp_mesh_dims is not None:
-        raise NotImplementedError("dp_mesh_dims is not supported yet: slice the data-parallel axes from the mesh")
+    data_parallel = data_parallel_mesh(mesh if mesh is not None else _default_mesh(), strategy, dp_mesh_dims)
     if comm_ctx is not None and comm_ctx.device.torch_device.type != data_parallel.device.type:
         raise ValueError(f"comm_ctx is for {comm_ctx.device.torch_device.type}, the mesh is on {data_parallel.device}")
     managed = _managed_modules(modules)
@@ -249,11 +247,7 @@ def _managed_parameters(
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     if parameter.ndim == 0:
         raise ValueError(f"parameter {name!r} is a scalar, which cannot be cut: make it a 1-D tensor of one element")
-    if isinstance(parameter, DTensor):
-        if owner_of(parameter) is not None:
-            raise ValueError(_tied_across_units(name))
-        raise NotImplementedError(f"parameter {name!r} is a DTensor already: tensor parallelism is not supported yet")
-    if successor_of(parameter) is not None:
+    if owner_of(parameter) is not None or successor_of(parameter) is not None:
         raise ValueError(_tied_across_units(name))
 
 
@@ -280,6 +274,11 @@ def _make_groups(
             chosen = chosen.placement
             own = mesh if info.mesh is mesh.mesh else data_parallel_mesh(info.mesh, mesh.strategy)
         parameter.dim = _shard_dim(parameter, chosen, own)
+        if policy.reshard_to is not None and isinstance(parameter.value, DTensor):
+            raise ValueError(
+                f"parameter {parameter.name!r} is a DTensor, which cannot be resharded to a smaller world: pass a bool "
+                "for reshard_after_forward"
+            )
         key = id(own.mesh)
         meshes.setdefault(key, own)
         by_mesh.setdefault(key, []).append(parameter)
@@ -300,7 +299,7 @@ def _shard_dim(parameter: ManagedParameter, chosen: Any, mesh: DataParallelMesh)
             f"shard_placement_fn gave {chosen!r} for parameter {parameter.name!r}: give a Shard(dim), "
             "a ShardPlacementResult or None"
         )
-    shape = tuple(parameter.value.shape)
+    shape = tuple(parameter.local.shape)
     dim = chosen.dim + len(shape) if chosen.dim < 0 else chosen.dim
     if not 0 <= dim < len(shape):
         raise ValueError(f"parameter {parameter.name!r} of shape {shape} has no dim {chosen.dim} to be sharded on")

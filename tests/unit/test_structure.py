@@ -24,6 +24,7 @@ ORDER = [
     "core.device",
     "core.comm",
     "core.mesh",
+    "core.model_parallel",
     "core.buffer",
     "core.gradient",
     "core.parameter",

@@ -13,16 +13,21 @@ import functools
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import Variable
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._pytree import tree_map
+
+ParallelSpec: TypeAlias = DTensorSpec
+"""Mesh, placements, global shape and dtype of a DTensor."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -227,7 +232,49 @@ def wrap_local(
 
 def wrap_gradient(local: torch.Tensor, parameter: torch.Tensor) -> DTensor:
     """``local`` placed as ``parameter``, a DTensor, is."""
-    return wrap_local(local, parameter._spec)  # type: ignore[attr-defined]
+    return wrap_local(local, spec_of(parameter))
+
+
+def spec_of(tensor: torch.Tensor) -> DTensorSpec:
+    """Mesh, placements, global shape and dtype of a DTensor."""
+    spec: DTensorSpec = tensor._spec  # type: ignore[attr-defined]
+    return spec
+
+
+def respec(
+    spec: DTensorSpec,
+    mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    dtype: torch.dtype | None = None,
+) -> DTensorSpec:
+    """``spec`` on another mesh, with other placements, or of another dtype."""
+    meta = spec.tensor_meta
+    assert meta is not None
+    return DTensorSpec(
+        mesh if mesh is not None else spec.mesh,
+        tuple(placements if placements is not None else spec.placements),
+        tensor_meta=TensorMeta(meta.shape, meta.stride, dtype or meta.dtype),
+    )
+
+
+def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """One mesh with the axes of several that were cut from the same one."""
+    return DeviceMesh._concatenate(list(meshes))
+
+
+def flatten_axes(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
+    """A mesh of one axis from one or more named axes of ``mesh``."""
+    return mesh[names[0]] if len(names) == 1 else mesh[tuple(names)]._flatten("_".join(names))
+
+
+def shard_inside(dim: int, factor: int) -> Placement:
+    """A cut on ``dim`` of what ``factor`` other ranks' cuts of the same dim left over."""
+    return _StridedShard(dim, split_factor=factor) if factor > 1 else Shard(dim)
+
+
+def complete(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, once the asynchronous collective that makes it is done."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from enum import Enum, auto
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 from .buffer import Collective, ShardedBuffer
 from .comm import PACK_BELOW_BYTES, Comm, StagedCollective
@@ -31,6 +32,7 @@ from .errors import StateError
 from .gradient import GradientPlan, Reduction, Route, gradient_scale
 from .layout import Layout, per_parameter
 from .mesh import DataParallelMesh
+from .model_parallel import ModelParallel, describe
 from .parameter import Place, adopt_parameter, make_sharded_parameter, remember_successor
 
 
@@ -59,6 +61,11 @@ class ManagedParameter:
     places: list[Place]
     dim: int = 0
 
+    @property
+    def local(self) -> torch.Tensor:
+        """What data parallelism shards: the parameter, or its local part under another parallelism."""
+        return local_of(self.value) if isinstance(self.value, DTensor) else self.value.detach()
+
 
 @dataclass(eq=False)
 class Slot:
@@ -69,6 +76,7 @@ class Slot:
     buffer: ShardedBuffer
     index: int
     sharded: nn.Parameter
+    parallel: ModelParallel | None = None
     unsharded: nn.Parameter | None = None
     accumulated: torch.Tensor | None = None
     """Unsharded gradient in the reduction's dtype, summed over backward passes without synchronization."""
@@ -163,19 +171,21 @@ class ParamGroup:
 
     def _add_buffer(self, dtype: torch.dtype, members: Sequence[ManagedParameter]) -> None:
         rank = self.mesh.shard.rank
-        layout = self._layout([tuple(m.value.shape) for m in members], [m.dim for m in members], dtype)
+        layout = self._layout([tuple(m.local.shape) for m in members], [m.dim for m in members], dtype)
         local = self._new_local(layout, dtype, members[0].value.device)
         buffer = ShardedBuffer(layout, local, self.mesh.shard, self._gather_dtype(dtype), self.mesh.device)
         self._buffers.append(buffer)
         for index, (member, tensor) in enumerate(zip(members, layout.tensors, strict=True)):
             view = buffer.local_view(index)
             if not member.value.is_meta:
-                view.copy_(member.value.detach().narrow(tensor.dim, tensor.start(rank), tensor.length(rank)))
-            spec = make_spec(self.mesh.mesh, self.mesh.placements(tensor.dim), member.value)
+                view.copy_(member.local.narrow(tensor.dim, tensor.start(rank), tensor.length(rank)))
+            parallel = describe(member.name, member.value, tensor.dim, self.mesh)
+            own = make_spec(self.mesh.mesh, self.mesh.placements(tensor.dim), member.value)
+            spec = own if parallel is None else parallel.sharded
             sharded = make_sharded_parameter(view, spec, member.value.requires_grad, self._self)
             # Marks that users leave on parameters ("no weight decay") stay on them.
             sharded.__dict__.update({key: value for key, value in member.value.__dict__.items() if key[:1] != "_"})
-            self.slots.append(Slot(member.name, member.places, buffer, index, sharded))
+            self.slots.append(Slot(member.name, member.places, buffer, index, sharded, parallel))
             for place in member.places:
                 place.put(sharded)
 
@@ -336,8 +346,7 @@ class ParamGroup:
             for slot in self.slots:
                 requires_grad = slot.sharded.requires_grad
                 if slot.unsharded is None:
-                    with not_inference():
-                        slot.unsharded = nn.Parameter(slot.buffer.full_view(slot.index), requires_grad=requires_grad)
+                    slot.unsharded = self._make_unsharded(slot, requires_grad)
                 elif slot.unsharded.requires_grad != requires_grad:
                     slot.unsharded.requires_grad_(requires_grad)
                 for place in slot.places:
@@ -345,6 +354,13 @@ class ParamGroup:
         for buffer in self._buffers:
             buffer.drop_resharded()
         self.state = ShardState.UNSHARDED
+
+    def _make_unsharded(self, slot: Slot, requires_grad: bool) -> nn.Parameter:
+        with not_inference():
+            value = slot.buffer.full_view(slot.index)
+            if slot.parallel is not None:
+                value = slot.parallel.unsharded(value)
+            return nn.Parameter(value, requires_grad=requires_grad)
 
     def reshard(self, *, after_forward: bool = False) -> None:
         """Register the sharded parameters and free the gathered ones, unless the strategy keeps them.
@@ -377,7 +393,8 @@ class ParamGroup:
             with torch.no_grad(), not_inference(), without_torch_function():
                 views = buffer.reshard_to_smaller()
                 for slot in slots:
-                    spec = make_spec(smaller.mesh, smaller.placements(0), buffer.full_view(slot.index))
+                    assert slot.unsharded is not None
+                    spec = make_spec(smaller.mesh, smaller.placements(0), slot.unsharded)
                     parameter = make_sharded_parameter(views[slot.index], spec, slot.sharded.requires_grad, self._self)
                     for place in slot.places:
                         place.put(parameter)
@@ -432,6 +449,8 @@ class ParamGroup:
             gradient += fresh
         if gradient is None:
             return None
+        if slot.parallel is not None:
+            gradient = slot.parallel.local_gradient(gradient)
         if gradient.layout is not torch.strided:
             raise StateError(
                 f"parameter {slot.name!r} got a {gradient.layout} gradient, which cannot be reduced to shards: "

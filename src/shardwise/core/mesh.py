@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,7 +12,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from ..placements import Placements
 from .comm import Comm, SingleComm, comm_for
-from .device import mesh_device
+from .device import flatten_axes, join_meshes, mesh_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +25,8 @@ class DataParallelMesh:
         device: that this rank computes on.
         shard: the axis that tensors are cut over; size 1 where the strategy replicates everything.
         replicate: axes that gradients are averaged over beside that.
+        whole: the mesh that ``mesh`` was cut from by ``dp_mesh_dims``; parameters are then DTensors on it.
+        axis_names: names of its data-parallel axes.
     """
 
     mesh: DeviceMesh
@@ -31,6 +34,8 @@ class DataParallelMesh:
     device: torch.device
     shard: Comm
     replicate: tuple[Comm, ...]
+    whole: DeviceMesh | None = None
+    axis_names: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -46,12 +51,35 @@ class DataParallelMesh:
         return (Replicate(),) * (self.mesh.ndim - 1) + (last,)
 
 
-def data_parallel_mesh(mesh: DeviceMesh, strategy: Placements) -> DataParallelMesh:
+class DataParallelAxes(Protocol):
+    """torch's ``DataParallelMeshDims``: names of the axes of a mesh that shard and that replicate."""
+
+    @property
+    def shard_names(self) -> tuple[str, ...]: ...
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]: ...
+
+
+def data_parallel_mesh(
+    mesh: DeviceMesh, strategy: Placements, axes: DataParallelAxes | None = None
+) -> DataParallelMesh:
     """Read ``mesh``: its last axis shards, an axis before it replicates.
 
+    Args:
+        mesh: one or two axes, or any number of named ones if ``axes`` says which are data-parallel.
+        strategy: what is sharded between uses.
+        axes: axes of a mesh that also has other parallelisms; without a sharding axis among them everything is
+            replicated.
+
     Raises:
-        ValueError: if the mesh does not have one or two axes, or not as many as the strategy needs.
+        ValueError: if the mesh does not have one or two axes, or not as many as the strategy needs, or not those
+            that are named.
     """
+    if axes is not None:
+        strategy = strategy if axes.shard_names else Placements.ddp
+        names = (*axes.replicate_names, *axes.shard_names)
+        return replace(data_parallel_mesh(_named_axes(mesh, axes), strategy), whole=mesh, axis_names=names)
     if mesh.ndim not in (1, 2):
         raise ValueError(
             f"fully_shard takes a 1-D mesh (shard) or a 2-D mesh (replicate, shard), not {mesh.ndim}-D: {mesh}; "
@@ -67,6 +95,17 @@ def data_parallel_mesh(mesh: DeviceMesh, strategy: Placements) -> DataParallelMe
     return DataParallelMesh(mesh, strategy, device, shard, tuple(comm for comm in replicate if comm.size > 1))
 
 
+def _named_axes(mesh: DeviceMesh, axes: DataParallelAxes) -> DeviceMesh:
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise ValueError(f"dp_mesh_dims names axes, and the mesh has no names: pass mesh_dim_names to {mesh}")
+    for name in (*axes.shard_names, *axes.replicate_names):
+        if name not in names:
+            raise ValueError(f"dp_mesh_dims names an axis {name!r}; the mesh has {', '.join(names)}")
+    parts = [flatten_axes(mesh, chosen) for chosen in (axes.replicate_names, axes.shard_names) if chosen]
+    return parts[0] if len(parts) == 1 else join_meshes(parts)
+
+
 _smaller: weakref.WeakKeyDictionary[DeviceMesh, dict[int, DataParallelMesh]] = weakref.WeakKeyDictionary()
 
 
@@ -77,6 +116,8 @@ def smaller_mesh(mesh: DataParallelMesh, size: int) -> DataParallelMesh:
         ValueError: if ``size`` does not divide the number of ranks that share a parameter.
     """
     world_size = mesh.shard.size
+    if mesh.whole is not None:
+        raise ValueError(f"reshard_after_forward={size}: with dp_mesh_dims only True and False are possible")
     if size < 1 or world_size % size:
         raise ValueError(
             f"reshard_after_forward={size}: as an int it must divide the {world_size} ranks that parameters are "

@@ -1,0 +1,89 @@
+"""The engines that are compared, each around the same model and optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import shardwise
+
+from .model import Shape, Transformer, loss_of, make_tokens
+
+UNSHARDED, SHARDWISE, FSDP2, DDP = "no sharding", "shardwise zero3", "torch FSDP2", "DDP"
+CONTENDERS = (UNSHARDED, SHARDWISE, FSDP2, DDP)
+MIXED_PRECISION = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@dataclass
+class Contender:
+    """One engine with a model of its own, ready to train.
+
+    Args:
+        name: of the engine.
+        model: wrapped.
+        optimizer: AdamW on the model's parameters.
+        tokens: the batch of every step.
+    """
+
+    name: str
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    tokens: Tensor
+
+    def forward(self) -> Tensor:
+        """The loss, in nats per token."""
+        return loss_of(self.model, self.tokens)
+
+    def update(self) -> None:
+        """Step the optimizer and drop the gradients."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def step(self) -> float:
+        """One whole training step; gives its loss in nats per token."""
+        loss = self.forward()
+        loss.backward()
+        self.update()
+        return loss.item()
+
+    def resident_bytes(self) -> int:
+        """Bytes that this rank keeps between steps: parameters (its shards) and optimizer state."""
+        kept: list[Tensor] = list(self.model.parameters())
+        for state in self.optimizer.state.values():
+            kept += [value for value in state.values() if isinstance(value, Tensor)]
+        return sum(_local(tensor).numel() * tensor.itemsize for tensor in kept)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def make_contender(name: str, shape: Shape, precision: MixedPrecisionPolicy | None = None) -> Contender:
+    """Build and wrap a model for the default process group; all contenders start from the same parameters."""
+    torch.manual_seed(1)
+    model: nn.Module = Transformer(shape)
+    if name in (SHARDWISE, FSDP2):
+        verb = shardwise.fully_shard if name == SHARDWISE else torch_fully_shard
+        _wrap(model, verb, init_device_mesh("cpu", (dist.get_world_size(),)), precision)
+    elif precision is not None:
+        raise ValueError(f"{name} has no setting for {precision}")
+    elif name == DDP:
+        # A fake group cannot check and send the initial parameters; they are equal here anyway.
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=dist.get_backend() != "fake")
+    return Contender(name, model, torch.optim.AdamW(model.parameters(), lr=1e-4), make_tokens(shape))
+
+
+def _wrap(model: nn.Module, verb: Any, mesh: DeviceMesh, precision: MixedPrecisionPolicy | None) -> None:
+    options = {"mesh": mesh} if precision is None else {"mesh": mesh, "mp_policy": precision}
+    for block in model.get_submodule("blocks").children():
+        verb(block, **options)
+    verb(model, **options)

@@ -1,0 +1,169 @@
+"""Collectives and bytes of a training step, counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.core import comm
+
+from .contenders import CONTENDERS, SHARDWISE, make_contender
+from .model import Shape
+from .ranks import run_on_fake, run_on_gloo
+from .report import NONE, Table, mebibytes
+
+SHAPE = Shape(blocks=8, width=512, batch=1, length=16)
+FAKE_WORLD_SIZE, GLOO_WORLD_SIZE = 8, 2
+LIMIT = 120.0
+STEPS = 3
+"""Counted on their own; those with the fewest bytes on the network are shown, since others use it too."""
+
+KINDS = {
+    "c10d._allgather_base_": "gathers",
+    "c10d.allgather_into_tensor_coalesced_": "gathers",
+    "c10d.allgather_": "gathers",
+    "c10d._reduce_scatter_base_": "reductions",
+    "c10d.reduce_scatter_tensor_coalesced_": "reductions",
+    "c10d.reduce_scatter_": "reductions",
+    "c10d.allreduce_": "all-reduces",
+    "c10d.allreduce_coalesced_": "all-reduces",
+    "c10d.send": "sends",
+    "c10d.broadcast_": "others",
+    "c10d.alltoall_base_": "others",
+    "c10d.alltoall_": "others",
+}
+IGNORED = ("c10d.recv_", "c10d.barrier", "c10d.monitored_barrier_")
+COUNTED = ("gathers", "reductions", "all-reduces", "sends", "others")
+
+
+class OperationCounter(TorchDispatchMode):
+    """Counts what is sent through c10d, by kind, and the bytes that this rank has to send for it."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__()
+        self.world_size = world_size
+        self.counts: Counter[str] = Counter()
+        self.bytes_sent = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func).removesuffix(".default")
+        if name.startswith("c10d.") and not name.startswith(IGNORED):
+            kind = KINDS.get(name, "others")
+            self.counts[kind] += 1
+            self.bytes_sent += self._share(kind) * _payload(kind, args)
+        return func(*args, **(kwargs or {}))
+
+    def _share(self, kind: str) -> float:
+        """Bytes to send per byte of payload."""
+        others = self.world_size - 1
+        shares = {"gathers": others, "reductions": others / self.world_size, "sends": 1}
+        return shares.get(kind, 2 * others / self.world_size)
+
+
+def _payload(kind: str, args: Sequence[Any]) -> int:
+    """Bytes of this rank's input: the second argument of gathers and reductions, the first of others."""
+    given = args[1] if kind in ("gathers", "reductions") else args[0]
+    return sum(tensor.numel() * tensor.itemsize for tensor in _tensors(given))
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, (list, tuple)) else []
+
+
+@contextmanager
+def engine_calls(counts: Counter[str]) -> Iterator[None]:
+    """Count the engine's own gathers and reductions, however a backend carries them out."""
+    classes = (comm.Comm, comm.GlooComm, comm.PairwiseGlooComm)
+    named = {"all_gather": "gathers", "reduce_scatter": "reductions"}
+    replaced = [(cls, name, vars(cls)[name]) for cls in classes for name in named if name in vars(cls)]
+    for cls, name, method in replaced:
+        setattr(cls, name, _counting(method, counts, named[name]))
+    try:
+        yield
+    finally:
+        for cls, name, method in replaced:
+            setattr(cls, name, method)
+
+
+def _counting(method: Callable[..., Any], counts: Counter[str], kind: str) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        counts[kind] += 1
+        return method(*args, **kwargs)
+
+    return run
+
+
+Count = tuple[dict[str, int], float, int]
+"""Operations by kind, bytes that this rank has to send, bytes that crossed the machine's loopback device."""
+
+
+def count_tables(quick: bool) -> list[Table]:
+    """The fake group of 8, where everything is a collective, and gloo with 2, where shardwise sends messages."""
+    fake = run_on_fake(FAKE_WORLD_SIZE, LIMIT, measure, CONTENDERS[1:])
+    gloo = run_on_gloo(GLOO_WORLD_SIZE, LIMIT, measure, CONTENDERS[1:])[0]
+    notes = (
+        "counted by a TorchDispatchMode that sees the c10d operations of one step after two others.",
+        "MiB to send: per rank, of an algorithm without waste: (n-1)/n of a reduction's input, (n-1) times a gather's "
+        "input, twice (n-1)/n of an all-reduce's, a message's own bytes.",
+    )
+    gloo_notes = (
+        f"{SHARDWISE} sends messages here; its gathers and reductions are the engine's calls of `Comm`.",
+        f"on the wire: per rank, what the kernel counted on the loopback device; least of {STEPS} steps. Unlike MiB to "
+        "send it has what gloo adds: its reduce-scatter is an all-reduce.",
+    )
+    return [
+        _table(f"Collectives of a step on a fake group of {FAKE_WORLD_SIZE}: {SHAPE}", fake, notes, wire=False),
+        _table(f"Collectives of a step on {GLOO_WORLD_SIZE} gloo processes: {SHAPE}", gloo, gloo_notes, wire=True),
+    ]
+
+
+def _table(title: str, found: dict[str, Count], notes: Sequence[str], wire: bool) -> Table:
+    table = Table(title, ["contender", *COUNTED, "MiB to send", *(["MiB on the wire"] if wire else [])], notes=notes)
+    for name, (counts, sent, crossed) in found.items():
+        cells = [name, *(str(counts.get(kind, 0)) for kind in COUNTED), mebibytes(sent)]
+        measured = mebibytes(crossed / GLOO_WORLD_SIZE) if crossed else NONE
+        table.rows.append([*cells, *([measured] if wire else [])])
+    return table
+
+
+def measure(names: tuple[str, ...]) -> dict[str, Count]:
+    """On one rank: each contender's counts."""
+    return {name: _measure_one(name) for name in names}
+
+
+def _measure_one(name: str) -> Count:
+    real = dist.get_backend() == "gloo"
+    contender = make_contender(name, SHAPE)
+    contender.step()
+    contender.step()
+    found: list[Count] = []
+    for _ in range(STEPS):
+        logical: Counter[str] = Counter()
+        if real:
+            dist.barrier()
+        before = _loopback_bytes()
+        with OperationCounter(dist.get_world_size()) as counter, engine_calls(logical):
+            contender.step()
+        if real:
+            dist.barrier()
+        counts = dict(counter.counts | logical if name == SHARDWISE and real else counter.counts)
+        found.append((counts, counter.bytes_sent, _loopback_bytes() - before))
+    return min(found, key=lambda count: count[2])
+
+
+def _loopback_bytes() -> int:
+    """Bytes that the machine's loopback device has carried so far; 0 where the kernel does not say."""
+    try:
+        lines = Path("/proc/net/dev").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.strip().startswith("lo:")), 0)

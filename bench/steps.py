@@ -1,0 +1,103 @@
+"""Time of a whole training step on gloo processes."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from .contenders import CONTENDERS, FSDP2, UNSHARDED, Contender, make_contender
+from .model import Shape
+from .ranks import BenchError, run_on_gloo
+from .report import NONE, Table, number, ratio
+from .timing import interleave, median, spread
+
+WORLD_SIZE = 2
+COMPUTE_HEAVY = Shape(blocks=8, width=512, batch=4, length=128)
+PARAMETER_HEAVY = Shape(blocks=4, width=1024, batch=1, length=32)
+LIMIT = 240.0
+LOSS_TOLERANCE = 1e-3
+"""Nats per token by which contenders may differ: rounding of other orders of summation."""
+
+Phases = tuple[float, float, float, float]
+"""Seconds of forward, backward and optimizer, and the loss in nats per token."""
+
+
+def step_tables(quick: bool) -> list[Table]:
+    """One table per model."""
+    return [
+        _table(COMPUTE_HEAVY, warm_up=2, rounds=3 if quick else 12),
+        _table(PARAMETER_HEAVY, warm_up=2, rounds=5 if quick else 24),
+    ]
+
+
+def _table(shape: Shape, warm_up: int, rounds: int) -> Table:
+    by_rank = run_on_gloo(WORLD_SIZE, LIMIT, measure, shape, warm_up, rounds)
+    slowest = {
+        name: [max(ranks, key=_seconds) for ranks in zip(*(r[name] for r in by_rank), strict=True)]
+        for name in CONTENDERS
+    }
+    _check_losses(slowest)
+    steps = {name: median([_seconds(run) for run in runs]) for name, runs in slowest.items()}
+    columns = ["contender", "step ms", "± ms", "forward ms", "backward ms", "optimizer ms"]
+    columns += ["step / no sharding", "overhead ms", "overhead / FSDP2's"]
+    table = Table(f"Step on {WORLD_SIZE} gloo processes: {shape}", columns)
+    reference = steps[FSDP2] - steps[UNSHARDED]
+    for name, runs in slowest.items():
+        overhead = steps[name] - steps[UNSHARDED]
+        compared = [NONE, NONE] if name == UNSHARDED else [number(1e3 * overhead), ratio(overhead, reference)]
+        phases = [number(1e3 * median([run[phase] for run in runs])) for phase in range(3)]
+        half = number(1e3 * spread([_seconds(run) for run in runs]))
+        row = [
+            name,
+            number(1e3 * steps[name]),
+            half,
+            *phases,
+            ratio(steps[name], steps[UNSHARDED]),
+            *compared,
+        ]
+        table.rows.append(row)
+    table.notes = (
+        f"{rounds} rounds after {warm_up} of warm-up; a round is one step of each, the slower rank counts; "
+        "± is half the distance between the quartiles.",
+        "overhead: a contender's step minus that without sharding. Sharding also saves: each rank's AdamW then "
+        "updates 1/2 of the parameters, so an overhead may be negative.",
+        f"all contenders reported the same loss to within {LOSS_TOLERANCE:g} nats.",
+    )
+    return table
+
+
+def _seconds(run: Phases) -> float:
+    return sum(run[:3])
+
+
+def _check_losses(runs: dict[str, list[Phases]]) -> None:
+    """A contender that trains something else must not win."""
+    last = {name: found[-1][3] for name, found in runs.items()}
+    if max(last.values()) - min(last.values()) > LOSS_TOLERANCE:
+        raise BenchError(f"the contenders' losses differ: {last}")
+
+
+def measure(shape: Shape, warm_up: int, rounds: int) -> dict[str, list[Phases]]:
+    """On one rank: each contender's steps."""
+    actions: dict[str, Callable[[], Phases]] = {}
+    for name in CONTENDERS:
+        actions[name] = functools.partial(_timed_step, make_contender(name, shape))
+    gc.collect()
+    gc.freeze()
+    return interleave(actions, warm_up, rounds)
+
+
+def _timed_step(contender: Contender) -> Phases:
+    dist.barrier()
+    start = time.perf_counter()
+    loss = contender.forward()
+    after_forward = time.perf_counter()
+    loss.backward()
+    after_backward = time.perf_counter()
+    contender.update()
+    end = time.perf_counter()
+    return after_forward - start, after_backward - after_forward, end - after_backward, loss.item()

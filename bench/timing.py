@@ -1,0 +1,38 @@
+"""Interleaved runs and their medians."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def interleave(actions: Mapping[str, Callable[[], T]], warm_up: int, rounds: int) -> dict[str, list[T]]:
+    """Run every action once per round, starting with another one each round; gives the results after ``warm_up``.
+
+    What disturbs the machine for a while then disturbs all of them, and each has every other as its predecessor.
+    """
+    names = list(actions)
+    results: dict[str, list[T]] = {name: [] for name in names}
+    for round_ in range(warm_up + rounds):
+        first = round_ % len(names)
+        for name in (*names[first:], *names[:first]):
+            result = actions[name]()
+            if round_ >= warm_up:
+                results[name].append(result)
+    return results
+
+
+def median(values: Sequence[float]) -> float:
+    """The middle value, in the unit of ``values``."""
+    return statistics.median(values)
+
+
+def spread(values: Sequence[float]) -> float:
+    """Half the distance between the quartiles, in the unit of ``values``."""
+    if len(values) < 2:
+        return 0.0
+    quartiles = statistics.quantiles(values, n=4, method="inclusive")
+    return (quartiles[2] - quartiles[0]) / 2

@@ -1,0 +1,208 @@
+"""Composition with tensor parallelism, two-axis meshes, other shard dims and meshes, smaller worlds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import DataParallelMeshDims
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import shardwise
+from shardwise import Placements
+
+from ..models import MLP, Transformer, inputs_for, wrap
+from .harness import on_ranks
+
+
+def train(model: nn.Module, data_rank: int, steps: int = 3) -> dict[str, torch.Tensor]:
+    """Losses and whole parameters of some SGD steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    result: dict[str, torch.Tensor] = {}
+    for step in range(steps):
+        loss = model(inputs_for(model, 10 * step + data_rank)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        result[f"loss{step}"] = loss.detach()
+    for name, parameter in model.named_parameters():
+        result[name] = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+    return result
+
+
+def plain(make: Callable[[], nn.Module], data_rank: int, data_size: int, steps: int = 3) -> dict[str, torch.Tensor]:
+    """The same without any parallelism, on the joined batch."""
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    result: dict[str, torch.Tensor] = {}
+    for step in range(steps):
+        losses = [model(inputs_for(model, 10 * step + rank)).square().mean() for rank in range(data_size)]
+        (sum(losses) / data_size).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+        result[f"loss{step}"] = losses[data_rank].detach()
+    return result | {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def assert_close(ours: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == truth.keys()
+    for name, value in truth.items():
+        torch.testing.assert_close(ours[name], value, msg=lambda message, name=name: f"{name}: {message}")
+
+
+def make_mlp() -> nn.Module:
+    torch.manual_seed(3)
+    return MLP((8, 16, 12))
+
+
+def tensor_parallel(mesh: DeviceMesh) -> nn.Module:
+    return parallelize_module(make_mlp(), mesh, {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()})
+
+
+@on_ranks(4, verb=["ours", "torch"])
+def test_with_tensor_parallelism(verb: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = tensor_parallel(mesh["tp"])
+    wrap(model, shardwise.fully_shard if verb == "ours" else torch_fully_shard, mesh=mesh["dp"])
+    assert_close(train(model, mesh["dp"].get_local_rank()), plain(make_mlp, mesh["dp"].get_local_rank(), 2))
+
+
+@on_ranks(4, preset=["zero1", "zero2", "zero3", "ddp"])
+def test_presets_with_tensor_parallelism(preset: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = wrap(
+        tensor_parallel(mesh["tp"]), shardwise.fully_shard, mesh=mesh["dp"], placements=getattr(Placements, preset)
+    )
+    before = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+    for name, parameter in make_mlp().named_parameters():
+        assert torch.equal(before[name], parameter), name
+    assert_close(train(model, mesh["dp"].get_local_rank()), plain(make_mlp, mesh["dp"].get_local_rank(), 2))
+    shardwise.clip_grad_norm_(model.parameters(), 1.0)
+
+
+@on_ranks(4)
+def test_sharded_placements_beside_tensor_parallelism_are_torchs() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    ours = wrap(tensor_parallel(mesh["tp"]), shardwise.fully_shard, mesh=mesh["dp"])
+    theirs = wrap(tensor_parallel(mesh["tp"]), torch_fully_shard, mesh=mesh["dp"])
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert isinstance(a, DTensor)
+        assert isinstance(b, DTensor)
+        assert a.placements == b.placements
+        assert a.device_mesh == b.device_mesh
+        assert torch.equal(a.to_local(), b.to_local())
+
+
+def on_whole_mesh(mesh: DeviceMesh) -> nn.Module:
+    """Every parameter a DTensor on the whole mesh, replicated over all but the last axis."""
+    model = make_mlp()
+
+    def distribute(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                placements = [Replicate()] * mesh.ndim
+                if key == "weight":
+                    placements[-1] = Shard(0)  # type: ignore[call-overload]
+                module._parameters[key] = nn.Parameter(distribute_tensor(parameter.detach(), mesh, placements))
+
+    def enter(module: nn.Module, args: Any, mesh: DeviceMesh) -> Any:
+        return tuple(
+            DTensor.from_local(x, mesh, [*[Shard(0)] * (mesh.ndim - 1), Replicate()], run_check=False) for x in args
+        )
+
+    def leave(module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+        return output.redistribute(placements=[*[Shard(0)] * (mesh.ndim - 1), Replicate()]).to_local()
+
+    return distribute_module(model, mesh, distribute, enter, leave)
+
+
+@on_ranks(4, axes=["one", "replicate", "two"])
+def test_axes_of_a_whole_mesh(axes: str) -> None:
+    if axes == "two":
+        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
+        dims = DataParallelMeshDims(shard=("dp", "cp"))
+    elif axes == "one":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        dims = DataParallelMeshDims(shard="dp")
+    else:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        dims = DataParallelMeshDims(replicate="dp")
+    model = on_whole_mesh(mesh)
+    shardwise.fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
+    rank = mesh["dp"].get_local_rank()
+    assert_close(train(model, rank), plain(make_mlp, rank, 2))
+    if axes != "replicate":
+        theirs = on_whole_mesh(mesh)
+        torch_fully_shard(theirs, mesh=mesh, dp_mesh_dims=dims)
+        for a, b in zip(model.parameters(), theirs.parameters(), strict=True):
+            assert a.placements == b.placements  # type: ignore[attr-defined]
+
+
+@on_ranks(4, preset=["zero1", "zero2", "zero3", "hsdp", "ddp"])
+def test_replicate_and_shard(preset: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = wrap(make_transformer(), shardwise.fully_shard, mesh=mesh, placements=getattr(Placements, preset))
+    if preset == "zero3":
+        assert all(p.placements == (Replicate(), Shard(0)) for p in model.parameters())  # type: ignore[attr-defined]
+    assert_close(train(model, dist.get_rank()), plain(make_transformer, dist.get_rank(), 4))
+
+
+def make_transformer() -> nn.Module:
+    torch.manual_seed(3)
+    return Transformer()
+
+
+def widest(parameter: nn.Parameter) -> Shard:
+    """The last dim that divides by four."""
+    return next(Shard(dim) for dim in reversed(range(parameter.ndim)) if parameter.shape[dim] % 4 == 0 or dim == 0)
+
+
+@on_ranks(2, 4)
+def test_other_shard_dims() -> None:
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size,))
+    model = wrap(make_transformer(), shardwise.fully_shard, mesh=mesh, shard_placement_fn=widest)
+    assert model.layers[0].down.weight.placements == (Shard(1),)  # type: ignore[union-attr, index]
+    assert model.layers[0].down.weight.to_local().shape == (16, 64 // size)  # type: ignore[union-attr, index]
+    assert_close(train(model, dist.get_rank()), plain(make_transformer, dist.get_rank(), size))
+
+
+@on_ranks(4, reshard_to=[1, 2, 4])
+def test_resharding_to_a_smaller_world(reshard_to: int) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    model = wrap(make_transformer(), shardwise.fully_shard, mesh=mesh, reshard_after_forward=reshard_to)
+    output = model(inputs_for(model, 0))
+    weight = model.layers[0].up.weight  # type: ignore[union-attr, index]
+    if reshard_to == 2:
+        assert weight.to_local().shape == (32, 16)
+        assert torch.equal(weight.full_tensor(), make_transformer().layers[0].up.weight)  # type: ignore[union-attr, index]
+    elif reshard_to == 1:
+        assert not isinstance(weight, DTensor)
+    else:
+        assert weight.to_local().shape == (16, 16)
+    output.sum().backward()
+    model.zero_grad()
+    assert_close(train(model, dist.get_rank()), plain(make_transformer, dist.get_rank(), 4))
+
+
+@on_ranks(4)
+def test_a_mesh_for_each_parameter() -> None:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+
+    whole = init_device_mesh("cpu", (4,))
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    info = FSDPMeshInfo(pairs["inner"], shard_mesh_dim=0)
+
+    def place(parameter: nn.Parameter) -> Any:
+        return ShardPlacementResult(Shard(0), info) if parameter.ndim == 1 else None
+
+    ours = wrap(make_transformer(), shardwise.fully_shard, mesh=whole, shard_placement_fn=place)
+    theirs = wrap(make_transformer(), torch_fully_shard, mesh=whole, shard_placement_fn=place)
+    assert ours.norm.weight.device_mesh.size() == 2  # type: ignore[union-attr, operator]
+    assert_close(train(ours, dist.get_rank()), train(theirs, dist.get_rank()))
