@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .device import device_for, label, queue_end_of_backward
+from .device import Device, device_for, label, queue_end_of_backward
 from .gradient import Reduction
 from .order import ExecutionOrder
 
@@ -31,9 +31,7 @@ class FSDPCommContext:
             torch_device = torch.device("cpu")
         else:
             torch_device = torch.device(device_type, torch.get_device_module(device_type).current_device())
-        self.device = device_for(torch_device)
-        self.gather_lane = self.device.lane()
-        self.reduce_lane = self.device.lane()
+        self.use_device(device_for(torch_device))
         self.order: ExecutionOrder[Unit] = ExecutionOrder()
         self.is_last_backward = True
         self.max_pending_reductions = 1
@@ -44,6 +42,11 @@ class FSDPCommContext:
         self._units: list[weakref.ref[Unit]] = []
         self._reductions: deque[Reduction] = deque()
         self._end_is_queued = False
+
+    def use_device(self, device: Device) -> None:
+        """Run communication on lanes of ``device``; before anything ran."""
+        self.device = device
+        self.gather_lane, self.reduce_lane = device.lane(), device.lane()
 
     @property
     def units(self) -> list[Unit]:

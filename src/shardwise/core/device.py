@@ -13,6 +13,7 @@ import functools
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -308,6 +309,15 @@ def call_without_torch_function(func: Any, types: Any, args: Any, kwargs: Any) -
     return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
 
 
+def run_tensor_hooks(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """``gradient`` after the hooks that the user registered by ``parameter.register_hook``."""
+    hooks: dict[int, Callable[[torch.Tensor], torch.Tensor | None]] | None = parameter._backward_hooks
+    for hook in tuple(hooks.values()) if hooks else ():
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
+
+
 def post_accumulate_grad_hooks(parameter: torch.Tensor) -> Iterable[Callable[[torch.Tensor], None]]:
     """Hooks that the user registered to run when ``parameter.grad`` is ready."""
     hooks: dict[int, Callable[[torch.Tensor], None]] | None = parameter._post_accumulate_grad_hooks
@@ -315,6 +325,12 @@ def post_accumulate_grad_hooks(parameter: torch.Tensor) -> Iterable[Callable[[to
 
 
 # -- Autograd and profiler -------------------------------------------------------------------------------------
+
+
+def take_history(changed: torch.Tensor, alias: torch.Tensor) -> None:
+    """Let ``changed`` continue the autograd history of ``alias``, through which its memory was modified in place."""
+    with torch.autograd._unsafe_preserve_version_counter(changed):  # type: ignore[attr-defined]
+        changed.copy_(alias)
 
 
 def in_backward() -> bool:
@@ -359,3 +375,89 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
 
 def _dynamo_is_active() -> bool:
     return "torch._dynamo" in sys.modules and get_eval_frame_callback() is not None
+
+
+# -- Recording -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Logged:
+    """One entry of a `RecordingDevice`'s log.
+
+    Args:
+        kind: "use", "record" or "wait".
+        stream: on which; 0 computes.
+        event: recorded or waited for.
+        name: of the operator.
+        reads: storages that it reads, by number.
+        writes: storages that it writes.
+    """
+
+    kind: str
+    stream: int
+    event: int = 0
+    name: str = ""
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+
+
+class RecordingDevice(Device):
+    """The CPU behaving as an accelerator: its lanes are streams, and what happens on them is logged.
+
+    Operators run at once, so results are right whatever the streams do; whether a real device could have run them
+    in another order is what a checker reads from the log. Memory events come from whoever watches the operators.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.log: list[Logged] = []
+        self.current = 0
+        self.events = 0
+        self.before_submit: Callable[[], None] = lambda: None
+        self._streams = 0
+
+    def lane(self) -> Lane:
+        self._streams += 1
+        return _RecordingLane(self, self._streams)
+
+    def move_inputs(self, value: Any) -> Any:
+        return value
+
+    def record(self, stream: int) -> int:
+        """Record an event on ``stream``; gives its number."""
+        self.events += 1
+        self.log.append(Logged("record", stream, self.events))
+        return self.events
+
+    def wait(self, stream: int, event: int) -> None:
+        """Let ``stream`` wait for ``event``."""
+        self.log.append(Logged("wait", stream, event))
+
+
+class _RecordingLane(Lane):
+    def __init__(self, device: RecordingDevice, stream: int):
+        self.device, self.stream = device, stream
+
+    def submit(self, *steps: Step) -> Waitable:
+        device, outer = self.device, self.device.current
+        device.before_submit()
+        device.wait(self.stream, device.record(outer))
+        device.current = self.stream
+        for step in steps:
+            for work in step():
+                work.wait()
+        device.current = outer
+        return _RecordingTicket(device, device.record(self.stream))
+
+    def wait_event(self, event: Any) -> None:
+        self.device.wait(self.stream, event)
+
+
+class _RecordingTicket:
+    __slots__ = ("device", "event")
+
+    def __init__(self, device: RecordingDevice, event: int):
+        self.device, self.event = device, event
+
+    def wait(self) -> None:
+        self.device.wait(self.device.current, self.event)

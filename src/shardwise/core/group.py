@@ -24,6 +24,7 @@ from .device import (
     make_spec,
     not_inference,
     post_accumulate_grad_hooks,
+    run_tensor_hooks,
     set_local,
     without_torch_function,
     wrap_gradient,
@@ -289,8 +290,13 @@ class ParamGroup:
 
     def unshard(self, lane: Lane) -> None:
         """Start gathering; does nothing if the parameters are gathered or on their way."""
-        if self.state is ShardState.UNSHARDED or self._gather is not None:
+        if self._gather is not None:
             return
+        if self.state is ShardState.UNSHARDED:
+            if not self._stale:
+                return
+            # Kept since before the optimizer changed the shards.
+            self.reshard()
         if not self._needs_gather():
             self._gather = None, []
             return
@@ -542,11 +548,12 @@ class ParamGroup:
             for slot, shard in zip(slots, shards, strict=True):
                 if shard is None:
                     continue
+                reduced = run_tensor_hooks(slot.sharded, wrap_gradient(shard, slot.sharded))
                 if (gradient := slot.sharded.grad) is None:
-                    slot.sharded.grad = wrap_gradient(shard, slot.sharded)
+                    slot.sharded.grad = reduced
                 else:
                     old.append(local_of(gradient))
-                    new.append(shard)
+                    new.append(local_of(reduced))
             if old:
                 add_each(old, new)
             hooks = [

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .context import FSDPCommContext
-from .device import Lane, eager, in_backward, label
+from .device import Lane, eager, in_backward, label, take_history
 from .group import ParamGroup
 from .tree import cast_floating, map_tensors, tensors_requiring_grad
 
@@ -66,6 +66,8 @@ class Unit:
         self.prefetch_backward: list[weakref.ref[Unit]] = []
         self._modules = [weakref.ref(module) for module in modules]
         self._to_run: set[int] = set()
+        self._inside: list[int] = []
+        self._passed: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         self._computes_backward = False
         self._recomputes = False
         self._recomputations = 0
@@ -128,6 +130,7 @@ class Unit:
             args, kwargs = self._cast_inputs(args, kwargs)
             for group in self.groups:
                 group.unshard(context.gather_lane)
+            self._inside.append(id(module))
             if is_first and torch.is_grad_enabled():
                 args, kwargs = self._register_post_backward(context, args, kwargs)
             for group in self.groups:
@@ -174,11 +177,11 @@ class Unit:
         """Reshard, let the output announce backward."""
         if self.phase is Phase.PRE_BACKWARD:
             return self._cast_output(output)
-        if len(self._modules) > 1:
-            self._to_run.discard(id(module))
-            if self._to_run:
-                return self._cast_output(output)
-        self._to_run = set()
+        if id(module) in self._inside:
+            self._inside.remove(id(module))
+        self._to_run.discard(id(module))
+        if self._to_run or self._inside:  # others of the unit's modules have yet to run, or it called itself
+            return self._cast_output(output)
         context = self.context
         assert context is not None
         with label("FSDP::post_forward", self.name):
@@ -196,17 +199,23 @@ class Unit:
             for group in self.groups:
                 if group.options.reshard_after_forward:
                     group.reshard(after_forward=True)
+        announces = False
         if torch.is_grad_enabled():
+            self._return_changed_inputs()
             output, announces = self._register_pre_backward(output)
             if announces and not self._recomputes:
                 self._positions.append(context.order.record_for_backward(self.reference))
+        if not announces and self.reshards_unless_root:
+            # The root keeps its parameters for a backward, and there will be none.
+            for group in self.groups:
+                group.reshard()
         self.phase = Phase.IDLE
         return output
 
     def complete_forward(self, output: Any) -> Any:
         """Finish the forward of a unit of several modules of which not all ran; ``output`` is the root's."""
         if self._to_run and self.phase is Phase.FORWARD and self.context is not None:
-            self._to_run = set()
+            self._to_run, self._inside = set(), []
             output = self._leave_forward(self.context, output)
         return output
 
@@ -243,8 +252,17 @@ class Unit:
         self._calls[forward_pass] += 1
         if not inputs:
             return args, kwargs
-        replaced = iter(_PostBackward.apply(self, forward_pass, *inputs))  # type: ignore[no-untyped-call]
+        aliases = _PostBackward.apply(self, forward_pass, *inputs)  # type: ignore[no-untyped-call]
+        self._passed = [(old, new, old._version) for old, new in zip(inputs, aliases, strict=True)]
+        replaced = iter(aliases)
         return map_tensors((args, kwargs), lambda t: next(replaced) if t.requires_grad else t)  # type: ignore[no-any-return]
+
+    def _return_changed_inputs(self) -> None:
+        """Inputs that forward modified in place: the caller's tensors get the history of what they now hold."""
+        passed, self._passed = self._passed, []
+        for tensor, alias, version in passed:
+            if tensor._version != version:
+                take_history(tensor, alias)
 
     def _register_pre_backward(self, output: Any) -> tuple[Any, bool]:
         tensors = tensors_requiring_grad(output)
@@ -328,7 +346,10 @@ class Unit:
             for group in self.groups:
                 if group.options.reshard_after_backward:
                     group.reshard()
-        self._to_run, self.phase = set(), Phase.IDLE
+        self._forget_forward()
+
+    def _forget_forward(self) -> None:
+        self._to_run, self._inside, self._passed, self.phase = set(), [], [], Phase.IDLE
 
     def forget_calls(self) -> None:
         """The iteration's last backward is over: forwards that took no part in it are not waited for."""
@@ -351,7 +372,8 @@ class Unit:
         for group in self.groups:
             group.reshard()
             group.drop_gradients()
-        self.phase, self._to_run, self._computes_backward = Phase.IDLE, set(), False
+        self._computes_backward = False
+        self._forget_forward()
         self.forget_calls()
 
 

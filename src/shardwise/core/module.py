@@ -118,12 +118,12 @@ class FSDPModule(torch_fsdp.FSDPModule):
                 group.reshard()
                 # `nn.Module._apply` makes parameters of the same type, which DTensor allows and ours do not.
                 release_class(slot.sharded for slot in group.slots)
-        try:
-            return super()._apply(*args, **kwargs)
-        finally:
-            for unit in units:
-                for group in unit.groups:
-                    group.adopt_registered()
+        # Past torch's own FSDPModule, which would look for its state.
+        result = super(torch_fsdp.FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
+        for unit in units:
+            for group in unit.groups:
+                group.adopt_registered()
+        return result
 
     # -- Iteration
 

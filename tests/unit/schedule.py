@@ -1,0 +1,133 @@
+"""Happens-before of a recorded run: finds uses that a real accelerator could run too early or too late."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardwise.core.device import Logged, RecordingDevice
+
+Clock = dict[int, int]
+
+
+class Watched(TorchDispatchMode):
+    """Logs on a recording device what operators read and write, and when memory comes and goes.
+
+    Memory belongs to the stream that is current when it appears, as with the caching allocator: after it is freed,
+    that stream may use it again at once.
+    """
+
+    def __init__(self, device: RecordingDevice):
+        super().__init__()
+        self.device = device
+        self.numbers: dict[int, int] = {}
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.empty: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.count = 0
+        device.before_submit = self.sweep
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self.numbers:
+            self.count += 1
+            self.numbers[key] = self.count
+            self.device.log.append(Logged("allocate", self.device.current, self.count))
+            self.alive[key] = (StorageWeakRef(storage), self.count)
+        return self.numbers[key]
+
+    def sweep(self) -> None:
+        """Log what was freed since the last operator: storages that are gone, or resized to nothing."""
+        for key, (reference, number) in list(self.empty.items()):
+            if reference.expired():
+                del self.empty[key]
+            elif _size_of(reference):
+                self.alive[key] = self.empty.pop(key)
+                self.numbers[key] = number
+                self.device.log.append(Logged("allocate", self.device.current, number))
+        for key, (reference, number) in list(self.alive.items()):
+            if reference.expired() or _size_of(reference) == 0:
+                self.device.log.append(Logged("free", self.device.current, number))
+                self.empty[key] = self.alive.pop(key)
+                del self.numbers[key]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.sweep()
+        written = _written(func, args, kwargs)
+        before = {id(t): t for t in tree_leaves((args, kwargs)) if _real(t)}
+        reads = tuple(self._number(t) for t in before.values() if id(t) not in written)
+        result = func(*args, **kwargs)
+        outputs = [t for t in tree_leaves(result) if _real(t)]
+        writes = {self._number(t) for t in [*written.values(), *outputs] if _real(t)}
+        aliases = {self._number(t) for t in before.values()} if _is_view(func) else set()
+        self.device.log.append(Logged("use", self.device.current, 0, str(func), reads, tuple(sorted(writes - aliases))))
+        return result
+
+
+def _real(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and type(value) in (torch.Tensor, torch.nn.Parameter) and value.numel() > 0
+
+
+def _size_of(reference: StorageWeakRef) -> int:
+    storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return 0 if storage is None else storage.nbytes()
+
+
+def _is_view(func: Any) -> bool:
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> dict[int, torch.Tensor]:
+    found = {}
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.update({id(t): t for t in tree_leaves(value) if isinstance(t, torch.Tensor)})
+    for argument in func._schema.arguments:
+        if argument.name in kwargs and argument.alias_info is not None and argument.alias_info.is_write:
+            found.update({id(t): t for t in tree_leaves(kwargs[argument.name]) if isinstance(t, torch.Tensor)})
+    return found
+
+
+def faults(log: list[Logged]) -> list[str]:
+    """What is not ordered: reads of what another stream may still write, writes of what it may still use, and memory
+    freed while another stream may still use it."""
+    clocks: dict[int, Clock] = defaultdict(lambda: defaultdict(int))
+    events: dict[int, Clock] = {}
+    owners: dict[int, int] = {}
+    writes: dict[int, dict[int, tuple[int, str]]] = defaultdict(dict)
+    uses: dict[int, dict[int, tuple[int, str]]] = defaultdict(dict)
+    found = []
+
+    def unordered(stream: int, earlier: dict[int, tuple[int, str]]) -> list[str]:
+        return [name for other, (time, name) in earlier.items() if other != stream and clocks[stream][other] < time]
+
+    for entry in log:
+        clock = clocks[entry.stream]
+        if entry.kind == "record":
+            clock[entry.stream] += 1
+            events[entry.event] = dict(clock)
+        elif entry.kind == "wait":
+            for stream, time in events[entry.event].items():
+                clock[stream] = max(clock[stream], time)
+        elif entry.kind == "allocate":
+            owners[entry.event] = entry.stream
+        elif entry.kind == "free":
+            owner = owners.pop(entry.event, entry.stream)
+            found += [f"freed while in use by {name}" for name in unordered(owner, uses.pop(entry.event, {}))]
+            writes.pop(entry.event, None)
+        else:
+            clock[entry.stream] += 1
+            for storage in entry.reads:
+                found += [f"{entry.name} reads before {n} wrote" for n in unordered(entry.stream, writes[storage])]
+            for storage in entry.writes:
+                found += [f"{entry.name} writes while {n} uses" for n in unordered(entry.stream, uses[storage])]
+                writes[storage][entry.stream] = (clock[entry.stream], entry.name)
+            for storage in (*entry.reads, *entry.writes):
+                uses[storage][entry.stream] = (clock[entry.stream], entry.name)
+    return found

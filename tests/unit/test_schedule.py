@@ -1,0 +1,116 @@
+"""Stream faults, found without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise import CPUOffloadPolicy, FSDPCommContext, MixedPrecisionPolicy, OffloadPolicy, Placements, fully_shard
+from shardwise.core import hooks
+from shardwise.core.device import Logged, RecordingDevice
+
+from ..models import Transformer, inputs_for
+from .schedule import Watched, faults
+
+Mesh = Callable[..., DeviceMesh]
+
+
+def recorded(
+    mesh: DeviceMesh,
+    prepare: Callable[[Transformer], None] = lambda model: None,
+    micro_batches: int = 1,
+    **options: Any,
+) -> list[Logged]:
+    """The log of three iterations of a small transformer whose shards are changed between them."""
+    device, context = RecordingDevice(), FSDPCommContext("cpu")
+    context.use_device(device)
+    model = Transformer()
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, comm_ctx=context, **options)
+    fully_shard(model, mesh=mesh, **options)
+    prepare(model)
+    parameters = list(model.parameters())
+    with Watched(device) as watched:
+        for _ in range(3):
+            for micro_batch in range(micro_batches):
+                model.set_is_last_backward(micro_batch == micro_batches - 1)  # type: ignore[operator]
+                model(inputs_for(model, 0)).sum().backward()
+            for parameter in parameters:
+                with torch.no_grad():
+                    parameter.to_local().sub_(parameter.grad.to_local())  # type: ignore[attr-defined, union-attr]
+                parameter.grad = None
+        watched.sweep()
+    return device.log
+
+
+def prefetch_two(model: Transformer) -> None:
+    layers = list(model.layers)
+    for index, layer in enumerate(layers):
+        layer.set_modules_to_forward_prefetch(layers[index + 1 : index + 3])  # type: ignore[operator]
+        layer.set_modules_to_backward_prefetch(list(reversed(layers[max(0, index - 2) : index])))  # type: ignore[operator]
+
+
+def keep_three_buffers(model: Transformer) -> None:
+    model.set_reduce_scatter_max_input_buffers(3)  # type: ignore[operator]
+
+
+def keep_unsharded(model: Transformer) -> None:
+    model.set_reshard_after_backward(False)  # type: ignore[operator]
+
+
+def nothing(model: Transformer) -> None:
+    pass
+
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("prepare", [nothing, prefetch_two, keep_three_buffers])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16], ids=["fp32", "bf16"])
+def test_presets(fake_mesh: Mesh, preset: str, prepare: Any, micro_batches: int, policy: MixedPrecisionPolicy) -> None:
+    placements = getattr(Placements, preset)
+    log = recorded(fake_mesh(2), prepare, micro_batches, placements=placements, mp_policy=policy)
+    assert faults(log) == []
+    assert any(entry.kind == "use" and entry.stream for entry in log)
+
+
+@pytest.mark.parametrize("reshard", [True, False, 2])
+def test_resharding(fake_mesh: Mesh, reshard: bool | int) -> None:
+    assert faults(recorded(fake_mesh(4), reshard_after_forward=reshard)) == []
+
+
+@pytest.mark.parametrize("offload", [OffloadPolicy(), CPUOffloadPolicy(pin_memory=False)])
+def test_two_axes(fake_mesh: Mesh, offload: OffloadPolicy) -> None:
+    assert faults(recorded(fake_mesh(2, 2), offload_policy=offload, micro_batches=2)) == []
+
+
+def test_parameters_kept_between_micro_batches(fake_mesh: Mesh) -> None:
+    assert faults(recorded(fake_mesh(2), keep_unsharded)) == []
+
+
+def test_the_checker_sees_missing_waits(fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = fake_mesh(2)
+    monkeypatch.setattr("shardwise.core.device._RecordingTicket.wait", lambda self: None)
+    found = faults(recorded(mesh))
+    assert any("reads before c10d" in fault for fault in found)
+    assert any("freed while in use by c10d" in fault for fault in found)
+
+
+def test_the_checker_sees_memory_freed_too_early(fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = fake_mesh(2)
+    add = hooks.FSDPCommContext.add_reduction
+
+    def forget_inputs(self: FSDPCommContext, reduction: Any) -> None:
+        steps = reduction._ticket
+        reduction._inputs = ()
+        assert steps is not None
+        add(self, reduction)
+
+    monkeypatch.setattr(FSDPCommContext, "add_reduction", forget_inputs)
+    assert any("freed while in use by c10d._reduce_scatter_base_" in fault for fault in faults(recorded(mesh)))
