@@ -1,0 +1,417 @@
+"""Every method of FSDPModule, by its effect on collectives, bytes or gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+import shardwise
+from shardwise import FSDPModule, fully_shard
+from shardwise.core.comm import Comm
+from shardwise.core.gradient import Scale, gradient_scale
+from shardwise.core.module import unit_of
+
+from ..models import Transformer, inputs_for
+from .test_memory import Collectives, build, live_bytes, local_bytes
+
+Mesh = Callable[..., DeviceMesh]
+
+
+def run(model: nn.Module) -> tuple[Collectives, Collectives]:
+    """Collectives of one forward and one backward."""
+    with Collectives() as forward:
+        loss = model(inputs_for(model, 0)).sum()
+    with Collectives() as backward:
+        loss.backward()
+    return forward, backward
+
+
+def grads(model: nn.Module) -> list[torch.Tensor | None]:
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def test_every_method_of_torch_is_here() -> None:
+    from torch.distributed.fsdp import FSDPModule as Theirs
+
+    own = vars(FSDPModule)
+    missing = [name for name in vars(Theirs) if not name.startswith("_") and name not in own]
+    assert missing == ["set_reduce_scatter_divide_factor"]  # torch's own calls ours, with its deprecation warning
+
+
+def test_class_and_name(fake_mesh: Mesh) -> None:
+    model = build(fake_mesh(2))
+    assert type(model).__name__ == "FSDPTransformer"
+    assert type(model).__mro__[1] is FSDPModule
+    assert type(model.layers[0]) is type(model.layers[1])
+    assert isinstance(model, torch.distributed.fsdp.FSDPModule)
+    assert type(type(model.layers[0])(16)).__name__ == "Block"
+
+
+def test_unshard_and_reshard(fake_mesh: Mesh) -> None:
+    model = build(fake_mesh(4))
+    layer = model.layers[0]
+    with Collectives() as count:
+        assert layer.unshard() is None  # type: ignore[operator]
+        layer.unshard()  # type: ignore[operator]
+    assert count.gathers == 1
+    assert not isinstance(layer.up.weight, DTensor)
+    assert live_bytes(model) > local_bytes(model)
+    layer.reshard()  # type: ignore[operator]
+    assert isinstance(layer.up.weight, DTensor)
+    assert live_bytes(model) == local_bytes(model)
+
+
+def test_unshard_handle(fake_mesh: Mesh) -> None:
+    layer = build(fake_mesh(4)).layers[0]
+    handle = layer.unshard(async_op=True)  # type: ignore[operator]
+    assert isinstance(handle, shardwise.UnshardHandle)
+    assert isinstance(handle, torch.distributed.fsdp.UnshardHandle)
+    assert isinstance(layer.up.weight, DTensor)
+    handle.wait()
+    handle.wait()
+    assert not isinstance(layer.up.weight, DTensor)
+
+
+def test_unshard_before_the_root_ran_does_not_hide_the_root(fake_mesh: Mesh) -> None:
+    model = build(fake_mesh(4))
+    model.layers[1].unshard()  # type: ignore[operator]
+    forward, _ = run(model)
+    assert forward.gathers == 3
+    assert unit_of(model).is_root  # type: ignore[union-attr]
+    assert not unit_of(model.layers[1]).is_root  # type: ignore[union-attr]
+
+
+def test_set_requires_gradient_sync(fake_mesh: Mesh) -> None:
+    model = build(fake_mesh(4))
+    model.set_requires_gradient_sync(False)  # type: ignore[operator]
+    _, backward = run(model)
+    assert backward.reductions == 0
+    assert grads(model) == [None] * len(grads(model))
+    model.set_requires_gradient_sync(True, recurse=False)  # type: ignore[operator]
+    _, backward = run(model)
+    assert backward.reductions == 1
+    assert model.norm.weight.grad is not None
+    assert model.layers[0].up.weight.grad is None
+    assert not model.layers[0].reduce_grads
+    model.layers[0].reduce_grads = True
+    assert run(model)[1].reductions == 2
+
+
+def test_set_reshard_after_backward(fake_mesh: Mesh) -> None:
+    model = build(fake_mesh(4))
+    parameters = list(model.parameters())
+    model.set_reshard_after_backward(False)  # type: ignore[operator]
+    assert not model.layers[2].reshard_after_backward
+    run(model)
+    forward, _ = run(model)
+    assert forward.gathers == 0
+    with torch.no_grad():  # what changed since is gathered again
+        parameters[3].mul_(2)
+    assert run(model)[0].gathers == 1
+    model.layers[0].reshard_after_backward = True
+    run(model)
+    assert run(model)[0].gathers == 1
+
+
+def test_set_reshard_after_forward(fake_mesh: Mesh) -> None:
+    model = build(fake_mesh(4))
+    model.set_reshard_after_forward(False)  # type: ignore[operator]
+    assert run(model)[1].gathers == 0
+    model.set_reshard_after_forward(True)  # type: ignore[operator]
+    assert run(model)[1].gathers == 4
+    model.set_reshard_after_forward(False, recurse=False)  # type: ignore[operator]
+    assert run(model)[1].gathers == 3
+    with pytest.raises(ValueError, match="takes a bool, not 2"):
+        model.set_reshard_after_forward(2)  # type: ignore[operator]
+
+
+def test_set_unshard_in_backward(fake_mesh: Mesh) -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.linear = nn.Embedding(5, 4), nn.Linear(4, 4)
+            self.layers = [self.embed, self.linear]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(self.embed(x))
+
+    mesh, model = fake_mesh(2), Head()
+    for module in (model.embed, model.linear, model):
+        fully_shard(module, mesh=mesh)
+    model.embed.set_unshard_in_backward(False)  # type: ignore[operator]
+    for _ in range(2):
+        loss = model(torch.tensor([1, 2])).sum()
+        with Collectives() as backward:
+            loss.backward()
+        assert (backward.gathers, backward.reductions) == (1, 2)
+
+
+def test_set_is_last_backward(fake_mesh: Mesh) -> None:
+    model = build(fake_mesh(4))
+    model.set_is_last_backward(False)  # type: ignore[operator]
+    run(model)
+    context = unit_of(model).context  # type: ignore[union-attr]
+    assert context is not None
+    assert len(context._reductions) == 1  # not waited for yet
+    model.set_is_last_backward(True)  # type: ignore[operator]
+    run(model)
+    assert not context._reductions
+    assert None not in grads(model)
+
+
+def test_prefetch_setters_choose_what_is_gathered(fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(fake_mesh(4))
+    layers = list(model.layers)
+    model.set_modules_to_forward_prefetch(layers)  # type: ignore[operator]
+    layers[2].set_modules_to_backward_prefetch([layers[0]])  # type: ignore[operator]
+    order: list[str] = []
+    start = shardwise.core.group.ParamGroup._issue_gather
+
+    def spy(group: Any, outputs: Any, inputs: Any) -> Any:
+        order.append(group.name)
+        return start(group, outputs, inputs)
+
+    monkeypatch.setattr(shardwise.core.group.ParamGroup, "_issue_gather", spy)
+    output = model(inputs_for(model, 0))
+    assert order == ["", "layers.0", "layers.1", "layers.2"]
+    order.clear()
+    output.sum().backward()
+    assert order == ["layers.2", "layers.0", "layers.1"]
+    with pytest.raises(ValueError, match="only modules wrapped by fully_shard can be prefetched, not Linear"):
+        model.set_modules_to_forward_prefetch([nn.Linear(2, 2)])  # type: ignore[operator]
+
+
+def test_set_gradient_divide_factor(fake_mesh: Mesh) -> None:
+    model = build(fake_mesh(1))
+    x = inputs_for(model, 0)
+    model(x).sum().backward()
+    expected = model.norm.weight.grad.to_local().clone()  # type: ignore[union-attr]
+    model.zero_grad()
+    model.set_gradient_divide_factor(4.0)  # type: ignore[operator]
+    model(x).sum().backward()
+    assert torch.equal(model.norm.weight.grad.to_local(), expected / 4)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("factor", [None, 6.0])
+def test_divide_factor_and_force_sum_reach_the_reduction(
+    fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch, factor: float | None, force: bool
+) -> None:
+    model = build(fake_mesh(4))
+    model.set_force_sum_reduction_for_comms(force)  # type: ignore[operator]
+    if factor is not None:
+        model.set_gradient_divide_factor(factor)  # type: ignore[operator]
+    means: list[bool] = []
+    original = Comm.reduce_scatter
+
+    def spy(comm: Comm, outputs: Any, inputs: Any, *, mean: bool) -> Any:
+        means.append(mean)
+        return original(comm, outputs, inputs, mean=mean)
+
+    monkeypatch.setattr(Comm, "reduce_scatter", spy)
+    run(model)
+    # The root's reduction is the last; the layers keep the backend's average.
+    assert means == [True, True, True, factor is None and not force]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shard", "replicate", "factor", "force", "expected"),
+    [
+        (torch.float32, 4, 1, None, False, Scale(shard_mean=True, replicate_mean=True)),
+        (torch.bfloat16, 4, 2, None, True, Scale(after=8.0)),
+        (torch.bfloat16, 4, 2, 3.0, False, Scale(between=3.0)),
+        (torch.float16, 4, 2, None, False, Scale(before=4.0, after=2.0)),
+        (torch.float16, 3, 1, None, False, Scale(before=2.0, after=1.5)),
+        (torch.float16, 2, 1, None, False, Scale(before=2.0, after=1.0)),
+    ],
+)
+def test_scale(
+    dtype: torch.dtype, shard: int, replicate: int, factor: float | None, force: bool, expected: Scale
+) -> None:
+    assert gradient_scale(dtype, shard, replicate, factor, force) == expected
+
+
+def test_set_all_reduce_hook(fake_mesh: Mesh) -> None:
+    model = build(fake_mesh(2))
+    sizes: list[int] = []
+
+    def hook(gradients: torch.Tensor) -> None:
+        sizes.append(gradients.numel())
+        gradients.fill_(3.0)
+
+    model.set_all_reduce_hook(hook)  # type: ignore[operator]
+    run(model)
+    assert len(sizes) == 1
+    assert bool((model.norm.weight.grad.to_local() == 3).all())  # type: ignore[union-attr]
+    assert not bool((model.layers[0].up.weight.grad.to_local() == 3).all())  # type: ignore[union-attr]
+
+
+class Staged:
+    """A collective that notes how it is used."""
+
+    def __init__(self, call: Callable[..., Any]):
+        self.call, self.allocated, self.calls = call, 0, 0
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        self.allocated += 1
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, **arguments: Any) -> Any:
+        self.calls += 1
+        return self.call(**arguments)
+
+
+def all_gather(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool) -> Any:
+    return (
+        group._allgather_base(output_tensor, input_tensor)
+        if async_op
+        else group._allgather_base(output_tensor, input_tensor).wait() and None
+    )
+
+
+def test_custom_collectives(fake_mesh: Mesh) -> None:
+    model = build(fake_mesh(2))
+    plain = build(model.norm.weight.device_mesh)  # type: ignore[arg-type]
+    plain.load_state_dict(model.state_dict())
+    gather = Staged(all_gather)
+
+    def reduce_scatter(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any) -> Any:
+        assert input_tensor.numel() == 2 * output_tensor.numel()
+        output_tensor.copy_(input_tensor[: output_tensor.numel()])
+
+    reduce = Staged(reduce_scatter)
+    model.layers[0].set_custom_all_gather(gather)  # type: ignore[operator]
+    model.layers[0].set_custom_reduce_scatter(reduce)  # type: ignore[operator]
+    x = inputs_for(model, 0)
+    assert torch.equal(model(x), plain(x))
+    model(x).sum().backward()
+    assert (gather.calls, gather.allocated) == (3, 3)
+    assert (reduce.calls, reduce.allocated) == (1, 2)
+    with pytest.raises(ValueError, match="allocates by itself"):
+        model.layers[0].set_allocate_memory_from_process_group_for_comm(True)  # type: ignore[operator]
+
+
+def test_process_group_memory(fake_mesh: Mesh) -> None:
+    model = build(fake_mesh(2))
+    x = inputs_for(model, 0)
+    expected = model(x).detach()
+    for unit in (model, *model.layers):
+        unit.set_allocate_memory_from_process_group_for_comm(True)  # type: ignore[operator]
+    assert torch.equal(model(x), expected)
+    model(x).sum().backward()
+    model.set_allocate_memory_from_process_group_for_comm(False)  # type: ignore[operator]
+    assert torch.equal(model(x), expected)
+
+
+def test_symmetric_memory_needs_a_backend_that_has_it(fake_mesh: Mesh) -> None:
+    model = build(fake_mesh(2))
+    with pytest.raises(ValueError, match="it needs NCCL on CUDA, and the unit's process group uses 'fake'"):
+        model.set_symm_mem_for_comm()  # type: ignore[operator]
+
+
+def test_unused_parameters(fake_mesh: Mesh) -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x)
+
+    model = Half()
+    fully_shard(model, mesh=fake_mesh(1))
+    model(torch.ones(2, 4)).sum().backward()
+    assert model.unused.weight.grad is None
+    model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
+    model(torch.ones(2, 4)).sum().backward()
+    assert model.unused.weight.grad.to_local().tolist() == torch.zeros(4, 4).tolist()  # type: ignore[union-attr]
+
+
+def test_set_reduce_scatter_max_input_buffers(fake_mesh: Mesh) -> None:
+    model = build(fake_mesh(4))
+    model.set_reduce_scatter_max_input_buffers(3)  # type: ignore[operator]
+    context = unit_of(model).context  # type: ignore[union-attr]
+    assert context is not None
+    most = 0
+    add = context.add_reduction
+
+    def spy(reduction: Any) -> None:
+        nonlocal most
+        add(reduction)
+        most = max(most, len(context._reductions))
+
+    context.add_reduction = spy  # type: ignore[method-assign]
+    run(model)
+    assert most == 3
+    for wrong, kind in ((True, TypeError), (1.5, TypeError), (0, ValueError)):
+        with pytest.raises(kind, match="max_input_buffers must be"):
+            model.set_reduce_scatter_max_input_buffers(wrong)  # type: ignore[operator]
+
+
+def test_set_post_optim_event(fake_mesh: Mesh) -> None:
+    model = build(fake_mesh(4))
+    waited: list[str] = []
+
+    class Event:
+        def wait(self) -> None:
+            waited.append("yes")
+
+    model.set_post_optim_event(Event())  # type: ignore[operator]
+    run(model)
+    run(model)
+    assert waited == ["yes"]
+
+
+def test_reset_iter_state_only_on_the_root(fake_mesh: Mesh) -> None:
+    model = build(fake_mesh(4))
+    run(model)
+    with pytest.raises(RuntimeError, match=r"called on 'layers\.1'; call it on the root"):
+        model.layers[1].reset_iter_state()  # type: ignore[operator]
+    model.reset_iter_state()  # type: ignore[operator]
+
+
+def test_share_comm_ctx(fake_mesh: Mesh) -> None:
+    mesh = fake_mesh(2)
+    stages = [build(mesh), build(mesh)]
+    shardwise.share_comm_ctx(stages)  # type: ignore[arg-type]
+    assert unit_of(stages[0]).context is unit_of(stages[1].layers[2]).context  # type: ignore[union-attr]
+    for stage in stages:
+        run(stage)
+        assert None not in grads(stage)
+    with pytest.raises(ValueError, match="only modules wrapped"):
+        shardwise.share_comm_ctx([nn.Linear(1, 1)])  # type: ignore[list-item]
+
+
+def test_separate_reduce_scatter_group(fake_mesh: Mesh) -> None:
+    model = build(fake_mesh(2))
+    model.set_separate_reduce_scatter_group(True)  # type: ignore[operator]
+    units = [unit_of(module) for module in (model, *model.layers)]
+    own = {id(unit.groups[0].options.reduce_comm) for unit in units if unit is not None}
+    assert len(own) == 1
+    assert units[0].groups[0].options.reduce_comm.group is not units[0].groups[0].mesh.shard.group  # type: ignore[union-attr]
+    run(model)
+    assert None not in grads(model)
+    model.set_separate_reduce_scatter_group(False)  # type: ignore[operator]
+    assert units[0].groups[0].options.reduce_comm is None  # type: ignore[union-attr]
+
+
+def test_profiler_labels(fake_mesh: Mesh) -> None:
+    model = build(fake_mesh(4))
+    run(model)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run(model)
+    names = {event.key for event in profile.key_averages()}
+    for name in ("pre_forward", "all_gather", "post_forward", "pre_backward", "post_backward_reshard"):
+        assert f"FSDP::{name} (layers.1)" in names
+    assert "FSDP::post_backward_reduce (layers.1)" in names
+    assert "FSDP::backward_prefetch for layers.1" in names
+
+
+def test_transformer_alone_is_no_fsdp_module() -> None:
+    shardwise.register_fsdp_forward_method(Transformer(), "forward")  # nothing to do, no error
