@@ -1,0 +1,212 @@
+"""State dicts, torch's checkpoints, and optimizers made before wrapping."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
+
+import shardwise
+from shardwise import Placements
+
+from ..models import Transformer, inputs_for, wrap
+from .harness import on_ranks
+from .truth import state_of, whole
+
+VERBS: dict[str, Any] = {"ours": shardwise.fully_shard, "torch": torch_fully_shard}
+
+
+def make(seed: int = 1) -> Transformer:
+    torch.manual_seed(seed)
+    return Transformer(tied=True)
+
+
+def sharded(verb: str, mesh: DeviceMesh, seed: int = 1, **options: Any) -> nn.Module:
+    return wrap(make(seed), VERBS[verb], mesh=mesh, **options)
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 2, first: int = 0) -> list[torch.Tensor]:
+    losses = []
+    for step in range(first, first + count):
+        loss = model(inputs_for(model, 10 * step + dist.get_rank())).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+@contextmanager
+def shared_directory() -> Iterator[str]:
+    """One temporary directory for all ranks."""
+    own = tempfile.TemporaryDirectory()
+    names: list[Any] = [own.name]
+    dist.broadcast_object_list(names)
+    yield names[0]
+    dist.barrier()
+    own.cleanup()
+
+
+@on_ranks(1, 2, 3, preset=["ddp", "zero1", "zero2", "zero3"])
+def test_state_dict_round_trip(preset: str) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    placements = getattr(Placements, preset)
+    source, target = (sharded("ours", mesh, seed, placements=placements) for seed in (1, 2))
+    state = source.state_dict()
+    assert all(type(value) is DTensor for value in state.values())
+    assert list(state) == list(make().state_dict())
+    target.load_state_dict(state)
+    assert_equal(state_of(source), state_of(target))
+    x = inputs_for(source, 0)
+    assert torch.equal(source(x), target(x))
+    third = sharded("ours", mesh, 3, placements=placements)
+    third(x)
+    third.load_state_dict({name: value.clone() for name, value in state.items()}, assign=True)
+    assert torch.equal(source(x), third(x))
+    steps(third, adam(third))
+
+
+@on_ranks(2, 3)
+def test_full_state_dict_and_broadcast_from_rank_zero() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    source, target = sharded("ours", mesh), sharded("ours", mesh, 2)
+    full = get_model_state_dict(source, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if dist.get_rank() == 0:
+        assert_equal(dict(full), dict(make().state_dict()))
+    else:
+        assert not full
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(target, full, options=options)
+    assert_equal(state_of(source), state_of(target))
+
+
+@on_ranks(2, 4, first=["ours", "torch"], second=["ours", "torch"])
+def test_checkpoints_of_either_load_into_the_other(first: str, second: str) -> None:
+    """At world size 4 the second shards over two ranks and replicates over two."""
+    size = dist.get_world_size()
+    one = init_device_mesh("cpu", (size,))
+    other = one if size == 2 else init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    source, target = sharded(first, one), sharded(second, other, 2)
+    source_optimizer, target_optimizer = adam(source), adam(target)
+    steps(source, source_optimizer)
+    with shared_directory() as directory:
+        model_state, optimizer_state = get_state_dict(source, source_optimizer)
+        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=directory)
+        model_state, optimizer_state = get_state_dict(target, target_optimizer)
+        state = {"model": model_state, "optimizer": optimizer_state}
+        dcp.load(state, checkpoint_id=directory)
+        set_state_dict(
+            target,
+            target_optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+    assert_equal(state_of(source), state_of(target))
+    losses = zip(steps(source, source_optimizer, 2, 2), steps(target, target_optimizer, 2, 2), strict=True)
+    for ours, theirs in losses:
+        torch.testing.assert_close(ours, theirs)
+
+
+@on_ranks(2)
+def test_optimizer_state_dict_is_as_with_fsdp2() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    states = []
+    for verb in VERBS:
+        model = sharded(verb, mesh)
+        optimizer = adam(model)
+        steps(model, optimizer)
+        states.append(
+            get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+        )
+    assert states[0].keys() == states[1].keys()
+    for name, value in states[0].items():
+        other = states[1][name]
+        if isinstance(value, DTensor):
+            assert torch.equal(value.to_local(), other.to_local()), name  # type: ignore[union-attr]
+        else:
+            assert value == other, name
+
+
+@on_ranks(1, 2, preset=["ddp", "zero2", "zero3"])
+def test_optimizer_made_before_wrapping(preset: str) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    expected = sharded("ours", mesh)
+    truth = steps(expected, torch.optim.AdamW(expected.parameters(), lr=1e-2, weight_decay=0.5))
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5)
+    wrap(model, shardwise.fully_shard, mesh=mesh, placements=getattr(Placements, preset))
+    with pytest.raises(RuntimeError, match=r"AdamW holds parameter '.*' as it was before fully_shard.*repoint"):
+        optimizer.step()
+    assert shardwise.repoint(optimizer) is optimizer
+    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
+    for ours, theirs in zip(steps(model, optimizer), truth, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@on_ranks(2)
+def test_optimizer_state_moves_with_the_parameters() -> None:
+    mesh, model = init_device_mesh("cpu", (2,)), make()
+    groups = [{"params": [model.embed.weight], "lr": 0.3}, {"params": [p for p in model.parameters() if p.ndim == 1]}]
+    optimizer = torch.optim.Adam(groups, lr=1e-2)
+    x = inputs_for(model, 0)
+    model(x).square().mean().backward()
+    optimizer.step()
+    before = {key: whole(value) for key, value in optimizer.state[model.embed.weight].items()}
+    wrap(model, shardwise.fully_shard, mesh=mesh)
+    shardwise.repoint(optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.3, 1e-2]
+    state = optimizer.state[model.embed.weight]
+    assert state["exp_avg"].placements == model.embed.weight.placements  # type: ignore[attr-defined]
+    for key, value in before.items():
+        assert torch.equal(whole(state[key]), value), key
+    assert len(optimizer.state) == 1 + len(groups[1]["params"])
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+
+
+@on_ranks(2)
+def test_marks_on_parameters_survive() -> None:
+    model = make()
+    model.norm.weight.no_weight_decay = True  # type: ignore[attr-defined]
+    wrap(model, shardwise.fully_shard, mesh=init_device_mesh("cpu", (2,)))
+    assert model.norm.weight.no_weight_decay  # type: ignore[attr-defined]
+
+
+@on_ranks(2, 3, offload=[True, False])
+def test_offloaded_like_not_offloaded(offload: bool) -> None:
+    """On the CPU host and device are the same, and the policy is legal all the same."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    policy = shardwise.CPUOffloadPolicy() if offload else shardwise.OffloadPolicy()
+    model, plain = sharded("ours", mesh, offload_policy=policy), sharded("ours", mesh)
+    for ours, theirs in zip(steps(model, adam(model)), steps(plain, adam(plain)), strict=True):
+        assert torch.equal(ours, theirs)
+    shardwise.clip_grad_norm_(model.parameters(), 1.0)
