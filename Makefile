@@ -16,7 +16,7 @@ CODE  := $(wildcard src tests examples bench)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,cli]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,cli,transformers]'
 	@touch $@
 
 train: $(STAMP)
