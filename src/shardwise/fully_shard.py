@@ -105,6 +105,9 @@ def fully_shard(
         TypeError: for an argument of a wrong type.
     """
     modules = _root_modules(module)
+    for name, value, kind in (("mesh", mesh, DeviceMesh), ("comm_ctx", comm_ctx, FSDPCommContext)):
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(f"{name} must be a {kind.__name__}, not {type(value).__name__}")
     strategy = _strategy(placements)
     data_parallel = data_parallel_mesh(mesh if mesh is not None else _default_mesh(), strategy, dp_mesh_dims)
     if comm_ctx is not None and comm_ctx.device.torch_device.type != data_parallel.device.type:
@@ -238,16 +241,22 @@ def _managed_parameters(
                 continue
             full = ".".join(part for part in (module_fqn, prefix, name) if part)
             if id(parameter) not in by_id:
-                _check_parameter(full, parameter)
+                _check_parameter(full, parameter, Place(module, name))
                 by_id[id(parameter)] = ManagedParameter(parameter, full, [])
             by_id[id(parameter)].places.append(Place(module, name))
     return list(by_id.values())
 
 
-def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+def _check_parameter(name: str, parameter: nn.Parameter, place: Place) -> None:
     if parameter.ndim == 0:
         raise ValueError(f"parameter {name!r} is a scalar, which cannot be cut: make it a 1-D tensor of one element")
-    if owner_of(parameter) is not None or successor_of(parameter) is not None:
+    owner = owner_of(parameter)
+    if owner is not None and owner.manages(place):
+        raise ValueError(
+            f"parameter {name!r} belongs to unit {owner.name_of(parameter)[1]!r} already, wrapped before: wrap "
+            "inner modules before the modules that contain them"
+        )
+    if owner is not None or successor_of(parameter) is not None:
         raise ValueError(_tied_across_units(name))
 
 

@@ -1,4 +1,14 @@
-"""Errors that are more than one builtin kind."""
+"""Errors that are more than one builtin kind, and notes on those of the backends."""
+
+from __future__ import annotations
+
+
+def explain(error: RuntimeError, what: str) -> None:
+    """Add to a communication error what was being communicated, and what most often goes wrong there."""
+    error.add_note(
+        f"shardwise: this happened while {what}. Another rank failed or stopped, or does not run the same units in the "
+        "same order: a unit that runs forward or backward on one rank must do so on all."
+    )
 
 
 class StateError(ValueError, RuntimeError):

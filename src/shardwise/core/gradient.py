@@ -15,6 +15,7 @@ import torch
 from .buffer import Allocate, Collective, cut_chunks, local_strides
 from .comm import PACK_BELOW_BYTES, Comm, StagedCollective, reduce_op
 from .device import Lane, Step, Waitable, chunk_cat
+from .errors import explain
 from .layout import Layout, TensorLayout, for_gradients
 
 
@@ -177,9 +178,10 @@ class Reduction:
         lane: Lane,
         like: torch.Tensor,
         deliver: Callable[[Sequence[torch.Tensor | None]], None],
+        name: str,
     ):
         self.plan, self.route, self.deliver, self.present = plan, route, deliver, present
-        self.like = like
+        self.like, self.name = like, name
         self.out = route.allocate((plan.layout.local_numel,), dtype=plan.dtype, device=gradients[0].device)
         outputs, inputs = plan.stage(gradients, present, self.out, route.allocate)
         # Staged gradients are freed before the collective takes memory of its own.
@@ -218,7 +220,11 @@ class Reduction:
 
     def finish(self) -> None:
         """Wait, divide, and deliver the shards with the dtype and device of ``like``."""
-        self._ticket.wait()
+        try:
+            self._ticket.wait()
+        except RuntimeError as error:
+            explain(error, f"reducing the gradients of unit {self.name!r}")
+            raise
         self._inputs = ()
         if self.route.stop_after_shard:
             return

@@ -29,7 +29,7 @@ from .device import (
     without_torch_function,
     wrap_gradient,
 )
-from .errors import StateError
+from .errors import StateError, explain
 from .gradient import GradientPlan, Reduction, Route, gradient_scale
 from .layout import Layout, per_parameter
 from .mesh import DataParallelMesh
@@ -259,6 +259,10 @@ class ParamGroup:
         """Names of a sharded parameter and of its unit."""
         return next((slot.name for slot in self.slots if slot.sharded is parameter), "?"), self.name
 
+    def manages(self, place: Place) -> bool:
+        """Whether a parameter of this group is registered at ``place``."""
+        return any(place in slot.places for slot in self.slots)
+
     def check_materialized(self) -> None:
         """
         Raises:
@@ -285,15 +289,18 @@ class ParamGroup:
     def _needs_gather(self) -> bool:
         if not self.mesh.strategy.keeps_unsharded:
             return True
-        versions = [buffer.local._version for buffer in self._buffers]
-        return self._stale or versions != self._versions
+        return self._changed()
+
+    def _changed(self) -> bool:
+        """Whether the shards were written since they were gathered last."""
+        return self._stale or [buffer.local._version for buffer in self._buffers] != self._versions
 
     def unshard(self, lane: Lane) -> None:
         """Start gathering; does nothing if the parameters are gathered or on their way."""
         if self._gather is not None:
             return
         if self.state is ShardState.UNSHARDED:
-            if not self._stale:
+            if not self._changed():
                 return
             # Kept since before the optimizer changed the shards.
             self.reshard()
@@ -338,7 +345,11 @@ class ParamGroup:
         ticket, finish = self._gather
         self._gather = None
         if ticket is not None:
-            ticket.wait()
+            try:
+                ticket.wait()
+            except RuntimeError as error:
+                explain(error, f"gathering the parameters of unit {self.name!r}")
+                raise
         if finish:
             with torch.no_grad():
                 for done in finish:
@@ -366,7 +377,10 @@ class ParamGroup:
             value = slot.buffer.full_view(slot.index)
             if slot.parallel is not None:
                 value = slot.parallel.unsharded(value)
-            return nn.Parameter(value, requires_grad=requires_grad)
+            parameter = nn.Parameter(value, requires_grad=requires_grad)
+        # An optimizer made while it is registered must not step it: the shards are what counts.
+        remember_successor(parameter, self._self, self.slots.index(slot))
+        return parameter
 
     def reshard(self, *, after_forward: bool = False) -> None:
         """Register the sharded parameters and free the gathered ones, unless the strategy keeps them.
@@ -512,6 +526,7 @@ class ParamGroup:
             lane,
             slots[0].buffer.local,
             lambda shards: self._deliver(slots, shards),
+            self.name,
         )
 
     def _zeros(self, slot: Slot, dtype: torch.dtype) -> torch.Tensor:

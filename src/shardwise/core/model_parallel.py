@@ -57,7 +57,15 @@ def describe(name: str, parameter: Any, dim: int, mesh: DataParallelMesh) -> Mod
     """
     if mesh.whole is not None:
         return _on_same_mesh(name, parameter, dim, mesh, mesh.whole)
-    return _beside_other_mesh(parameter, dim, mesh) if isinstance(parameter, DTensor) else None
+    if not isinstance(parameter, DTensor):
+        return None
+    try:
+        return _beside_other_mesh(parameter, dim, mesh)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"parameter {name!r} is a DTensor on {parameter.device_mesh}, which does not combine with the data "
+            f"parallel mesh {mesh.mesh}: slice both from one mesh with named axes, say mesh['dp'] and mesh['tp']"
+        ) from error
 
 
 def _beside_other_mesh(parameter: DTensor, dim: int, mesh: DataParallelMesh) -> ModelParallel:

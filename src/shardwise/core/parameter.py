@@ -24,6 +24,8 @@ class Owner(Protocol):
 
     def name_of(self, parameter: torch.Tensor) -> tuple[str, str]: ...
 
+    def manages(self, place: Place) -> bool: ...
+
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
@@ -109,8 +111,8 @@ def release_class(parameters: Iterable[torch.Tensor]) -> None:
 
 
 _successors: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""From each original parameter that still exists to the group and index of its slot, so that an optimizer made before
-wrapping is found. Weak on both sides; empty in a program that made its optimizer afterwards."""
+"""From each original parameter that still exists, and each unsharded one, to the group and index of its slot, so that
+an optimizer over them is found. Weak on both sides."""
 
 
 def remember_successor(original: torch.Tensor, group: weakref.ref[Any], slot: int) -> None:
@@ -125,16 +127,16 @@ _guard: list[Any] = []
 
 def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """An optimizer that holds a replaced parameter would train a tensor that no module uses, in silence."""
-    if not _successors:
-        return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            if type(parameter) is ShardedParameter:
+                continue
             reference, index = _successors.get(parameter, (None, 0))
             if reference is not None and (owner := reference()) is not None:
                 raise StateError(
                     f"{type(optimizer).__name__} holds parameter {owner.slots[index].name!r} as it was before "
-                    "fully_shard replaced it, so its step would change nothing that the model uses: call "
-                    "shardwise.repoint(optimizer), or make the optimizer after fully_shard"
+                    "fully_shard replaced it, or unsharded, so its step would change nothing that lasts: call "
+                    "shardwise.repoint(optimizer), or make the optimizer after fully_shard and outside of forward"
                 )
 
 
@@ -159,6 +161,11 @@ class Place:
         self.name = name
         plain = type(module).__setattr__ is nn.Module.__setattr__
         self.parameters: dict[str, Any] | None = module._parameters if plain else None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Place) and (self.module, self.name) == (other.module, other.name)
+
+    __hash__ = None  # type: ignore[assignment]
 
     def get(self) -> nn.Parameter:
         """What is registered now."""
