@@ -140,7 +140,7 @@ class ParamGroup:
         self._gather: tuple[Waitable | None, list[Callable[[], None]]] | None = None
         self._stale = True
         self._versions: list[int] = []
-        self._plans: dict[tuple[tuple[int, ...], torch.dtype, bool, bool], GradientPlan] = {}
+        self._plans: dict[tuple[tuple[int, ...], torch.dtype, bool], GradientPlan] = {}
         by_dtype: dict[torch.dtype, list[ManagedParameter]] = defaultdict(list)
         for parameter in parameters:
             by_dtype[parameter.value.dtype].append(parameter)
@@ -504,9 +504,9 @@ class ParamGroup:
         for slot, gradient in zip(slots, gradients, strict=True):
             if gradient is None:
                 gradient = self._zeros(slot, next(iter(dtypes), dtype))
-            filled.append(gradient if len(dtypes) <= 1 else gradient.to(dtype))
+            filled.append(gradient if len(dtypes) <= 1 and slot.buffer.dtype != dtype else gradient.to(dtype))
         gradients.clear()
-        plan = self._plan(slots, dtype, cast=filled[0].dtype != dtype)
+        plan = self._plan(slots, dtype)
         replicate = self.mesh.replicate
         size = self.mesh.size // self.mesh.shard.size
         options = self.options
@@ -532,10 +532,12 @@ class ParamGroup:
     def _zeros(self, slot: Slot, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(slot.buffer.layout.tensors[slot.index].shape, dtype=dtype, device=self.mesh.device)
 
-    def _plan(self, slots: Sequence[Slot], dtype: torch.dtype, cast: bool) -> GradientPlan:
+    def _plan(self, slots: Sequence[Slot], dtype: torch.dtype) -> GradientPlan:
         shard = self.mesh.shard
         packs_all = shard.size == 1 or self.options.custom_reduce_scatter is not None
-        key = (tuple(id(slot) for slot in slots), dtype, cast, packs_all)
+        # Not whether these gradients need a cast: accumulated ones do not, and their partial sums must find the plan.
+        cast = slots[0].buffer.dtype != dtype
+        key = (tuple(id(slot) for slot in slots), dtype, packs_all)
         if (plan := self._plans.get(key)) is None:
             tensors = [slot.buffer.layout.tensors[slot.index] for slot in slots]
             plan = self._plans[key] = GradientPlan(tensors, shard, dtype, cast, packs_all)
