@@ -59,7 +59,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> int:
     """Run the chosen measurements; gives the exit status."""
     options = parse(arguments)
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.update(OMP_NUM_THREADS="1", KINETO_LOG_LEVEL="99")
     # A terminated run ends its processes like an interrupted one.
     signal.signal(signal.SIGTERM, _interrupt)
     console = Console(width=None if sys.stdout.isatty() else 160)

@@ -22,6 +22,9 @@ from .timing import interleave, median
 WORLD_SIZE = 2
 WIDTHS = (64, 512, 1024)
 LIMIT = 120.0
+# Renamed in torch 2.13, where the old names warn.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 FLAT_GATHER, FLAT_SCATTER = "all_gather_into_tensor, one run", "reduce_scatter_tensor, one run"
 
 
@@ -146,7 +149,7 @@ class Gathers:
 
     def one_run(self) -> None:
         """All shards as one."""
-        dist.all_gather_into_tensor(self.gathered, self.run)
+        _gather(self.gathered, self.run)
 
     def one_run_with_copies(self) -> None:
         """All shards as one, then each tensor to its place: what FSDP2 does."""
@@ -156,7 +159,7 @@ class Gathers:
     def per_tensor(self) -> None:
         """One asynchronous collective for each."""
         pairs = zip(self.whole, self.shards, strict=True)
-        _wait([dist.all_gather_into_tensor(whole, shard, async_op=True) for whole, shard in pairs])
+        _wait([_gather(whole, shard, async_op=True) for whole, shard in pairs])
 
     def coalesced(self) -> None:
         """One call for all."""
@@ -206,7 +209,7 @@ class Scatters:
 
     def one_run(self) -> None:
         """All tensors as one."""
-        dist.reduce_scatter_tensor(self.reduced, self.run)
+        _scatter(self.reduced, self.run)
 
     def one_run_with_copies(self) -> None:
         """The tensors into one run, then all as one: what FSDP2 does."""
@@ -216,7 +219,7 @@ class Scatters:
     def per_tensor(self) -> None:
         """One asynchronous collective for each."""
         pairs = zip(self.shards, self.tensors, strict=True)
-        _wait([dist.reduce_scatter_tensor(shard, tensor, async_op=True) for shard, tensor in pairs])
+        _wait([_scatter(shard, tensor, async_op=True) for shard, tensor in pairs])
 
     def coalesced(self) -> None:
         """One call for all."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -77,8 +78,7 @@ def make_contender(name: str, shape: Shape, precision: MixedPrecisionPolicy | No
     elif precision is not None:
         raise ValueError(f"{name} has no setting for {precision}")
     elif name == DDP:
-        # A fake group cannot check and send the initial parameters; they are equal here anyway.
-        model = DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=dist.get_backend() != "fake")
+        model = _data_parallel(model)
     return Contender(name, model, torch.optim.AdamW(model.parameters(), lr=1e-4), make_tokens(shape))
 
 
@@ -87,3 +87,12 @@ def _wrap(model: nn.Module, verb: Any, mesh: DeviceMesh, precision: MixedPrecisi
     for block in model.get_submodule("blocks").children():
         verb(block, **options)
     verb(model, **options)
+
+
+def _data_parallel(model: nn.Module) -> DistributedDataParallel:
+    if dist.get_backend() != "fake":
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+    # A fake group neither compares initial parameters nor gives all-reduces the results that DDP looks for.
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=False)
+    wrapped.register_comm_hook(None, noop_hook)
+    return wrapped

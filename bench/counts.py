@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.core import comm
 
-from .contenders import CONTENDERS, SHARDWISE, make_contender
+from .contenders import CONTENDERS, FSDP2, SHARDWISE, make_contender
 from .model import Shape
 from .ranks import run_on_fake, run_on_gloo
 from .report import NONE, Table, mebibytes
@@ -108,7 +108,7 @@ Count = tuple[dict[str, int], float, int]
 
 def count_tables(quick: bool) -> list[Table]:
     """The fake group of 8, where everything is a collective, and gloo with 2, where shardwise sends messages."""
-    fake = run_on_fake(FAKE_WORLD_SIZE, LIMIT, measure, CONTENDERS[1:])
+    fake = run_on_fake(FAKE_WORLD_SIZE, LIMIT, measure, (SHARDWISE, FSDP2))
     gloo = run_on_gloo(GLOO_WORLD_SIZE, LIMIT, measure, CONTENDERS[1:])[0]
     notes = (
         "counted by a TorchDispatchMode that sees the c10d operations of one step after two others.",

@@ -7,7 +7,7 @@ import gc
 import time
 from collections.abc import Callable
 
-from .contenders import CONTENDERS, FSDP2, UNSHARDED, Contender, make_contender
+from .contenders import CONTENDERS, DDP, FSDP2, UNSHARDED, Contender, make_contender
 from .model import Shape
 from .ranks import run_on_fake
 from .report import NONE, Table, number, ratio
@@ -42,6 +42,7 @@ def host_tables(quick: bool) -> list[Table]:
     table.notes = (
         f"{units} units (the blocks and the root); {rounds} rounds after 4 of warm-up, zero_grad not timed.",
         "overhead: a contender's time minus that without sharding.",
+        f"{DDP}: its buckets go nowhere (a communication hook that does nothing), since it cannot use a fake group.",
     )
     return [table]
 
@@ -56,7 +57,7 @@ def measure(warm_up: int, rounds: int) -> Result:
             _timed_run(contender)
             actions[name] = functools.partial(_timed_run, contender)
         except (RuntimeError, ValueError, NotImplementedError) as error:
-            failures[name] = str(error).splitlines()[0][:80]
+            failures[name] = str(error).splitlines()[0][:40]
     gc.collect()
     gc.freeze()
     return interleave(actions, warm_up, rounds), failures

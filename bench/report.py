@@ -63,7 +63,7 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 def number(value: float, digits: int = 1) -> str:
     """``value`` with ``digits`` decimals."""
-    return f"{value:,.{digits}f}"
+    return f"{round(value, digits) + 0.0:,.{digits}f}"
 
 
 def mebibytes(count: float, digits: int = 1) -> str:

@@ -22,15 +22,15 @@ LIMIT = 240.0
 LOSS_TOLERANCE = 1e-3
 """Nats per token by which contenders may differ: rounding of other orders of summation."""
 
-Phases = tuple[float, float, float, float]
-"""Seconds of forward, backward and optimizer, and the loss in nats per token."""
+Phases = tuple[float, float, float, float, float]
+"""Seconds of forward, backward and optimizer, processor seconds of all threads, and the loss in nats per token."""
 
 
 def step_tables(quick: bool) -> list[Table]:
     """One table per model."""
     return [
-        _table(COMPUTE_HEAVY, warm_up=2, rounds=3 if quick else 12),
-        _table(PARAMETER_HEAVY, warm_up=2, rounds=5 if quick else 24),
+        _table(COMPUTE_HEAVY, warm_up=2, rounds=3 if quick else 10),
+        _table(PARAMETER_HEAVY, warm_up=2, rounds=5 if quick else 16),
     ]
 
 
@@ -42,14 +42,14 @@ def _table(shape: Shape, warm_up: int, rounds: int) -> Table:
     }
     _check_losses(slowest)
     steps = {name: median([_seconds(run) for run in runs]) for name, runs in slowest.items()}
-    columns = ["contender", "step ms", "± ms", "forward ms", "backward ms", "optimizer ms"]
+    columns = ["contender", "step ms", "± ms", "forward ms", "backward ms", "optimizer ms", "CPU ms"]
     columns += ["step / no sharding", "overhead ms", "overhead / FSDP2's"]
     table = Table(f"Step on {WORLD_SIZE} gloo processes: {shape}", columns)
     reference = steps[FSDP2] - steps[UNSHARDED]
     for name, runs in slowest.items():
         overhead = steps[name] - steps[UNSHARDED]
         compared = [NONE, NONE] if name == UNSHARDED else [number(1e3 * overhead), ratio(overhead, reference)]
-        phases = [number(1e3 * median([run[phase] for run in runs])) for phase in range(3)]
+        phases = [number(1e3 * median([run[phase] for run in runs])) for phase in range(4)]
         half = number(1e3 * spread([_seconds(run) for run in runs]))
         row = [
             name,
@@ -63,6 +63,7 @@ def _table(shape: Shape, warm_up: int, rounds: int) -> Table:
     table.notes = (
         f"{rounds} rounds after {warm_up} of warm-up; a round is one step of each, the slower rank counts; "
         "± is half the distance between the quartiles.",
+        "CPU: of one process, all its threads.",
         "overhead: a contender's step minus that without sharding. Sharding also saves: each rank's AdamW then "
         "updates 1/2 of the parameters, so an overhead may be negative.",
         f"all contenders reported the same loss to within {LOSS_TOLERANCE:g} nats.",
@@ -76,7 +77,7 @@ def _seconds(run: Phases) -> float:
 
 def _check_losses(runs: dict[str, list[Phases]]) -> None:
     """A contender that trains something else must not win."""
-    last = {name: found[-1][3] for name, found in runs.items()}
+    last = {name: found[-1][4] for name, found in runs.items()}
     if max(last.values()) - min(last.values()) > LOSS_TOLERANCE:
         raise BenchError(f"the contenders' losses differ: {last}")
 
@@ -93,11 +94,12 @@ def measure(shape: Shape, warm_up: int, rounds: int) -> dict[str, list[Phases]]:
 
 def _timed_step(contender: Contender) -> Phases:
     dist.barrier()
-    start = time.perf_counter()
+    cpu_start, start = time.process_time(), time.perf_counter()
     loss = contender.forward()
     after_forward = time.perf_counter()
     loss.backward()
     after_backward = time.perf_counter()
     contender.update()
-    end = time.perf_counter()
-    return after_forward - start, after_backward - after_forward, end - after_backward, loss.item()
+    end, cpu_end = time.perf_counter(), time.process_time()
+    phases = after_forward - start, after_backward - after_forward, end - after_backward
+    return *phases, cpu_end - cpu_start, loss.item()

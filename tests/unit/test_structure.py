@@ -115,6 +115,7 @@ def test_private_torch_apis_have_one_place() -> None:
         "torch._C._dynamo.eval_frame.get_eval_frame_callback",
         "torch._chunk_cat",
         "torch._foreach_add_",
+        "torch._foreach_copy_",
         "torch._foreach_mul_",
         "torch._foreach_norm",
         "torch.autograd._profiler_enabled",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .comm import Comm
-from .device import allocate_storage, free_storage, not_inference
+from .device import allocate_storage, copy_each, free_storage, not_inference
 from .layout import Layout, TensorLayout
 
 Allocate = Callable[..., torch.Tensor]
@@ -65,6 +65,16 @@ class GatherPlan:
             return (self._outputs, inputs), None
         staging = self.full.new_empty(self._run * self.layout.world_size)
         return ([staging, *self._outputs], inputs), staging
+
+    def start_cast(self, source: torch.Tensor, rank: int) -> tuple[Collective, torch.Tensor | None]:
+        """Like `start`, for a source of another dtype or device: it is cast straight to where this rank's part goes."""
+        staging, own = None, [target.view(self.layout.world_size, -1)[rank] for target in self._outputs]
+        outputs = self._outputs
+        if self._packed:
+            staging = self.full.new_empty(self._run * self.layout.world_size)
+            own, outputs = [staging[rank * self._run : (rank + 1) * self._run], *own], [staging, *outputs]
+        copy_each(own, self.inputs(source))
+        return (outputs, own), staging
 
     def start_staged(self, source: torch.Tensor, rank: int, allocate: Allocate) -> tuple[Collective, torch.Tensor]:
         """Like `start`, for a plan that packs all, in a staging buffer of the caller's, with this rank's part in it."""
@@ -180,20 +190,20 @@ class ShardedBuffer:
         """Allocate, cast and stage; gives the collective to issue (maybe empty) and what to call when it is done."""
         self.allocate()
         if self._resharded_local is not None and self._resharded is not None:
-            return _start(self._resharded[2], self._resharded_local)
+            plan = self._resharded[2]
+            return _finishing(plan, *plan.start(self._resharded_local))
         source = self.local
         if self.layout.world_size == 1:
             if not self.is_identity:
                 self.full.copy_(source)
             return ([], []), _nothing
-        if source.dtype != self.dtype or source.device != self.device:
-            source = source.to(self.device, self.dtype, non_blocking=True)
         if self._plan is None:
             with not_inference():
                 self._plan = GatherPlan(self.layout, self.full, self._offsets())
-                if source is self.local:
-                    self._plan.keep(source)
-        return _start(self._plan, source)
+                self._plan.keep(source)
+        if source.dtype != self.dtype or source.device != self.device:
+            return _finishing(self._plan, *self._plan.start_cast(source, self.comm.rank))
+        return _finishing(self._plan, *self._plan.start(source))
 
     @property
     def can_reshard(self) -> bool:
@@ -249,15 +259,10 @@ def local_view(tensor: TensorLayout, local: torch.Tensor, rank: int) -> torch.Te
     return local.as_strided(*local_strides(tensor, rank))
 
 
-def _start(plan: GatherPlan, source: torch.Tensor) -> tuple[Collective, Callable[[], None]]:
-    collective, staging = plan.start(source)
-
-    def finish() -> None:
-        # The cast copy of the source, if there is one, lives in `collective` until here.
-        assert collective[1]
-        plan.finish(staging)
-
-    return collective, finish
+def _finishing(
+    plan: GatherPlan, collective: Collective, staging: torch.Tensor | None
+) -> tuple[Collective, Callable[[], None]]:
+    return collective, lambda: plan.finish(staging)
 
 
 def _nothing() -> None:

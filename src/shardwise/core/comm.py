@@ -138,7 +138,9 @@ class PairwiseGlooComm(GlooComm):
 
     def _reduce_scatter_one(self, output: torch.Tensor, input_: torch.Tensor, mean: bool) -> Waitable:
         tag, parts = self._tag(), input_.split(output.numel())
-        received = input_.new_empty((self.size - 1) * output.numel()).split(output.numel())
+        # The last peer's part, which is added first, arrives in the output itself.
+        spare = input_.new_empty((self.size - 2) * output.numel())
+        received = [*(spare.split(output.numel()) if self.size > 2 else ()), output]
         works: list[Waitable] = []
         for peer, buffer in zip(self._peers(), received, strict=True):
             works.append(self.group.recv([buffer], peer, tag))

@@ -197,6 +197,11 @@ def chunk_cat(tensors: Sequence[torch.Tensor], world_size: int, out: torch.Tenso
     torch._chunk_cat(list(tensors), 0, world_size, out=out)
 
 
+def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """``targets[i]`` becomes ``sources[i]``, in the targets' dtype and on their device, in one call."""
+    torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
+
+
 def add_each(targets: Sequence[torch.Tensor], terms: Sequence[torch.Tensor]) -> None:
     """``targets[i] += terms[i]`` in one call."""
     torch._foreach_add_(list(targets), list(terms))

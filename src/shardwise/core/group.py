@@ -213,6 +213,8 @@ class ParamGroup:
             for slot, parameter in zip(slots, registered, strict=True):
                 adopt_parameter(parameter, self._self)
                 slot.sharded = parameter
+                for place in slot.places:  # `assign=True` gives each name of a tied parameter a tensor of its own
+                    place.put(parameter)
 
     def _rebuild(
         self,

@@ -1,0 +1,423 @@
+"""Micro-batches: what is reduced when, and that it comes to what one large batch gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import shardwise
+
+from ..models import MLP, Stack, Transformer, wrap
+from .harness import on_ranks
+from .test_autograd import Layer, PartlyUsedModel, counted, stack, wrap_like_the_seed
+from .truth import (
+    Iteration,
+    assert_records,
+    batch,
+    check,
+    gradients_of,
+    make_optimizer,
+    state_of,
+    train_sharded,
+)
+
+WIDTH = 9
+MICRO_BATCHES = 3
+PRESETS = ["ddp", "zero1", "zero2", "zero3"]
+
+Control = Callable[[nn.Module, int], None]
+"""Told of each micro-batch before its forward."""
+
+
+def is_last(part: int) -> bool:
+    """Whether a micro-batch is the step's last."""
+    return part == MICRO_BATCHES - 1
+
+
+def in_micro_batches(control: Control) -> Iteration:
+    """An iteration that splits its batch; a plain model is not controlled."""
+
+    def run(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        total = torch.zeros(())
+        for part in range(MICRO_BATCHES):
+            if any(isinstance(module, TorchFSDPModule) for module in model.modules()):
+                control(model, part)
+            loss = model(batch(10 * step + part, rank, 4, WIDTH)).float().square().mean() / MICRO_BATCHES
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    return run
+
+
+def make() -> Stack:
+    return stack(Layer(), Layer(), Layer())
+
+
+def by_sync(model: Any, part: int) -> None:
+    model.set_requires_gradient_sync(is_last(part))
+
+
+def by_last_backward(model: Any, part: int) -> None:
+    model.set_is_last_backward(is_last(part))
+
+
+def by_both(model: Any, part: int) -> None:
+    by_sync(model, part)
+    by_last_backward(model, part)
+
+
+def keeping_parameters(model: Any, part: int) -> None:
+    """Nothing is resharded between micro-batches."""
+    by_both(model, part)
+    model.set_reshard_after_backward(is_last(part))
+
+
+def always_reducing(model: Any, part: int) -> None:
+    pass
+
+
+def one_unit_apart(model: Any, part: int) -> None:
+    """A unit inside reduces always, the others at the end."""
+    by_sync(model, part)
+    model.layers[1].set_requires_gradient_sync(True, recurse=False)
+
+
+def without_recursion(model: Any, part: int) -> None:
+    """The root alone waits."""
+    model.set_requires_gradient_sync(is_last(part), recurse=False)
+
+
+CONTROLS: dict[str, Control] = {
+    control.__name__: control
+    for control in (
+        by_sync,
+        by_last_backward,
+        by_both,
+        keeping_parameters,
+        always_reducing,
+        one_unit_apart,
+        without_recursion,
+    )
+}
+
+
+@on_ranks(1, 2, 3, control=list(CONTROLS), preset=PRESETS)
+def test_micro_batches_of_each_preset(control: str, preset: str) -> None:
+    check(make, in_micro_batches(CONTROLS[control]), against_torch=False, placements=preset)
+
+
+@on_ranks(2, control=list(CONTROLS), reshard=[True, False])
+def test_micro_batches_like_fsdp2(control: str, reshard: bool) -> None:
+    check(make, in_micro_batches(CONTROLS[control]), reshard_after_forward=reshard)
+
+
+@on_ranks(
+    2,
+    control=["by_sync", "keeping_parameters", "by_last_backward"],
+    param_dtype=[None, torch.bfloat16],
+    reduce_dtype=[None, torch.float32, torch.bfloat16],
+)
+def test_accumulates_in_the_dtype_of_the_reduction(control: str, param_dtype: Any, reduce_dtype: Any) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    records = []
+    for verb in (shardwise.fully_shard, torch_fully_shard):
+        torch.manual_seed(1)
+        model = wrap(make(), verb, mp_policy=policy)
+        records.append(train_sharded(model, in_micro_batches(CONTROLS[control]), 3))
+    assert_records(*records, "FSDP2", bitwise=True)
+
+
+@on_ranks(2, preset=PRESETS)
+def test_nothing_is_reduced_without_synchronization(preset: str) -> None:
+    model: Any = wrap(make(), shardwise.fully_shard, placements=preset)
+    units = 1 + len(model.layers)
+    for part in range(MICRO_BATCHES):
+        by_sync(model, part)
+        with counted() as seen:
+            model(batch(part, dist.get_rank(), 4, WIDTH)).sum().backward()
+        reductions = len(seen["reduce_scatter"]) + len(seen["all_reduce"])
+        assert reductions == (units if is_last(part) else 0), (part, seen)
+        for parameter in model.parameters():
+            assert (parameter.grad is not None) == is_last(part)
+
+
+@on_ranks(2)
+def test_kept_parameters_are_not_gathered_again() -> None:
+    model: Any = wrap(make(), shardwise.fully_shard, reshard_after_forward=False)
+    gathers = []
+    for step in range(2):
+        for part in range(MICRO_BATCHES):
+            keeping_parameters(model, part)
+            with counted() as seen:
+                model(batch(10 * step + part, dist.get_rank(), 4, WIDTH)).sum().backward()
+            gathers.append(len(seen["all_gather"]))
+    assert gathers == [4, 0, 0] * 2
+
+
+@on_ranks(2, preset=PRESETS)
+def test_backward_of_some_micro_batches_leaves_parameters_out(preset: str) -> None:
+    """What the last micro-batch does not use was used before, on one rank or on all."""
+
+    def run(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        total = torch.zeros(())
+        for part in range(MICRO_BATCHES):
+            if isinstance(model, TorchFSDPModule):
+                by_both(model, part)
+            use = part == 0 and (step != 1 or rank == 0)
+            loss = model(batch(10 * step + part, rank, 4, WIDTH), use=use).square().mean()
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    check(PartlyUsedModel, run, against_torch=False, placements=preset)
+
+
+@on_ranks(2, preset=PRESETS)
+def test_gradients_add_up_over_reductions(preset: str) -> None:
+    """No ``zero_grad`` between two whole iterations."""
+
+    def run(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        losses = []
+        for part in range(2):
+            losses.append(model(batch(10 * step + part, rank, 4, WIDTH)).square().mean())
+            losses[-1].backward()
+        return torch.stack(losses).sum()
+
+    check(make, run, against_torch=False, placements=preset)
+    if preset == "zero3":
+        check(make, run)
+
+
+@on_ranks(2)
+def test_synchronization_only_for_the_forwards_of_one_backward() -> None:
+    """Several forwards, one backward, without and with synchronization."""
+
+    def run(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        total = torch.zeros(())
+        for part in range(2):
+            if isinstance(model, TorchFSDPModule):
+                model.set_requires_gradient_sync(part == 1)
+            losses = [model(batch(20 * step + 2 * part + i, rank, 4, WIDTH)).square().mean() for i in range(2)]
+            torch.stack(losses).sum().backward()
+            total += torch.stack(losses).sum().detach()
+        return total
+
+    check(make, run, bitwise=False)
+
+
+@on_ranks(2)
+def test_step_that_never_synchronizes_keeps_gradients_for_the_next() -> None:
+    """The reduction that comes at last has all of them, whatever the optimizer did meanwhile."""
+    torch.manual_seed(1)
+    model: Any = wrap(make(), shardwise.fully_shard)
+    torch.manual_seed(1)
+    plain = make()
+    optimizer = make_optimizer(model)
+    for part in range(MICRO_BATCHES):
+        by_sync(model, part)
+        model(batch(part, dist.get_rank(), 4, WIDTH)).square().mean().backward()
+        if not is_last(part):
+            optimizer.step()
+            optimizer.zero_grad()
+        for rank in range(dist.get_world_size()):
+            (plain(batch(part, rank, 4, WIDTH)).square().mean() / dist.get_world_size()).backward()
+    expected = gradients_of(plain)
+    for name, gradient in gradients_of(model).items():
+        torch.testing.assert_close(gradient, expected[name])
+
+
+# -- Two mesh axes
+
+
+def without_all_reduce(model: Any, part: int) -> None:
+    """Every micro-batch reduces inside, the last one also across."""
+    model.set_requires_all_reduce(is_last(part))
+
+
+def mixed(model: Any, part: int) -> None:
+    """One after the other: nothing, inside only, all."""
+    model.set_requires_gradient_sync(part > 0)
+    model.set_requires_all_reduce(is_last(part))
+
+
+def mixed_reversed(model: Any, part: int) -> None:
+    """Inside only, nothing, all: what waits for its all-reduce came before what waits for any."""
+    model.set_requires_gradient_sync(part != 1)
+    model.set_requires_all_reduce(is_last(part))
+
+
+def keeping_both(model: Any, part: int) -> None:
+    without_all_reduce(model, part)
+    model.set_is_last_backward(is_last(part))
+    model.set_reshard_after_backward(is_last(part))
+
+
+MESH_CONTROLS: dict[str, Control] = {
+    control.__name__: control
+    for control in (
+        without_all_reduce,
+        mixed,
+        mixed_reversed,
+        keeping_both,
+        by_both,
+        keeping_parameters,
+        always_reducing,
+    )
+}
+
+
+@on_ranks(4, control=list(MESH_CONTROLS), reshard=[True, False])
+def test_two_axes_like_fsdp2(control: str, reshard: bool) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = check(make, in_micro_batches(MESH_CONTROLS[control]), mesh=mesh, reshard_after_forward=reshard)
+    weight = model.layers[0].linear.weight
+    assert isinstance(weight, DTensor)
+    assert weight.placements == (Replicate(), Shard(0))
+
+
+@on_ranks(4, control=["without_all_reduce", "mixed", "by_both"], shape=[(4, 1), (1, 4)])
+def test_degenerate_axes(control: str, shape: tuple[int, int]) -> None:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    check(make, in_micro_batches(MESH_CONTROLS[control]), mesh=mesh, against_torch=False)
+
+
+@on_ranks(4, control=["mixed", "by_both", "always_reducing"], preset=[*PRESETS, "hsdp"])
+def test_presets_on_two_axes(control: str, preset: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    check(make, in_micro_batches(MESH_CONTROLS[control]), mesh=mesh, against_torch=False, placements=preset)
+
+
+@on_ranks(4, control=["without_all_reduce", "mixed", "mixed_reversed"], reduce_dtype=[torch.float32, torch.bfloat16])
+def test_two_axes_in_mixed_precision(control: str, reduce_dtype: Any) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    records = []
+    for verb in (shardwise.fully_shard, torch_fully_shard):
+        torch.manual_seed(1)
+        model = wrap(make(), verb, mesh=mesh, mp_policy=policy)
+        records.append(train_sharded(model, in_micro_batches(MESH_CONTROLS[control]), 2))
+    # Two terms on each axis: the order of a sum of two does not matter.
+    assert_records(*records, "FSDP2", bitwise=True)
+
+
+@on_ranks(4)
+def test_partial_sums_cost_no_all_reduce() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    model: Any = wrap(make(), shardwise.fully_shard, mesh=mesh)
+    for part in range(MICRO_BATCHES):
+        without_all_reduce(model, part)
+        with counted() as seen:
+            model(batch(part, dist.get_rank(), 4, WIDTH)).sum().backward()
+        assert len(seen["reduce_scatter"]) == 4
+        assert len(seen["all_reduce"]) == (4 if is_last(part) else 0)
+
+
+@on_ranks(4)
+def test_int_reshard_on_two_axes_while_accumulating() -> None:
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicate", "shard"))
+    check(make, in_micro_batches(by_both), mesh=mesh, reshard_after_forward=2, against_torch=False, bitwise=False)
+
+
+@on_ranks(4)
+def test_parameters_unused_in_partial_sums() -> None:
+    """A parameter that one replica used in one micro-batch only."""
+    mesh = init_device_mesh("cpu", (2, 2))
+
+    def run(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        total = torch.zeros(())
+        for part in range(2):
+            if isinstance(model, TorchFSDPModule):
+                model.set_requires_all_reduce(part == 1)
+            use = part == 0 and rank == step
+            loss = model(batch(10 * step + part, rank, 4, WIDTH), use=use).square().mean()
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    check(PartlyUsedModel, run, mesh=mesh, against_torch=False)
+
+
+# -- Arithmetic of the reduction
+
+
+@on_ranks(2, 4, dtype=[None, torch.bfloat16, torch.float16], force_sum=[True, False])
+def test_divide_factor(dtype: Any, force_sum: bool) -> None:
+    policy = MixedPrecisionPolicy(reduce_dtype=dtype)
+    for factor in (1.0, 3.0, 8.0):
+        records = []
+        for verb in (shardwise.fully_shard, torch_fully_shard):
+            torch.manual_seed(1)
+            model: Any = wrap(make(), verb, mp_policy=policy)
+            for unit in (*model.layers, model):
+                unit.set_gradient_divide_factor(factor)
+                # FSDP2 needs it on gloo, which has no scaled sum.
+                unit.set_force_sum_reduction_for_comms(force_sum or verb is torch_fully_shard)
+            records.append(train_sharded(model, in_micro_batches(by_sync), 2))
+        if dist.get_world_size() == 2:
+            assert_records(*records, "FSDP2", bitwise=True)
+        elif dtype is None:
+            assert_records(*records, "FSDP2", bitwise=False)
+
+
+@on_ranks(2)
+def test_all_reduce_hook_sees_reduced_gradients() -> None:
+    """A hook that scales what was reduced."""
+    records = []
+    for verb in (shardwise.fully_shard, torch_fully_shard):
+        torch.manual_seed(1)
+        model: Any = wrap(make(), verb)
+        for unit in (*model.layers, model):
+            unit.set_all_reduce_hook(lambda reduced: reduced.mul_(2))
+        records.append(train_sharded(model, in_micro_batches(by_sync), 2))
+    assert_records(*records, "FSDP2", bitwise=True)
+
+
+# -- Seed 001's way to say it
+
+
+@on_ranks(2)
+def test_attributes_of_the_seed() -> None:
+    """``reduce_grads`` and ``reshard_after_backward`` of units without a common root."""
+
+    def run(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        total = torch.zeros(())
+        for part in range(MICRO_BATCHES):
+            for module in model.modules():
+                if isinstance(module, shardwise.FSDPModule):
+                    module.reduce_grads = is_last(part)
+                    module.reshard_after_backward = is_last(part)
+                    module.set_is_last_backward(is_last(part))
+                    assert module.reduce_grads == module.reshard_after_backward == is_last(part)
+            generator = torch.Generator().manual_seed(1000 * step + 10 * part + rank)
+            loss = model(torch.randint(0, 29, (2, 8), generator=generator)).square().mean()
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    check(lambda: Transformer(layers=2), run, wrapping=wrap_like_the_seed, against_torch=False)
+
+
+@on_ranks(3)
+def test_uneven_shards_add_up() -> None:
+    def run(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        total = torch.zeros(())
+        for part in range(MICRO_BATCHES):
+            if isinstance(model, TorchFSDPModule):
+                by_both(model, part)
+            loss = model(batch(10 * step + part, rank, 4, 7)).square().mean()
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    model = check(lambda: MLP((7, 2, 5, 1)), run)
+    assert all(value.isfinite().all() for value in state_of(model).values())

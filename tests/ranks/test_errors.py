@@ -1,0 +1,444 @@
+"""What bad input gets: an error that names the module or parameter, what is wrong, and what to do."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import shardwise
+from shardwise import Placements, fully_shard
+
+from ..models import MLP, Transformer, wrap
+from .harness import on_ranks
+from .test_autograd import Layer, stack
+from .truth import batch
+
+WIDTH = 9
+
+
+@contextmanager
+def refused(kind: type[Exception] | tuple[type[Exception], ...], *words: str) -> Iterator[None]:
+    """An error of ``kind`` whose message has all ``words``, in any case."""
+    with pytest.raises(kind) as caught:
+        yield
+    message = str(caught.value)
+    missing = [word for word in words if word.lower() not in message.lower()]
+    assert not missing, f"{missing} not in: {message}"
+
+
+# -- What to wrap
+
+
+@on_ranks(1, container=[nn.ModuleList, nn.ModuleDict])
+def test_container_without_forward(container: Any) -> None:
+    layers = {"a": Layer(), "b": Layer()} if container is nn.ModuleDict else [Layer(), Layer()]
+    module = container(layers)
+    with refused(ValueError, container.__name__, "no forward", "each module in it"):
+        fully_shard(module)
+    with refused(ValueError, container.__name__, "no forward"):
+        fully_shard([Layer(), module])
+
+
+@on_ranks(1)
+def test_container_with_a_forward_of_its_own() -> None:
+    class Chain(nn.ModuleList):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self:
+                x = layer(x)
+            return x
+
+    chain = Chain([Layer(), Layer()])
+    fully_shard(chain)
+    chain(batch(0, 0, 2, WIDTH)).sum().backward()
+
+
+@on_ranks(1)
+def test_module_wrapped_twice() -> None:
+    model = stack(Layer(), Layer())
+    fully_shard(model.layers[0], module_fqn="layers.0")
+    with refused(ValueError, "FSDPLayer", "layers.0", "already", "once"):
+        fully_shard(model.layers[0])
+    with refused(ValueError, "FSDPLayer", "already"):
+        fully_shard([model.layers[1], model.layers[0]])
+    assert not isinstance(model.layers[1], shardwise.FSDPModule), "a refused call changed something"
+
+
+@on_ranks(1)
+def test_wrapped_from_the_top_down() -> None:
+    """The inner module's parameters belong to the outer unit by then: that is not a tie."""
+    model = stack(Layer(), Layer())
+    fully_shard(model)
+    with refused(ValueError, "linear.weight", "inner"):
+        fully_shard(model.layers[0])
+
+
+@on_ranks(1)
+def test_nothing_or_something_else_to_wrap() -> None:
+    with refused(ValueError, "empty list"):
+        fully_shard([])
+    with refused(TypeError, "int", "module"):
+        fully_shard([3])  # type: ignore[call-overload]
+    with refused(TypeError, "str", "module"):
+        fully_shard([Layer(), "layer"])  # type: ignore[list-item]
+
+
+@on_ranks(1)
+def test_scalar_parameter() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.scale = Layer(), nn.Parameter(torch.tensor(1.0))
+
+    with refused(ValueError, "'scale'", "scalar", "1-D"):
+        fully_shard(Scaled())
+
+
+@on_ranks(1)
+def test_parameter_that_is_a_dtensor_already() -> None:
+    layer = Layer()
+    mesh = init_device_mesh("cpu", (1,))
+    layer.gate = nn.Parameter(distribute_tensor(layer.gate.detach(), mesh, [Replicate()]))
+    with pytest.raises((ValueError, NotImplementedError)) as caught:
+        fully_shard(layer)
+    assert "'gate'" in str(caught.value)
+    assert "DTensor" in str(caught.value)
+
+
+@on_ranks(2, how=["units", "unit_and_root"])
+def test_tied_across_units(how: str) -> None:
+    model = Transformer(layers=1, tied=True)
+    fully_shard(model.embed, module_fqn="embed")
+    with refused(ValueError, "weight", "tied", "one unit", "fully_shard(["):
+        fully_shard(model.head if how == "units" else model)
+
+
+@on_ranks(1)
+def test_deepcopy() -> None:
+    model = stack(Layer())
+    fully_shard(model.layers[0])
+    fully_shard(model)
+    with refused(TypeError, "FSDPStack", "sharded", "before fully_shard", "load"):
+        copy.deepcopy(model)
+    with refused(TypeError, "FSDPLayer"):
+        copy.deepcopy(model.layers)
+    # After the first forward the name is known.
+    model(batch(0, 0, 2, WIDTH))
+    with refused(TypeError, "layers.0", "FSDPLayer"):
+        copy.deepcopy(model.layers[0])
+
+
+# -- How to wrap
+
+
+@on_ranks(1, axes=[3, 4])
+def test_mesh_with_too_many_axes(axes: int) -> None:
+    mesh = init_device_mesh("cpu", (1,) * axes, mesh_dim_names=tuple("abcd"[:axes]))
+    with refused(ValueError, "1-D", "2-D", f"{axes}-D", "slice"):
+        fully_shard(Layer(), mesh=mesh)
+
+
+@on_ranks(1)
+def test_mesh_that_the_strategy_cannot_use() -> None:
+    with refused(ValueError, "2-D", "mesh"):
+        fully_shard(Layer(), mesh=init_device_mesh("cpu", (1,)), placements=Placements.hsdp)
+    with pytest.raises((TypeError, ValueError), match="mesh"):
+        fully_shard(Layer(), mesh=(1,))  # type: ignore[call-overload]
+
+
+@on_ranks(2, 4, size=[3, 0, -1, 8])
+def test_int_reshard_that_does_not_divide(size: int) -> None:
+    world_size = dist.get_world_size()
+    with refused(ValueError, f"reshard_after_forward={size}", f"{world_size} ranks", "divide", "True"):
+        fully_shard(Layer(), reshard_after_forward=size)
+
+
+@on_ranks(1, value=["yes", 0.5, [1]])
+def test_reshard_of_another_type(value: Any) -> None:
+    with refused((ValueError, TypeError), "reshard_after_forward", repr(value), "bool", "int"):
+        fully_shard(Layer(), reshard_after_forward=value)
+
+
+@on_ranks(2)
+def test_int_reshard_of_kept_parameters() -> None:
+    with refused(ValueError, "reshard_after_forward=2", "unsharded", "parameter='shard'"):
+        fully_shard(Layer(), reshard_after_forward=2, placements="zero2")
+
+
+@on_ranks(2, 4)
+def test_dim_that_does_not_divide() -> None:
+    layer = nn.Sequential(nn.Linear(WIDTH, 8))
+    with refused(
+        (ValueError, NotImplementedError), "'0.weight'", "(8, 9)", "dim 1", "evenly", f"{dist.get_world_size()} ranks"
+    ):
+        fully_shard(layer, shard_placement_fn=lambda p: Shard(p.ndim - 1) if p.ndim > 1 else None)
+    with pytest.raises(ValueError, match="dim 1"):
+        fully_shard(layer, shard_placement_fn=lambda p: Shard(-1) if p.ndim > 1 else None)
+    assert not isinstance(layer[0].weight, torch.distributed.tensor.DTensor), "a refused call changed something"
+
+
+@on_ranks(1)
+def test_placement_function_that_gives_nonsense() -> None:
+    with refused(ValueError, "'linear.weight'", "no dim 3", "(9, 9)"):
+        fully_shard(Layer(), shard_placement_fn=lambda p: Shard(3) if p.ndim > 1 else None)
+    with refused((ValueError, TypeError), "linear.weight", "Shard"):
+        fully_shard(Layer(), shard_placement_fn=lambda p: Replicate())
+
+
+@on_ranks(1)
+def test_arguments_of_other_types() -> None:
+    with refused(TypeError, "mp_policy", "MixedPrecisionPolicy", "dtype"):
+        fully_shard(Layer(), mp_policy=torch.bfloat16)  # type: ignore[call-overload]
+    with refused(TypeError, "offload_policy", "OffloadPolicy", "bool"):
+        fully_shard(Layer(), offload_policy=True)  # type: ignore[call-overload]
+    with refused(ValueError, "zero4", "zero3"):
+        fully_shard(Layer(), placements="zero4")
+    with refused(TypeError, "Placements", "int"):
+        fully_shard(Layer(), placements=3)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="comm_ctx"):
+        fully_shard(Layer(), comm_ctx="cpu")  # type: ignore[call-overload]
+
+
+@on_ranks(1)
+def test_strategies_that_make_no_sense() -> None:
+    with refused(ValueError, "parameter='sharded'", "replicate", "shard"):
+        Placements(parameter="sharded")  # type: ignore[arg-type]
+    with refused(ValueError, "gradient", "optimizer", "both"):
+        Placements(gradient="replicate")
+    with refused(ValueError, "optimizer='shard'"):
+        Placements(parameter="shard", gradient="replicate", optimizer="replicate")
+
+
+# -- When to use
+
+
+@on_ranks(1, 2, how=["forward", "unshard", "half"])
+def test_still_on_the_meta_device(how: str) -> None:
+    with torch.device("meta"):
+        model: Any = stack(Layer(), Layer())
+    wrap(model, fully_shard)
+    if how == "half":
+        model.layers[0].to_empty(device="cpu")
+    x = batch(0, dist.get_rank(), 2, WIDTH)
+    with refused((ValueError, RuntimeError), "meta", "to_empty", "first.weight" if how != "unshard" else "gate"):
+        if how == "unshard":
+            model.layers[1].unshard()
+        else:
+            model(x)
+
+
+@on_ranks(1)
+def test_partly_materialized_unit() -> None:
+    with torch.device("meta"):
+        layer: Any = Layer()
+    fully_shard(layer, module_fqn="layers.7")
+    layer.linear.to_empty(device="cpu")
+    with refused((ValueError, RuntimeError), "layers.7", "gate", "meta", "to_empty"):
+        layer(batch(0, 0, 2, WIDTH))
+    layer.to_empty(device="cpu")
+    for parameter in layer.parameters():
+        nn.init.ones_(parameter)
+    plain = Layer()
+    for parameter in plain.parameters():
+        nn.init.ones_(parameter)
+    torch.testing.assert_close(layer(batch(0, 0, 2, WIDTH)), plain(batch(0, 0, 2, WIDTH)))
+
+
+def matrix_product(model: Any, x: torch.Tensor) -> None:
+    F.linear(x, model.layers[1].linear.weight)
+
+
+def arithmetic(model: Any, x: torch.Tensor) -> None:
+    _ = x * model.layers[1].gate
+
+
+def submodule_forward(model: Any, x: torch.Tensor) -> None:
+    model.layers[1].linear(x)
+
+
+def concatenation(model: Any, x: torch.Tensor) -> None:
+    torch.cat([x, model.layers[1].linear.weight])
+
+
+def in_place(model: Any, x: torch.Tensor) -> None:
+    x.add_(model.layers[1].gate)
+
+
+USES: dict[str, Callable[[Any, torch.Tensor], None]] = {
+    use.__name__: use for use in (matrix_product, arithmetic, submodule_forward, concatenation, in_place)
+}
+
+
+@on_ranks(2, use=list(USES), preset=["zero2", "zero3"], trained=[True, False])
+def test_used_outside_the_forward(use: str, preset: str, trained: bool) -> None:
+    model = stack(Layer(), Layer())
+    wrap(model, fully_shard, placements=preset)
+    x = batch(0, dist.get_rank(), 2, WIDTH)
+    model(x)
+    if trained:
+        model(x).sum().backward()
+    name = "layers.1.gate" if use in ("arithmetic", "in_place") else "layers.1.linear"
+    with refused((ValueError, RuntimeError), f"'{name}", "'layers.1'", "unshard()", "register_fsdp_forward_method"):
+        USES[use](model, x)
+    model.layers[1].unshard()
+    USES[use](model, x)
+
+
+@on_ranks(2)
+def test_used_in_another_units_forward() -> None:
+    """A head that borrows the embedding's weight, which is another unit's."""
+
+    class Borrows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.layer = nn.Embedding(29, WIDTH), Layer()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.linear(self.layer(self.embed(x)), self.embed.weight)
+
+    model = Borrows()
+    fully_shard(model.embed)
+    fully_shard(model)
+    with refused((ValueError, RuntimeError), "'embed.weight'", "'embed'", "unshard()"):
+        model(torch.zeros(2, 3, dtype=torch.int64))
+
+
+@on_ranks(2)
+def test_custom_method_that_is_not_registered() -> None:
+    class Encoder(Layer):
+        def encode(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x)
+
+    model = Encoder()
+    fully_shard(model, module_fqn="encoder")
+    with refused((ValueError, RuntimeError), "encoder", "register_fsdp_forward_method"):
+        model.encode(batch(0, 0, 2, WIDTH))
+    shardwise.register_fsdp_forward_method(model, "encode")
+    model.encode(batch(0, 0, 2, WIDTH))
+    with refused((ValueError, AttributeError), "Encoder", "decode"):
+        shardwise.register_fsdp_forward_method(model, "decode")
+
+
+@on_ranks(1)
+def test_plain_errors_keep_their_message() -> None:
+    """Only what comes from mixing is explained: a wrong shape is told as torch tells it."""
+    layer = Layer()
+    fully_shard(layer)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        layer(torch.ones(2, WIDTH + 1))
+    layer.reset_iter_state()  # type: ignore[operator]
+    with pytest.raises(RuntimeError, match=r"size|shape"):
+        _ = layer.gate + layer.linear.weight[:, :2]
+
+
+@on_ranks(2)
+def test_sparse_gradients() -> None:
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(29, 4, sparse=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.embed(x)
+
+    model = Sparse()
+    fully_shard(model)
+    with refused((ValueError, RuntimeError), "embed.weight", "sparse"):
+        model(torch.zeros(2, 3, dtype=torch.int64)).sum().backward()
+
+
+@on_ranks(2)
+def test_dtypes_of_one_unit_that_part() -> None:
+    model: Any = stack(Layer())
+    wrap(model, fully_shard)
+    before = {name: p.dtype for name, p in model.named_parameters()}
+    with refused((ValueError, RuntimeError), "float64", "float32", "alike"):
+        model.layers[0].linear.to(torch.float64)
+        model(batch(0, 0, 2, WIDTH))
+    assert before["first.weight"] == torch.float32
+
+
+# -- Methods
+
+
+@on_ranks(1)
+def test_reset_on_an_inner_unit() -> None:
+    model: Any = stack(Layer())
+    wrap(model, fully_shard)
+    model(batch(0, 0, 2, WIDTH))
+    with refused((ValueError, RuntimeError), "layers.0", "root"):
+        model.layers[0].reset_iter_state()
+    model.reset_iter_state()
+
+
+@on_ranks(1)
+def test_arguments_of_methods() -> None:
+    model: Any = stack(Layer(), Layer())
+    wrap(model, fully_shard)
+    with refused((ValueError, TypeError), "bool", "2"):
+        model.set_reshard_after_forward(2)
+    for method in (model.set_modules_to_forward_prefetch, model.set_modules_to_backward_prefetch):
+        with refused((ValueError, TypeError), "Linear", "fully_shard"):
+            method([model.first])
+    with refused(TypeError, "max_input_buffers", "int"):
+        model.set_reduce_scatter_max_input_buffers(1.5)
+    with refused(ValueError, "max_input_buffers", "1", "0"):
+        model.set_reduce_scatter_max_input_buffers(0)
+    with refused((ValueError, TypeError), "Linear"):
+        shardwise.share_comm_ctx([model, model.first])
+    with refused((ValueError, RuntimeError, NotImplementedError), "symm"):
+        model.set_symm_mem_for_comm()
+
+
+@on_ranks(2)
+def test_gradients_that_are_not_finite() -> None:
+    model: Any = stack(Layer())
+    wrap(model, fully_shard)
+    (model(batch(0, dist.get_rank(), 2, WIDTH)).sum() * float("inf")).backward()
+    with refused(RuntimeError, "norm", "nan", "error_if_nonfinite"):
+        shardwise.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+
+
+@on_ranks(2, optimizer=[torch.optim.SGD, torch.optim.AdamW])
+def test_optimizer_of_replaced_parameters(optimizer: Any) -> None:
+    model = MLP()
+    dead = optimizer(model.parameters(), lr=0.1)
+    wrap(model, fully_shard)
+    model(batch(0, dist.get_rank(), 2, WIDTH)).sum().backward()
+    with refused((ValueError, RuntimeError), optimizer.__name__, "'layers.0.weight'", "before fully_shard", "repoint"):
+        dead.step()
+    with refused((ValueError, RuntimeError), "repoint"):
+        dead.step(lambda: torch.ones(()))
+
+
+@on_ranks(2)
+def test_optimizer_of_unsharded_parameters() -> None:
+    """One that is made while parameters are gathered holds tensors that nothing reads: the same silent death."""
+    model: Any = Layer()
+    fully_shard(model)
+    model.unshard()
+    dead = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.reshard()
+    model(batch(0, dist.get_rank(), 2, WIDTH)).sum().backward()
+    with refused((ValueError, RuntimeError), "SGD", "gate"):
+        dead.step()
+
+
+@on_ranks(2)
+def test_state_dict_of_other_shapes() -> None:
+    model = stack(Layer())
+    wrap(model, fully_shard)
+    state = dict(model.state_dict())
+    state["layers.0.gate"] = torch.ones(3)
+    with pytest.raises(RuntimeError, match=r"layers\.0\.gate|gate"):
+        model.load_state_dict(state)
+    model(batch(0, dist.get_rank(), 2, WIDTH)).sum().backward()

@@ -1,0 +1,411 @@
+"""After an exception: `reset_iter_state` makes the next step right, and ranks that lost a peer stop."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import shardwise
+
+from ..models import Stack, Transformer, wrap
+from .harness import RankError, on_ranks, ranks
+from .test_autograd import Layer, stack, token_iteration, wrap_like_the_seed
+from .truth import (
+    Record,
+    assert_records,
+    assert_resharded,
+    batch,
+    gradients_of,
+    make_optimizer,
+    state_of,
+    train_plain,
+)
+
+WIDTH = 9
+PRESETS = ["ddp", "zero1", "zero2", "zero3"]
+
+
+class PlannedError(Exception):
+    """What the tests raise."""
+
+
+class Fails(torch.autograd.Function):
+    """Identity that fails in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise PlannedError
+
+
+class Fragile(Layer):
+    """A layer that can be told to fail."""
+
+    where: str | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.where == "before":
+            raise PlannedError
+        y = super().forward(x)
+        if self.where == "after":
+            raise PlannedError
+        if self.where == "backward":
+            y = Fails.apply(y)
+        if self.where == "early_backward":
+            return super().forward(Fails.apply(x))
+        return y
+
+
+def fragile_stack() -> Stack:
+    return stack(Layer(), Fragile(), Layer())
+
+
+def fail_in_forward_hook(model: Any) -> Callable[[], None]:
+    def hook(*_: Any) -> None:
+        raise PlannedError
+
+    return model.layers[1].register_forward_hook(hook).remove
+
+
+def fail_in_pre_hook(model: Any) -> Callable[[], None]:
+    def hook(*_: Any) -> None:
+        raise PlannedError
+
+    return model.layers[1].linear.register_forward_pre_hook(hook).remove
+
+
+def fail_in_backward_hook(model: Any) -> Callable[[], None]:
+    def hook(*_: Any) -> None:
+        raise PlannedError
+
+    return model.layers[1].register_full_backward_hook(hook).remove
+
+
+def fail_in_accumulate_hook(model: Any) -> Callable[[], None]:
+    def hook(*_: Any) -> None:
+        raise PlannedError
+
+    return model.layers[1].gate.register_post_accumulate_grad_hook(hook).remove
+
+
+def fail_at(where: str) -> Callable[[Any], Callable[[], None]]:
+    """Let the fragile layer fail at a place, or a hook of it."""
+
+    def arm(model: Any) -> Callable[[], None]:
+        model.layers[1].where = where
+
+        def disarm() -> None:
+            model.layers[1].where = None
+
+        return disarm
+
+    return arm
+
+
+FAILURES: dict[str, Callable[[Any], Callable[[], None]]] = {
+    "before": fail_at("before"),
+    "after": fail_at("after"),
+    "backward": fail_at("backward"),
+    "early_backward": fail_at("early_backward"),
+    "forward_hook": fail_in_forward_hook,
+    "pre_hook": fail_in_pre_hook,
+    "backward_hook": fail_in_backward_hook,
+    "accumulate_hook": fail_in_accumulate_hook,
+}
+
+
+def step_once(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    loss = model(batch(step, rank, 4, WIDTH)).square().mean()
+    loss.backward()
+    return loss
+
+
+def train_with_failures(
+    model: Any,
+    arm: Callable[[Any], Callable[[], None]],
+    fail_in: tuple[int, ...],
+    steps: int = 4,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Record:
+    """Train; in some steps a first try fails on all ranks, and the step is tried again after a reset."""
+    record, optimizer = Record(), optimizer or make_optimizer(model)
+    for step in range(steps):
+        if step in fail_in:
+            disarm = arm(model)
+            with pytest.raises(PlannedError):
+                step_once(model, step + 70, dist.get_rank())
+            disarm()
+            model.reset_iter_state()
+            model.zero_grad()
+            assert_resharded(model)
+        record.losses.append(step_once(model, step, dist.get_rank()).detach())
+        record.gradients.append(gradients_of(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    record.parameters = state_of(model)
+    return record
+
+
+def assert_like_plain(record: Record, make: Callable[[], nn.Module], steps: int = 4) -> None:
+    """What remains is as if nothing had failed."""
+    torch.manual_seed(1)
+    assert_records(record, train_plain(make(), step_once, steps), "plain training", bitwise=False)
+
+
+@on_ranks(1, 2, 3, failure=list(FAILURES), reshard=[True, False])
+def test_exception_on_all_ranks(failure: str, reshard: bool) -> None:
+    torch.manual_seed(1)
+    model = wrap(fragile_stack(), shardwise.fully_shard, reshard_after_forward=reshard)
+    assert_like_plain(train_with_failures(model, FAILURES[failure], (0, 2, 3)), fragile_stack)
+
+
+@on_ranks(2, failure=list(FAILURES), preset=["ddp", "zero1", "zero2"])
+def test_exception_with_other_presets(failure: str, preset: str) -> None:
+    torch.manual_seed(1)
+    model = wrap(fragile_stack(), shardwise.fully_shard, placements=preset)
+    assert_like_plain(train_with_failures(model, FAILURES[failure], (0, 2, 3)), fragile_stack)
+
+
+@on_ranks(4, failure=["before", "backward", "early_backward"])
+def test_exception_on_two_axes_and_fewer_ranks(failure: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    for options in ({"mesh": mesh}, {"reshard_after_forward": 2}):
+        torch.manual_seed(1)
+        model = wrap(fragile_stack(), shardwise.fully_shard, **options)
+        assert_like_plain(train_with_failures(model, FAILURES[failure], (0, 2)), fragile_stack)
+
+
+@on_ranks(2, failure=["before", "backward"], sync=[True, False])
+def test_exception_while_accumulating_forgets_the_whole_step(failure: str, sync: bool) -> None:
+    """Gradients that no reduction took are dropped with the failed iteration."""
+    torch.manual_seed(1)
+    model: Any = wrap(fragile_stack(), shardwise.fully_shard)
+    model.set_requires_gradient_sync(sync)
+    step_once(model, 50, dist.get_rank())
+    disarm = FAILURES[failure](model)
+    with pytest.raises(PlannedError):
+        step_once(model, 51, dist.get_rank())
+    disarm()
+    model.reset_iter_state()
+    model.zero_grad()
+    model.set_requires_gradient_sync(True)
+    assert_like_plain(train_with_failures(model, FAILURES[failure], ()), fragile_stack)
+
+
+@on_ranks(2, failure=["before", "backward"])
+def test_exception_before_the_last_micro_batch(failure: str) -> None:
+    torch.manual_seed(1)
+    model: Any = wrap(fragile_stack(), shardwise.fully_shard)
+    model.set_is_last_backward(False)
+    step_once(model, 50, dist.get_rank())
+    disarm = FAILURES[failure](model)
+    with pytest.raises(PlannedError):
+        step_once(model, 51, dist.get_rank())
+    disarm()
+    model.reset_iter_state()
+    model.zero_grad()
+    model.set_is_last_backward(True)
+    assert_like_plain(train_with_failures(model, FAILURES[failure], ()), fragile_stack)
+
+
+@on_ranks(2, reentrant=[True, False], where=["before", "backward"])
+def test_exception_in_a_recomputation(reentrant: bool, where: str) -> None:
+    class Recomputed(Fragile):
+        """Fails when its forward runs for backward."""
+
+        runs = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.runs += 1
+            if self.where == "again" and self.runs > 1:
+                raise PlannedError
+            return super().forward(x)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(WIDTH, WIDTH)
+            self.layers = nn.ModuleList([Layer(), Recomputed(), Layer()])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=reentrant)
+            return x
+
+    def arm(model: Any) -> Callable[[], None]:
+        model.layers[1].runs = 0
+        return fail_at("again" if where == "before" else where)(model)
+
+    torch.manual_seed(1)
+    model = wrap(Model(), shardwise.fully_shard)
+    assert_like_plain(train_with_failures(model, arm, (0, 2)), Model)
+
+
+@on_ranks(2)
+def test_exception_in_inference() -> None:
+    torch.manual_seed(1)
+    model: Any = wrap(fragile_stack(), shardwise.fully_shard)
+    disarm = FAILURES["after"](model)
+    with pytest.raises(PlannedError), torch.inference_mode():
+        model(batch(0, 0, 4, WIDTH))
+    disarm()
+    model.reset_iter_state()
+    assert_like_plain(train_with_failures(model, FAILURES["after"], ()), fragile_stack)
+
+
+@on_ranks(2)
+def test_forward_whose_backward_never_comes() -> None:
+    """A loss that is thrown away needs no reset, though the root's parameters stay gathered for its backward."""
+    torch.manual_seed(1)
+    model: Any = wrap(fragile_stack(), shardwise.fully_shard)
+    optimizer = make_optimizer(model)
+    for step in range(2):
+        model(batch(40 + step, dist.get_rank(), 4, WIDTH))
+    record = train_with_failures(model, FAILURES["after"], (), optimizer=optimizer)
+    assert_like_plain(record, fragile_stack)
+
+
+@on_ranks(2)
+def test_forward_that_is_thrown_away_between_backward_and_step() -> None:
+    """What it leaves gathered is old after the optimizer's step."""
+
+    def run(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        loss = step_once(model, step, rank)
+        model(batch(90 + step, rank, 4, WIDTH))
+        return loss
+
+    for reshard in (None, True, False):
+        torch.manual_seed(1)
+        model: Any = wrap(fragile_stack(), shardwise.fully_shard, reshard_after_forward=reshard)
+        parameters = list(model.parameters())
+        optimizer, losses = torch.optim.SGD(parameters, lr=0.1), []
+        torch.manual_seed(1)
+        plain = fragile_stack()
+        theirs, expected = torch.optim.SGD(plain.parameters(), lr=0.1), []
+        for step in range(3):
+            losses.append(run(model, step, dist.get_rank()).detach())
+            for rank in range(dist.get_world_size()):
+                loss = plain(batch(step, rank, 4, WIDTH)).square().mean()
+                (loss / dist.get_world_size()).backward()
+                if rank == dist.get_rank():
+                    expected.append(loss.detach())
+            for each in (optimizer, theirs):
+                each.step()
+                each.zero_grad()
+        torch.testing.assert_close(losses, expected)
+
+
+@on_ranks(2)
+def test_reset_without_a_failure() -> None:
+    torch.manual_seed(1)
+    model: Any = wrap(fragile_stack(), shardwise.fully_shard)
+    model.reset_iter_state()
+    model(batch(40, dist.get_rank(), 4, WIDTH))
+    model.reset_iter_state()
+    assert_resharded(model)
+    assert_like_plain(train_with_failures(model, FAILURES["after"], ()), fragile_stack)
+
+
+@on_ranks(2, name=["embed", "layers.1", "head"])
+def test_exception_without_a_common_root(name: str) -> None:
+    """Any unit of a shared context resets it."""
+    torch.manual_seed(1)
+    model: Any = Transformer(layers=2)
+    wrap_like_the_seed(model, shardwise.fully_shard)
+    optimizer, record = make_optimizer(model), Record()
+    for step in range(3):
+        handle = model.layers[1].register_forward_hook(_raise)
+        with pytest.raises(PlannedError):
+            token_iteration(model, step + 70, dist.get_rank())
+        handle.remove()
+        model.get_submodule(name).reset_iter_state()
+        assert_resharded(model)
+        record.losses.append(token_iteration(model, step, dist.get_rank()).detach())
+        record.gradients.append(gradients_of(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    record.parameters = state_of(model)
+    torch.manual_seed(1)
+    truth = train_plain(Transformer(layers=2), token_iteration, 3)
+    assert_records(record, truth, "plain training", bitwise=False)
+
+
+def _raise(*_: Any) -> None:
+    raise PlannedError
+
+
+# -- Ranks that lose a peer
+
+
+class PeerTests:
+    """Bodies that the test below runs by name."""
+
+    class Raises:
+        @staticmethod
+        def body(place: str) -> None:
+            """Rank 0 fails; the others must get an error out of what they wait for."""
+            torch.manual_seed(1)
+            model: Any = wrap(fragile_stack(), shardwise.fully_shard)
+            step_once(model, 0, dist.get_rank())
+            if dist.get_rank() == 0:
+                FAILURES[place](model)
+            start = time.monotonic()
+            try:
+                for step in range(3):
+                    step_once(model, step, dist.get_rank())
+            except PlannedError:
+                raise
+            except Exception as error:
+                raise RuntimeError(
+                    f"stopped after {time.monotonic() - start:.0f} s by {type(error).__name__}"
+                ) from error
+
+    class Dies:
+        @staticmethod
+        def body(place: str) -> None:
+            """Rank 0 is gone from one moment to the next, while another thread of it still sleeps."""
+            torch.manual_seed(1)
+            model: Any = wrap(fragile_stack(), shardwise.fully_shard)
+            step_once(model, 0, dist.get_rank())
+            if dist.get_rank() == 0:
+                threading.Thread(target=time.sleep, args=(100,), daemon=True).start()
+                model.layers[1].register_forward_hook(lambda *_: os._exit(3))
+            for step in range(3):
+                step_once(model, step, dist.get_rank())
+
+
+@pytest.mark.parametrize("place", ["before", "backward"])
+@pytest.mark.parametrize("world_size", [2, 3], ids=lambda size: f"world{size}")
+def test_others_stop_when_a_rank_raises(world_size: int, place: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        ranks(world_size).run(__name__, "PeerTests.Raises", {"place": place}, 60.0)
+    assert time.monotonic() - start < 60
+    message = str(caught.value)
+    assert "PlannedError" in message
+    assert "did not answer" not in message, message
+    assert message.count("stopped after") == world_size - 1, message
+
+
+@pytest.mark.parametrize("world_size", [2], ids=lambda size: f"world{size}")
+def test_others_stop_when_a_rank_dies(world_size: int) -> None:
+    start = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        ranks(world_size).run(__name__, "PeerTests.Dies", {"place": ""}, 60.0)
+    assert time.monotonic() - start < 60
+    assert "the process died" in str(caught.value)
+    assert "did not answer" not in str(caught.value)
