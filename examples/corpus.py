@@ -14,9 +14,7 @@ Bytes = npt.NDArray[np.uint8]
 
 # Other people's packages, tests (the largest part of the standard library, and full of odd data), and two
 # packages of generated tables.
-EXCLUDED = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
-)
+EXCLUDED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"})
 # One file in sixteen is held out: those whose path has a digest with four leading zero bits.
 HELD_OUT_BELOW = b"\x0f" + 31 * b"\xff"
 

@@ -153,9 +153,7 @@ def _check_resume(options: Options) -> None:
         if saved[name] != value:
             raise OptionError(f"--resume: {checkpoint} was made with {name} {saved[name]}, not {value}")
     if saved["step"] >= options.steps:
-        raise OptionError(
-            f"--resume: {checkpoint} is at step {saved['step']} already; give more than that as --steps"
-        )
+        raise OptionError(f"--resume: {checkpoint} is at step {saved['step']} already; give more than that as --steps")
 
 
 def newest_checkpoint(directory: Path) -> Path | None:

@@ -23,9 +23,7 @@ RANKS_SHOWN = 8
 class ProgressDisplay:
     """A progress bar on a terminal, a line now and then elsewhere, nothing on other ranks than 0."""
 
-    def __init__(
-        self, console: Console, shown: bool, first_step: int, steps: int, bytes_per_step: int
-    ) -> None:
+    def __init__(self, console: Console, shown: bool, first_step: int, steps: int, bytes_per_step: int) -> None:
         self._console, self._shown, self._bytes_per_step = console, shown, bytes_per_step
         self._first_step, self._steps = first_step, steps
         self._steps_per_line = max(1, (steps - first_step) // 20)
@@ -42,9 +40,7 @@ class ProgressDisplay:
             console=console,
             disable=not (shown and console.is_terminal),
         )
-        self._task = self._progress.add_task(
-            "", total=steps, completed=first_step, loss=float("nan"), rate=0.0
-        )
+        self._task = self._progress.add_task("", total=steps, completed=first_step, loss=float("nan"), rate=0.0)
 
     def __enter__(self) -> ProgressDisplay:
         self._progress.start()
@@ -88,9 +84,7 @@ class HeldBytes:
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Bytes of each distinct storage behind ``tensors``, by address; of a DTensor, its local tensor's."""
-    storages = (
-        (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage() for tensor in tensors
-    )
+    storages = ((tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
 
 

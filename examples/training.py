@@ -166,9 +166,7 @@ def train_steps(
             checkpoints.save(options.checkpoint_dir, {"step": done, **options.model_shape}, model, optimizer)
 
 
-def _accumulate(
-    options: Options, corpus: Corpus, model: Transformer, step: int, device: torch.device
-) -> Tensor:
+def _accumulate(options: Options, corpus: Corpus, model: Transformer, step: int, device: torch.device) -> Tensor:
     """Forward and backward over this rank's micro-batches; returns their mean loss, in nats per byte."""
     tokens = corpus.batch(options.seed, step, options.batch_size, options.sequence_length)
     own = torch.from_numpy(tokens).chunk(dist.get_world_size())[dist.get_rank()].to(device)
