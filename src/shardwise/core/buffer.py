@@ -163,6 +163,11 @@ class ShardedBuffer:
             run = self.full[tensor.full_offset : tensor.full_offset + tensor.numel]
             return run.view(tensor.shape).data
 
+    def shares_memory(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lies in the gathered buffer."""
+        full = self._full
+        return full is not None and tensor.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
+
     def allocate(self) -> None:
         """Give the gathered buffer memory, if it has none."""
         if not self.is_identity:

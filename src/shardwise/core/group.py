@@ -197,7 +197,7 @@ class ParamGroup:
         self.mark_stale()
         for buffer in list(self._buffers):
             slots = [slot for slot in self.slots if slot.buffer is buffer]
-            registered = [slot.places[0].get() for slot in slots]
+            registered = [_newest(slot) for slot in slots]
             with without_torch_function():
                 locals_ = [local_of(parameter) for parameter in registered]
                 untouched = all(
@@ -452,6 +452,17 @@ class ParamGroup:
             for slot in self.slots
         )
 
+    def trains(self) -> bool:
+        """Whether any parameter requires a gradient."""
+        return bool(self._trainable())
+
+    def kept(self, output: torch.Tensor) -> torch.Tensor:
+        """``output``, or a copy if it is an unsharded parameter or a view of one, whose memory resharding frees."""
+        if self.mesh.strategy.keeps_unsharded:
+            return output
+        freed = any(not buffer.is_identity and buffer.shares_memory(output) for buffer in self._buffers)
+        return output.clone() if freed else output
+
     def drop_gradients(self) -> None:
         """Forget unsharded gradients."""
         for slot in self.slots:
@@ -509,6 +520,7 @@ class ParamGroup:
             filled.append(gradient if len(dtypes) <= 1 and slot.buffer.dtype != dtype else gradient.to(dtype))
         gradients.clear()
         plan = self._plan(slots, dtype)
+        self._check_partial_sums(plan)
         replicate = self.mesh.replicate
         size = self.mesh.size // self.mesh.shard.size
         options = self.options
@@ -530,6 +542,14 @@ class ParamGroup:
             lambda shards: self._deliver(slots, shards),
             self.name,
         )
+
+    def _check_partial_sums(self, plan: GradientPlan) -> None:
+        for other in self._plans.values():
+            if other is not plan and other.partial is not None and other.dtype == plan.dtype:
+                raise StateError(
+                    f"unit {self.name!r}: other parameters require gradients now than in the backward whose sums still "
+                    "wait for their all-reduce; change requires_grad only after a backward that all-reduces"
+                )
 
     def _zeros(self, slot: Slot, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(slot.buffer.layout.tensors[slot.index].shape, dtype=dtype, device=self.mesh.device)
@@ -583,3 +603,9 @@ class ParamGroup:
             ]
         for hook, parameter in hooks:
             hook(parameter)
+
+
+def _newest(slot: Slot) -> nn.Parameter:
+    """What is registered for a slot: of a tied parameter, the one that was replaced last."""
+    replaced = [value for place in slot.places if (value := place.get()) is not slot.sharded]
+    return replaced[-1] if replaced else slot.sharded

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from .context import FSDPCommContext
 from .device import Lane, eager, in_backward, label, take_history
 from .group import ParamGroup
-from .tree import cast_floating, map_tensors, tensors_requiring_grad
+from .tree import cast_floating, map_tensors, opaque_types, tensors_requiring_grad
 
 
 class Phase(Enum):
@@ -198,6 +198,7 @@ class Unit:
         if not self._recomputes:
             for group in self.groups:
                 if group.options.reshard_after_forward:
+                    output = map_tensors(output, group.kept)
                     group.reshard(after_forward=True)
         announces = False
         if torch.is_grad_enabled():
@@ -205,12 +206,25 @@ class Unit:
             output, announces = self._register_pre_backward(output)
             if announces and not self._recomputes:
                 self._positions.append(context.order.record_for_backward(self.reference))
+            if not announces:
+                self._refuse_opaque(output)
         if not announces and self.reshards_unless_root:
             # The root keeps its parameters for a backward, and there will be none.
             for group in self.groups:
                 group.reshard()
         self.phase = Phase.IDLE
         return output
+
+    def _refuse_opaque(self, output: Any) -> None:
+        """Tensors that are not found cannot announce backward, whose parameters would be gone."""
+        found = opaque_types(output)
+        resharded = any(group.trains() and group.options.reshard_after_forward for group in self.groups)
+        if found and resharded:
+            raise TypeError(
+                f"the forward of unit {self.name!r} returned a {found[0].__name__}, whose tensors cannot be found, so "
+                "its parameters would not be gathered for backward: return tensors in a dict, list, tuple or dataclass, "
+                "or pass reshard_after_forward=False to fully_shard"
+            )
 
     def complete_forward(self, output: Any) -> Any:
         """Finish the forward of a unit of several modules of which not all ran; ``output`` is the root's."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 import torch
@@ -74,3 +75,19 @@ def tensors_requiring_grad(value: Any) -> list[torch.Tensor]:
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """``value`` with its floating-point tensors in ``dtype``."""
     return map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), Enum, torch.dtype, torch.device, torch.layout, type)
+
+
+def opaque_types(value: Any) -> list[type]:
+    """Types of objects in ``value`` that may hold tensors which `map_tensors` does not find."""
+    if isinstance(value, (*_PLAIN, torch.Tensor)):
+        return []
+    if isinstance(value, dict):
+        return [found for item in value.values() for found in opaque_types(item)]
+    if isinstance(value, (list, tuple)):
+        return [found for item in value for found in opaque_types(item)]
+    if dataclasses.is_dataclass(value):
+        return [found for field in dataclasses.fields(value) for found in opaque_types(getattr(value, field.name))]
+    return [type(value)]
