@@ -653,16 +653,13 @@ def test_parameters_unused_on_some_ranks(what: str, reshard: bool) -> None:
 
 
 class TiedStack(nn.Module):
-    """Embedding and head share a weight within one unit."""
+    """Two layers of one unit share a weight."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.head = nn.Linear(WIDTH, 7, bias=False), nn.Linear(7, WIDTH, bias=True)
-        self.layers = nn.ModuleList([Layer(7)])
-        self.head.weight = nn.Parameter(torch.empty(0))
-        self.other = nn.Linear(WIDTH, 7, bias=False)
+        self.embed, self.other = nn.Linear(WIDTH, 7, bias=False), nn.Linear(WIDTH, 7, bias=False)
         self.other.weight = self.embed.weight
-        del self.head.weight
+        self.layers = nn.ModuleList([Layer(7)])
         self.head = nn.Linear(7, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

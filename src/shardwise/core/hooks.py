@@ -222,7 +222,7 @@ class Unit:
         if found and resharded:
             raise TypeError(
                 f"the forward of unit {self.name!r} returned a {found[0].__name__}, whose tensors cannot be found, so "
-                "its parameters would not be gathered for backward: return tensors in a dict, list, tuple or dataclass, "
+                "its parameters would not be gathered for backward: return tensors in a dict, list or dataclass, "
                 "or pass reshard_after_forward=False to fully_shard"
             )
 
