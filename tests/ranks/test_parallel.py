@@ -183,7 +183,9 @@ def test_resharding_to_a_smaller_world(reshard_to: int) -> None:
     weight = model.layers[0].up.weight  # type: ignore[union-attr, index]
     if reshard_to == 2:
         assert weight.to_local().shape == (32, 16)
-        assert torch.equal(weight.full_tensor(), make_transformer().layers[0].up.weight)  # type: ignore[union-attr, index]
+        whole = make_transformer().layers[0].up.weight  # type: ignore[union-attr, index]
+        assert torch.equal(weight.to_local(), whole.chunk(2)[dist.get_rank() % 2])
+        assert weight.placements == (Replicate(), Shard(0))
     elif reshard_to == 1:
         assert not isinstance(weight, DTensor)
     else:
