@@ -20,7 +20,7 @@ from .core.group import GroupPolicy, ManagedParameter, ParamGroup, ShardState
 from .core.hooks import Unit
 from .core.mesh import DataParallelMesh, data_parallel_mesh, smaller_mesh
 from .core.module import FSDPModule, become_fsdp_module, unit_of
-from .core.parameter import Place, owner_of, successor_of
+from .core.parameter import Place, owner_of, release_class, successor_of
 from .placements import PRESETS, Placements
 
 PlacementFn = Callable[[nn.Parameter], Any]
@@ -135,6 +135,8 @@ def fully_shard(
 
 def _root_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     """The given modules, without those that others of them contain."""
+    if not isinstance(module, (nn.Module, list, tuple)):
+        raise TypeError(f"fully_shard takes a module or a list of modules, not {type(module).__name__}")
     given = [module] if isinstance(module, nn.Module) else list(module)
     if not given:
         raise ValueError("fully_shard got an empty list of modules")
@@ -250,6 +252,12 @@ def _managed_parameters(
 def _check_parameter(name: str, parameter: nn.Parameter, place: Place) -> None:
     if parameter.ndim == 0:
         raise ValueError(f"parameter {name!r} is a scalar, which cannot be cut: make it a 1-D tensor of one element")
+    if hasattr(parameter, "fsdp_pre_all_gather"):
+        raise ValueError(
+            f"parameter {name!r} is a {type(parameter.data).__name__} with an all-gather of its own "
+            "(fsdp_pre_all_gather), which shardwise does not call: shard its module by torch's "
+            "fully_shard, or convert the parameter after"
+        )
     owner = owner_of(parameter)
     if owner is not None and owner.manages(place):
         raise ValueError(
@@ -374,10 +382,15 @@ def _install_state_dict_hooks(group: ParamGroup) -> None:
 
     def after(*_: Any) -> None:
         if (alive := reference()) is not None:
-            alive.adopt_registered()
+            alive.adopt_registered(is_loading=True)
+
+    def plain(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+        detached = [state_dict.get(prefix + name) for name in module._parameters]
+        release_class(value for value in detached if isinstance(value, DTensor) and owner_of(value) is None)
 
     for module in dict.fromkeys(place.module() for slot in group.slots for place in slot.places):
         assert module is not None
         module.register_state_dict_pre_hook(before)
+        module.register_state_dict_post_hook(plain)
         module.register_load_state_dict_pre_hook(before)
         module.register_load_state_dict_post_hook(after)

@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import MixedPrecisionPolicy, Placements, fully_shard
+from shardwise.core.gradient import GradientPlan
 from shardwise.core.module import unit_of
 
 from ..models import Transformer, inputs_for
@@ -37,6 +39,22 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+reduced: list[tuple[StorageWeakRef, int]] = []
+"""Buffers that reduced gradients are parts of, and their bytes: each gradient's own storage shows its part only."""
+
+
+@pytest.fixture(autouse=True)
+def watch_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = GradientPlan.unstage
+
+    def unstage(plan: GradientPlan, out: torch.Tensor, present: Any) -> Any:
+        reduced.append((StorageWeakRef(out.untyped_storage()), out.untyped_storage().nbytes()))
+        return original(plan, out, present)
+
+    reduced.clear()
+    monkeypatch.setattr(GradientPlan, "unstage", unstage)
+
+
 def storages(model: nn.Module) -> dict[int, int]:
     """Bytes by address of everything that the engine holds for a model."""
     held: dict[int, int] = {}
@@ -46,8 +64,6 @@ def storages(model: nn.Module) -> dict[int, int]:
             for slot in group.slots:
                 tensors = [slot.buffer.local, slot.buffer._full, slot.accumulated]
                 tensors += [slot.unsharded.grad if slot.unsharded is not None else None]
-                gradient = slot.sharded.grad
-                tensors += [gradient.to_local() if gradient is not None else None]
                 for tensor in tensors:
                     if tensor is not None and tensor.untyped_storage().nbytes():
                         held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
@@ -55,7 +71,8 @@ def storages(model: nn.Module) -> dict[int, int]:
 
 
 def live_bytes(model: nn.Module) -> int:
-    return sum(storages(model).values())
+    gradients = sum(size for reference, size in reduced if not reference.expired())
+    return sum(storages(model).values()) + gradients
 
 
 def local_bytes(model: nn.Module) -> int:

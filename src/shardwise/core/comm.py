@@ -44,9 +44,17 @@ class Comm:
     """Collectives of one process group. All tensors are 1-D and contiguous; works are waited for by the caller."""
 
     def __init__(self, group: dist.ProcessGroup):
-        self.group = group
+        # Weak, since the group is the key by which this object is found; the mesh keeps it alive.
+        self._group = weakref.ref(group)
         self.rank: int = group.rank()
         self.size: int = group.size()
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group."""
+        group = self._group()
+        assert group is not None, "the process group was destroyed"
+        return group
 
     def all_gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[Waitable]:
         """Fill ``outputs[i]`` (size x n_i elements) with all ranks' ``inputs[i]`` (n_i elements), in rank order."""

@@ -111,6 +111,11 @@ class FSDPCommContext:
 
     # -- After an exception
 
+    def recover_from_aborted_backward(self) -> None:
+        """A forward begins outside of backward: if a backward never came to its end, an exception stopped it."""
+        if self._end_is_queued:
+            self.reset()
+
     def reset(self) -> None:
         """Back to the state between iterations: wait for what is under way, drop it and all unreduced gradients."""
         while self._reductions:

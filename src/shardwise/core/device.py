@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -184,6 +185,19 @@ def allocate_storage(tensor: torch.Tensor) -> None:
 def free_storage(tensor: torch.Tensor) -> None:
     """Free the memory of ``tensor`` and of all its views, which stay valid objects."""
     tensor.untyped_storage().resize_(0)
+
+
+def own_storage_view(flat: torch.Tensor, shape: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
+    """A tensor over a part of ``flat`` (1-D), which has that part alone as its storage.
+
+    Saving it writes no more than it holds, and a DTensor around it can be saved and copied, which torch refuses for
+    views that start inside their storage.
+    """
+    if flat.is_meta:
+        return flat.as_strided(shape, strides, flat.storage_offset() + offset)
+    size, first = flat.itemsize, (flat.storage_offset() + offset) * flat.itemsize
+    part = flat.untyped_storage()[first : first + math.prod(shape) * size]
+    return torch.empty(0, dtype=flat.dtype, device=flat.device).set_(part, 0, tuple(shape), tuple(strides))
 
 
 def not_inference() -> contextlib.AbstractContextManager[Any]:

@@ -34,7 +34,7 @@ from .gradient import GradientPlan, Reduction, Route, gradient_scale
 from .layout import Layout, per_parameter
 from .mesh import DataParallelMesh
 from .model_parallel import ModelParallel, describe
-from .parameter import Place, adopt_parameter, make_sharded_parameter, remember_successor
+from .parameter import Place, adopt_parameter, make_sharded_parameter, mark_replaced, owner_of, remember_successor
 
 
 class ShardState(Enum):
@@ -139,7 +139,8 @@ class ParamGroup:
         self._buffers: list[ShardedBuffer] = []
         self._gather: tuple[Waitable | None, list[Callable[[], None]]] | None = None
         self._stale = True
-        self._versions: list[int] = []
+        self._is_adopted = True
+        self._versions: list[int] | None = None
         self._plans: dict[tuple[tuple[int, ...], torch.dtype, bool], GradientPlan] = {}
         by_dtype: dict[torch.dtype, list[ManagedParameter]] = defaultdict(list)
         for parameter in parameters:
@@ -190,14 +191,23 @@ class ParamGroup:
             for place in member.places:
                 place.put(sharded)
 
-    def adopt_registered(self) -> None:
+    def adopt_registered(self, *, is_loading: bool = False) -> None:
         """Take over what is registered now, after torch code replaced or moved sharded parameters
-        (`nn.Module.to`, `to_empty`, `load_state_dict(assign=True)`)."""
+        (`nn.Module.to`, `to_empty`, `load_state_dict(assign=True)`).
+
+        Args:
+            is_loading: more parameters of the unit may be replaced before its next use.
+
+        Raises:
+            StateError: naming a parameter that is not sharded, or tied to another since it was sharded.
+        """
         assert self.state is ShardState.SHARDED
         self.mark_stale()
+        self._is_adopted = True
         for buffer in list(self._buffers):
             slots = [slot for slot in self.slots if slot.buffer is buffer]
             registered = [_newest(slot) for slot in slots]
+            self._check_registered(slots, registered)
             with without_torch_function():
                 locals_ = [local_of(parameter) for parameter in registered]
                 untouched = all(
@@ -209,12 +219,34 @@ class ParamGroup:
                     for slot, new, local in zip(slots, registered, locals_, strict=True)
                 )
             if not untouched:
-                self._rebuild(buffer, slots, registered, locals_)
+                self._rebuild(buffer, slots, registered, locals_, is_loading)
             for slot, parameter in zip(slots, registered, strict=True):
+                if parameter is not slot.sharded:
+                    mark_replaced(slot.sharded)
                 adopt_parameter(parameter, self._self)
                 slot.sharded = parameter
                 for place in slot.places:  # `assign=True` gives each name of a tied parameter a tensor of its own
                     place.put(parameter)
+
+    def _check_registered(self, slots: Sequence[Slot], registered: Sequence[nn.Parameter]) -> None:
+        for slot, parameter in zip(slots, registered, strict=True):
+            if parameter is slot.sharded:
+                continue
+            if not isinstance(parameter, DTensor):
+                raise StateError(
+                    f"parameter {slot.name!r} of unit {self.name!r} was replaced by a {type(parameter).__name__} that "
+                    "is not sharded: replace it before fully_shard, or write its values into the sharded one"
+                )
+            owner = owner_of(parameter)
+            if owner is not None and owner.current(parameter):
+                raise StateError(
+                    f"parameter {slot.name!r} was tied to {owner.name_of(parameter)[0]!r} after both were sharded, and "
+                    "each has a shard of its own: tie them before fully_shard"
+                )
+
+    def current(self, parameter: torch.Tensor) -> bool:
+        """Whether ``parameter`` is the sharded parameter of a slot."""
+        return any(slot.sharded is parameter for slot in self.slots)
 
     def _rebuild(
         self,
@@ -222,8 +254,12 @@ class ParamGroup:
         slots: Sequence[Slot],
         registered: Sequence[nn.Parameter],
         locals_: Sequence[torch.Tensor],
+        is_loading: bool,
     ) -> None:
         dtypes = {local.dtype for local in locals_}
+        if len(dtypes) > 1 and is_loading:
+            self._is_adopted = False  # the rest of the unit is loaded next
+            return
         if len(dtypes) > 1:
             raise StateError(
                 f"parameters of unit {self.name!r} that had one dtype now have {sorted(map(str, dtypes))}: "
@@ -295,12 +331,21 @@ class ParamGroup:
 
     def _changed(self) -> bool:
         """Whether the shards were written since they were gathered last."""
-        return self._stale or [buffer.local._version for buffer in self._buffers] != self._versions
+        return self._stale or (self._versions is not None and self._versions != self._written())
+
+    def _written(self) -> list[int]:
+        """Version counters of all that the shards can be written through."""
+        with without_torch_function():
+            shards = [slot.sharded for slot in self.slots]
+            views = [*shards, *(local_of(shard) for shard in shards), *(buffer.local for buffer in self._buffers)]
+        return [tensor._version for tensor in views]
 
     def unshard(self, lane: Lane) -> None:
         """Start gathering; does nothing if the parameters are gathered or on their way."""
         if self._gather is not None:
             return
+        if not self._is_adopted:
+            self.adopt_registered()
         if self.state is ShardState.UNSHARDED:
             if not self._changed():
                 return
@@ -357,7 +402,9 @@ class ParamGroup:
                 for done in finish:
                     done()
             self._stale = False
-            self._versions = [buffer.local._version for buffer in self._buffers]
+            # Where parameters stay gathered; elsewhere the next use gathers again anyhow.
+            keeps = self.mesh.strategy.keeps_unsharded or not self.options.reshard_after_forward
+            self._versions = self._written() if keeps else None
         self._register_unsharded()
 
     def _register_unsharded(self) -> None:
@@ -425,7 +472,8 @@ class ParamGroup:
     # -- Gradients
 
     def _reduce_dtype(self, gradient_dtype: torch.dtype) -> torch.dtype:
-        return self.policy.precision.reduce_dtype or gradient_dtype
+        wanted = self.policy.precision.reduce_dtype
+        return wanted if wanted is not None and gradient_dtype.is_floating_point else gradient_dtype
 
     def accumulate(self) -> None:
         """Keep this backward's unsharded gradients for a later reduction, in the reduction's dtype."""
@@ -508,7 +556,7 @@ class ParamGroup:
                 self._zeros(s, s.buffer.dtype) if g is None else g for s, g in zip(slots, gradients, strict=True)
             ]
             present = [True] * len(slots)
-        if self.mesh.size == 1:
+        if self.mesh.size == 1 and self.options.all_reduce_hook is None:
             self._deliver_own(slots, gradients)
             return None
         dtypes = {gradient.dtype for gradient in gradients if gradient is not None}

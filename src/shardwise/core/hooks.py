@@ -101,7 +101,7 @@ class Unit:
         """Set the name that labels and messages show."""
         self.name = name
         for group in self.groups:
-            group.name = name
+            group.name = name or f"{type(self.modules[0]).__name__} (root)"
 
     def _install_hooks(self, modules: Sequence[nn.Module]) -> None:
         before = eager(self.pre_forward)
@@ -146,6 +146,7 @@ class Unit:
             return args, kwargs
         if context.forward_root is not None:
             return args, kwargs
+        context.recover_from_aborted_backward()
         if context.has_root:
             context.forward_root = self
             context.start_pass()
@@ -167,11 +168,11 @@ class Unit:
 
     def prefetch(self, direction: str) -> None:
         """Start gathering for a use that is expected soon."""
-        assert self.context is not None
+        lane = self.gather_lane()
         with label(f"FSDP::{direction}_prefetch for {self.name}", ""):
             for group in self.groups:
                 if direction == "forward" or group.options.unshard_in_backward:
-                    group.unshard(self.context.gather_lane)
+                    group.unshard(lane)
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Reshard, let the output announce backward."""
@@ -225,6 +226,22 @@ class Unit:
                 "its parameters would not be gathered for backward: return tensors in a dict, list or dataclass, "
                 "or pass reshard_after_forward=False to fully_shard"
             )
+
+    def leave_by_exception(self, module: nn.Module) -> None:
+        """Forward raised: what it began is over, so that the next one starts anew."""
+        if self.phase is Phase.PRE_BACKWARD:
+            return  # checkpointing stops a recomputation by an exception when it has what it needs
+        if id(module) in self._inside:
+            self._inside.remove(id(module))
+        if self._inside:
+            return
+        self._forget_forward()
+        if not in_backward():
+            for group in self.groups:
+                group.reshard()
+        if self.context is not None and self.context.forward_root is self:
+            self.context.forward_root = None
+            self.context.drop_prefetched()
 
     def complete_forward(self, output: Any) -> Any:
         """Finish the forward of a unit of several modules of which not all ran; ``output`` is the root's."""
@@ -324,6 +341,9 @@ class Unit:
 
     def post_backward(self, forward_pass: int) -> None:
         """The gradients of one forward call's inputs are complete."""
+        assert self.context is not None
+        # Nothing announced this backward if only some of the unit's modules ran.
+        self.context.queue_end_of_backward()
         self.phase = Phase.POST_BACKWARD
         self._calls[forward_pass] -= 1
         self._reduce(is_complete=self._calls[forward_pass] <= 0)
@@ -352,9 +372,9 @@ class Unit:
 
     def end_of_backward(self) -> None:
         """Do what no gradient triggered: inputs without gradients, parameters unused, calls that took no part."""
-        if self.phase is Phase.FORWARD and not self._recomputes:
+        if self._inside and not self._recomputes:
             return  # backward was called inside this forward
-        if self._computes_backward:
+        if self._computes_backward or (self._to_run and any(group.has_gradients() for group in self.groups)):
             self._reduce(is_complete=True)
         else:
             for group in self.groups:

@@ -59,9 +59,17 @@ class FSDPModule(torch_fsdp.FSDPModule):
         original: type = cls.__mro__[cls.__mro__.index(torch_fsdp.FSDPModule) + 1]
         return original(*args, **kwargs)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run forward; an exception leaves the unit as before it."""
+        try:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        except BaseException:
+            self._unit.leave_by_exception(cast(nn.Module, self))
+            raise
+
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise TypeError(
-            f"module {self._unit.name!r} ({type(self).__name__}) is sharded and cannot be deep-copied: "
+            f"module {self._unit.name or 'root'!r} ({type(self).__name__}) is sharded and cannot be deep-copied: "
             "copy it before fully_shard, or build a second model and load this one's state dict"
         )
 
@@ -386,17 +394,28 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return
     if not hasattr(module, method_name):
         raise ValueError(f"{type(module).__name__} has no method {method_name!r} to register as a forward method")
-    original = getattr(type(module), method_name)
+    bound = getattr(module, method_name)
     # Weak: a bound method stored on its own module would keep it alive.
     reference = weakref.ref(module)
+    function = bound.__func__ if getattr(bound, "__self__", None) is module else None
 
-    @functools.wraps(original)
+    @functools.wraps(bound)
     def run(*args: Any, **kwargs: Any) -> Any:
         alive = reference()
         assert alive is not None
-        args, kwargs = unit.pre_forward(alive, args, kwargs)
-        return unit.post_forward(alive, args, original(alive, *args, **kwargs))
+        try:
+            args, kwargs = unit.pre_forward(alive, args, kwargs)
+            output = bound_later(*args, **kwargs) if function is None else function(alive, *args, **kwargs)
+            return unit.post_forward(alive, args, output)
+        except BaseException:
+            unit.leave_by_exception(alive)
+            raise
 
+    if function is None:
+        bound_later = bound  # static, of the class, or set on the instance: not bound to the module
+    else:
+        del run.__wrapped__
+    del bound
     module.__dict__[method_name] = run
 
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .device import call_without_torch_function, wrap_local
+from .device import call_without_torch_function, local_of, spec_of, wrap_local
 from .errors import StateError
 
 
@@ -25,6 +25,8 @@ class Owner(Protocol):
     def name_of(self, parameter: torch.Tensor) -> tuple[str, str]: ...
 
     def manages(self, place: Place) -> bool: ...
+
+    def current(self, parameter: torch.Tensor) -> bool: ...
 
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
@@ -44,11 +46,26 @@ class ShardedParameter(DTensor):
                 if (owner := owner_of(parameter)) is not None:
                     owner.mark_stale()
         try:
-            return call_without_torch_function(func, types, args, kwargs or {})
+            result = call_without_torch_function(func, types, args, kwargs or {})
+            if func == torch.Tensor.detach:
+                result.__class__ = cls  # `nn.Parameter` asks of a subclass that detaching keeps it
+            return result
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
-            raise StateError(_used_while_sharded(_sharded_in((args, kwargs)))) from error
+            raise StateError(_used_while_sharded(func.__name__, _sharded_in((args, kwargs)))) from error
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A plain DTensor parameter with memory of its own."""
+        with torch.no_grad():
+            copied = wrap_local(local_of(self).clone(), spec_of(self), requires_grad=self.requires_grad)
+        copied._is_param = True
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as the plain DTensor that it is for others."""
+        return wrap_local(local_of(self), spec_of(self), requires_grad=self.requires_grad).__reduce_ex__(protocol)
 
 
 def _may_write(func: Any) -> bool:
@@ -68,10 +85,16 @@ def _sharded_in(value: Any) -> list[ShardedParameter]:
     return [found for item in value for found in _sharded_in(item)]
 
 
-def _used_while_sharded(parameters: Sequence[ShardedParameter]) -> str:
+def _used_while_sharded(operator: str, parameters: Sequence[ShardedParameter]) -> str:
     for parameter in parameters:
         if (owner := owner_of(parameter)) is not None:
             name, unit = owner.name_of(parameter)
+            if operator in ("copy_", "set_", "__setitem__"):
+                return (
+                    f"parameter {name!r} of unit {unit!r} is sharded, and a plain tensor cannot be written into it: "
+                    "load whole tensors by torch.distributed.checkpoint.state_dict.set_model_state_dict with "
+                    "StateDictOptions(full_state_dict=True), or shard the value by distribute_tensor first"
+                )
             return (
                 f"parameter {name!r} was used outside the forward of its unit {unit!r}, where it is sharded: "
                 f"call unshard() on the unit before, run the code inside its forward, or make the method that "
@@ -129,15 +152,28 @@ def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """An optimizer that holds a replaced parameter would train a tensor that no module uses, in silence."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if type(parameter) is ShardedParameter:
+            if type(parameter) is ShardedParameter and "_shardwise_replaced" not in parameter.__dict__:
                 continue
-            reference, index = _successors.get(parameter, (None, 0))
-            if reference is not None and (owner := reference()) is not None:
+            if (name := _name_of_replaced(parameter)) is not None:
                 raise StateError(
-                    f"{type(optimizer).__name__} holds parameter {owner.slots[index].name!r} as it was before "
+                    f"{type(optimizer).__name__} holds parameter {name!r} as it was before "
                     "fully_shard replaced it, or unsharded, so its step would change nothing that lasts: call "
                     "shardwise.repoint(optimizer), or make the optimizer after fully_shard and outside of forward"
                 )
+
+
+def _name_of_replaced(parameter: torch.Tensor) -> str | None:
+    reference, index = _successors.get(parameter, (None, 0))
+    owner = reference() if reference is not None else None
+    if owner is not None:
+        name: str = owner.slots[index].name
+        return name
+    return "?" if "_shardwise_replaced" in parameter.__dict__ else None
+
+
+def mark_replaced(parameter: torch.Tensor) -> None:
+    """A sharded parameter is not its unit's any more: another one was loaded in its place."""
+    parameter.__dict__["_shardwise_replaced"] = True
 
 
 def successor_of(original: torch.Tensor) -> nn.Parameter | None:

@@ -1,0 +1,258 @@
+"""What users of FSDP2 do with sharded models beside training them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+import shardwise
+from shardwise import FSDPCommContext, Placements, fully_shard
+from shardwise.core.module import unit_of
+
+from ..models import MLP, Transformer, inputs_for
+from .test_memory import Collectives, build
+
+Mesh = Callable[..., DeviceMesh]
+
+
+def test_state_dict_can_be_saved_and_copied(fake_mesh: Mesh) -> None:
+    model = build(fake_mesh(2))
+    model(inputs_for(model, 0)).sum().backward()
+    state = model.state_dict()
+    assert all(type(value) is DTensor for value in state.values())
+    file = io.BytesIO()
+    torch.save({"model": state, "gradients": [p.grad for p in model.parameters()]}, file)
+    # What is saved is what is held, not the whole unit for each parameter.
+    held = sum(2 * value.to_local().nbytes for value in state.values())
+    assert file.tell() < held + 2500 * len(state)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)["model"]
+    for copied in (loaded, copy.deepcopy(state)):
+        for name, value in state.items():
+            assert torch.equal(copied[name].to_local(), value.to_local())
+            assert copied[name].placements == value.placements
+
+
+def test_parameters_can_be_copied_pickled_and_made_parameters(fake_mesh: Mesh) -> None:
+    model = build(fake_mesh(2))
+    weight = model.layers[0].up.weight
+    for other in (copy.deepcopy(weight), pickle.loads(pickle.dumps(weight)), nn.Parameter(weight.clone())):
+        assert isinstance(other, DTensor)
+        assert isinstance(other, nn.Parameter) or other.requires_grad
+        assert torch.equal(other.to_local(), weight.to_local())
+    assert isinstance(nn.Parameter(weight), nn.Parameter)
+    copied = copy.deepcopy(weight)
+    with torch.no_grad():
+        copied.zero_()
+    assert bool(weight.to_local().any())
+
+
+def test_conversions_of_submodules_that_change_nothing(fake_mesh: Mesh) -> None:
+    model = build(fake_mesh(2))
+    before = model.layers[0].up.weight
+    model.layers[0].up.to(torch.float32)
+    model.layers[0].up.cpu()
+    model.float()
+    assert model.layers[0].up.weight is before
+    model(inputs_for(model, 0)).sum().backward()
+    assert before.grad is not None
+
+
+@pytest.mark.parametrize("preset", ["zero1", "zero2"])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda p, model: p.detach().mul_(2),
+        lambda p, model: torch.mul(p, 2, out=p),
+        lambda p, model: p.view(-1).mul_(2),
+        lambda p, model: model.state_dict()["layers.0.up.weight"].mul_(2),
+        lambda p, model: p.to_local().mul_(2),
+        lambda p, model: p.data.mul_(2),
+        lambda p, model: nn.init.ones_(p),
+        lambda p, model: torch._foreach_mul_([p], 2),
+    ],
+)
+def test_kept_parameters_see_every_write(fake_mesh: Mesh, preset: str, write: Any) -> None:
+    model = build(fake_mesh(2), placements=getattr(Placements, preset))
+    x = inputs_for(model, 0)
+    with torch.no_grad():
+        model(x)
+        write(model.layers[0].up.weight, model)
+        with Collectives() as count:
+            model(x)
+    assert count.gathers == 1
+
+
+class Fragile(nn.Module):
+    """Fails when told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        if self.fails:
+            raise KeyError("on purpose")
+        return self.layers[1](x)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x)
+
+
+@pytest.mark.parametrize("where", ["forward", "layer", "method", "backward"])
+def test_training_goes_on_after_a_caught_exception(fake_mesh: Mesh, where: str) -> None:
+    mesh, model = fake_mesh(1), Fragile()
+    plain = copy.deepcopy(model)
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh)
+    shardwise.register_fsdp_forward_method(model, "encode")
+    x = torch.ones(2, 4)
+    for step in range(3):
+        model.fails = step == 1 and where in ("forward", "method")
+        with pytest.raises((KeyError, RuntimeError, TypeError)) if step == 1 else _nothing():
+            if where == "layer" and step == 1:
+                model.layers[0](torch.ones(2, 5))
+            output = model.encode(x) if where == "method" else model(x)
+            if where == "backward" and step == 1:
+                output.register_hook(_fail)
+            output.sum().backward()
+        if step == 1:
+            continue
+        plain(x).sum().backward()
+        for ours, truth in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(ours.grad.to_local(), truth.grad), where  # type: ignore[attr-defined, union-attr]
+        model.zero_grad()
+        plain.zero_grad()
+
+
+def _fail(gradient: torch.Tensor) -> None:
+    raise KeyError("on purpose")
+
+
+class _nothing:  # noqa: N801
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def test_only_some_modules_of_an_outermost_unit_run(fake_mesh: Mesh) -> None:
+    mesh, model = fake_mesh(1), MLP((4, 4, 4))
+    fully_shard(list(model.layers), mesh=mesh, comm_ctx=FSDPCommContext("cpu"))
+    for _ in range(2):
+        model.layers[0](torch.ones(2, 4, requires_grad=True)).sum().backward()
+        assert model.layers[0].weight.grad is not None
+        assert model.layers[1].weight.grad is None
+        model.zero_grad()
+
+
+def test_tying_after_sharding_is_refused(fake_mesh: Mesh) -> None:
+    model = Transformer()
+    mesh = fake_mesh(2)
+    fully_shard(model, mesh=mesh)
+    model.head.weight = model.embed.weight
+    with pytest.raises(ValueError, match=r"'head\.weight'|'embed\.weight'.*tie them before fully_shard"):
+        model(inputs_for(model, 0))
+
+
+def test_plain_parameter_put_in_place_of_a_sharded_one_is_refused(fake_mesh: Mesh) -> None:
+    model = build(fake_mesh(2))
+    model.norm.weight = nn.Parameter(torch.ones(16))
+    with pytest.raises(ValueError, match=r"'norm\.weight' of unit .* was replaced by a Parameter that is not sharded"):
+        model(inputs_for(model, 0))
+
+
+def test_plain_values_written_into_sharded_parameters(fake_mesh: Mesh) -> None:
+    model = build(fake_mesh(2))
+    with pytest.raises(RuntimeError, match=r"norm\.weight.*set_model_state_dict"), torch.no_grad():
+        model.norm.weight.copy_(torch.ones(16))
+
+
+def test_parameters_of_another_dtype_loaded_by_assignment(fake_mesh: Mesh) -> None:
+    model = build(fake_mesh(2))
+    state = {name: value.to(torch.bfloat16) for name, value in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.load_state_dict(state, assign=True)
+    assert model(inputs_for(model, 0)).dtype is torch.bfloat16
+    with pytest.raises(RuntimeError, match="SGD holds parameter"):
+        optimizer.step()
+
+
+def test_own_all_gathers_of_parameters_are_refused(fake_mesh: Mesh) -> None:
+    model = nn.Linear(4, 4)
+    model.weight.fsdp_pre_all_gather = None  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"'weight' is a .* with an all-gather of its own"):
+        fully_shard(model, mesh=fake_mesh(2))
+
+
+def test_hook_sees_gradients_of_a_world_of_one(fake_mesh: Mesh) -> None:
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=fake_mesh(1))
+    sizes: list[int] = []
+    model.set_all_reduce_hook(lambda gradients: sizes.append(gradients.numel()))  # type: ignore[operator]
+    model(torch.ones(2, 4)).sum().backward()
+    assert sizes == [20 + 2]  # and one number for each parameter
+
+
+class Methods(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.own = lambda x: self.linear(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+    @classmethod
+    def of_class(cls, x: torch.Tensor) -> str:
+        return cls.__name__
+
+    @staticmethod
+    def static(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+
+def test_forward_methods_of_all_kinds(fake_mesh: Mesh) -> None:
+    model = Methods()
+    fully_shard(model, mesh=fake_mesh(2))
+    for name in ("of_class", "static", "own"):
+        shardwise.register_fsdp_forward_method(model, name)
+    x = torch.ones(1, 4)
+    assert model.of_class(x).endswith("Methods")
+    assert torch.equal(model.static(x), x + 1)
+    assert model.own(x).shape == (1, 4)
+    with pytest.raises(ValueError, match="has no method 'missing'"):
+        shardwise.register_fsdp_forward_method(model, "missing")
+
+
+def test_the_process_group_is_not_kept_alive(fake_mesh: Mesh) -> None:
+    mesh = fake_mesh(2)
+    build(mesh)
+    watched = weakref.ref(mesh.get_group())
+    del mesh
+    dist.destroy_process_group()
+    gc.collect()
+    assert watched() is None or not any("shardwise" in str(type(holder)) for holder in gc.get_referrers(watched()))
+
+
+def test_messages_name_the_root(fake_mesh: Mesh) -> None:
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=fake_mesh(2))
+    with pytest.raises(
+        RuntimeError, match=r"'weight' was used outside the forward of its unit 'FSDPLinear \(root\)'|Linear"
+    ):
+        nn.functional.linear(torch.ones(1, 4), model.weight)
+    assert unit_of(model) is not None
