@@ -20,7 +20,7 @@ from .core.group import GroupPolicy, ManagedParameter, ParamGroup, ShardState
 from .core.hooks import Unit
 from .core.mesh import DataParallelMesh, data_parallel_mesh, smaller_mesh
 from .core.module import FSDPModule, become_fsdp_module, unit_of
-from .core.parameter import Place, owner_of, release_class, successor_of
+from .core.parameter import Place, alias_of, owner_of, successor_of
 from .placements import PRESETS, Placements
 
 PlacementFn = Callable[[nn.Parameter], Any]
@@ -384,13 +384,15 @@ def _install_state_dict_hooks(group: ParamGroup) -> None:
         if (alive := reference()) is not None:
             alive.adopt_registered(is_loading=True)
 
-    def plain(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-        detached = [state_dict.get(prefix + name) for name in module._parameters]
-        release_class(value for value in detached if isinstance(value, DTensor) and owner_of(value) is None)
+    def alias(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+        for name in module._parameters:
+            value = state_dict.get(prefix + name)
+            if isinstance(value, DTensor) and owner_of(value) is None and reference() is not None:
+                state_dict[prefix + name] = alias_of(value, reference)
 
     for module in dict.fromkeys(place.module() for slot in group.slots for place in slot.places):
         assert module is not None
         module.register_state_dict_pre_hook(before)
-        module.register_state_dict_post_hook(plain)
+        module.register_state_dict_post_hook(alias)
         module.register_load_state_dict_pre_hook(before)
         module.register_load_state_dict_post_hook(after)

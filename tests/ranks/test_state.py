@@ -81,7 +81,7 @@ def test_state_dict_round_trip(preset: str) -> None:
     placements = getattr(Placements, preset)
     source, target = (sharded("ours", mesh, seed, placements=placements) for seed in (1, 2))
     state = source.state_dict()
-    assert all(type(value) is DTensor for value in state.values())
+    assert all(isinstance(value, DTensor) for value in state.values())
     assert list(state) == list(make().state_dict())
     target.load_state_dict(state)
     assert_equal(state_of(source), state_of(target))

@@ -31,16 +31,17 @@ def test_state_dict_can_be_saved_and_copied(fake_mesh: Mesh) -> None:
     model = build(fake_mesh(2))
     model(inputs_for(model, 0)).sum().backward()
     state = model.state_dict()
-    assert all(type(value) is DTensor for value in state.values())
+    assert all(isinstance(value, DTensor) and not isinstance(value, nn.Parameter) for value in state.values())
     file = io.BytesIO()
     torch.save({"model": state, "gradients": [p.grad for p in model.parameters()]}, file)
-    # What is saved is what is held, not the whole unit for each parameter.
+    # What is saved is what is held: each unit's shards once, not once for each parameter.
     held = sum(2 * value.to_local().nbytes for value in state.values())
     assert file.tell() < held + 2500 * len(state)
     file.seek(0)
     loaded = torch.load(file, weights_only=False)["model"]
     for copied in (loaded, copy.deepcopy(state)):
         for name, value in state.items():
+            assert type(copied[name]) is DTensor
             assert torch.equal(copied[name].to_local(), value.to_local())
             assert copied[name].placements == value.placements
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .comm import Comm
-from .device import allocate_storage, copy_each, free_storage, not_inference, own_storage_view
+from .device import allocate_storage, copy_each, free_storage, not_inference
 from .layout import Layout, TensorLayout
 
 Allocate = Callable[..., torch.Tensor]
@@ -261,7 +261,8 @@ def local_strides(tensor: TensorLayout, rank: int) -> tuple[tuple[int, ...], tup
 
 def local_view(tensor: TensorLayout, local: torch.Tensor, rank: int) -> torch.Tensor:
     """``rank``'s chunk of ``tensor`` in the rank-major buffer ``local``."""
-    return own_storage_view(local, *local_strides(tensor, rank))
+    shape, strides, offset = local_strides(tensor, rank)
+    return local.as_strided(shape, strides, local.storage_offset() + offset)
 
 
 def _finishing(

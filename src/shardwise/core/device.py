@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -187,19 +186,6 @@ def free_storage(tensor: torch.Tensor) -> None:
     tensor.untyped_storage().resize_(0)
 
 
-def own_storage_view(flat: torch.Tensor, shape: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
-    """A tensor over a part of ``flat`` (1-D), which has that part alone as its storage.
-
-    Saving it writes no more than it holds, and a DTensor around it can be saved and copied, which torch refuses for
-    views that start inside their storage.
-    """
-    if flat.is_meta:
-        return flat.as_strided(shape, strides, flat.storage_offset() + offset)
-    size, first = flat.itemsize, (flat.storage_offset() + offset) * flat.itemsize
-    part = flat.untyped_storage()[first : first + math.prod(shape) * size]
-    return torch.empty(0, dtype=flat.dtype, device=flat.device).set_(part, 0, tuple(shape), tuple(strides))
-
-
 def not_inference() -> contextlib.AbstractContextManager[Any]:
     """Tensors made inside are ordinary ones also under `torch.inference_mode`, so training can use them later."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
@@ -242,12 +228,23 @@ def make_spec(mesh: DeviceMesh, placements: Sequence[Placement], like: torch.Ten
     return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(like.shape, strides, like.dtype))
 
 
+@functools.lru_cache
+def _at_offset_zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
+
+
 def wrap_local(
     local: torch.Tensor, spec: DTensorSpec, kind: type[DTensor] = DTensor, requires_grad: bool = False
 ) -> DTensor:
     """A DTensor (of class ``kind``) around ``local``, without a copy, a check or a new autograd node."""
-    # Not through the class: its `__init__` does nothing and costs more than the rest.
-    return DTensor.__new__(kind, local, spec, requires_grad=requires_grad)
+    # Not through the class: its `__init__` does nothing and costs more than the rest. And not around `local` itself:
+    # the DTensor would take over its storage offset, and torch can neither save nor copy one with an offset.
+    with not_inference():
+        wrapped: DTensor = DTensor.__new__(
+            kind, _at_offset_zero(local.dtype, local.device), spec, requires_grad=requires_grad
+        )
+    wrapped._local_tensor = local
+    return wrapped
 
 
 def wrap_gradient(local: torch.Tensor, parameter: torch.Tensor) -> DTensor:

@@ -14,7 +14,7 @@ import torch
 
 from .buffer import Allocate, Collective, cut_chunks, local_strides
 from .comm import PACK_BELOW_BYTES, Comm, StagedCollective, reduce_op
-from .device import Lane, Step, Waitable, chunk_cat, own_storage_view
+from .device import Lane, Step, Waitable, chunk_cat
 from .errors import explain
 from .layout import Layout, TensorLayout, for_gradients
 
@@ -122,7 +122,7 @@ class GradientPlan:
         if not all(present):
             start = self.flags.local_offset
             exists = [flag != 0 for flag in out[start : start + len(present)].tolist()]
-        return [own_storage_view(out, *view) if flag else None for view, flag in zip(self._views, exists, strict=True)]
+        return [out.as_strided(*view) if flag else None for view, flag in zip(self._views, exists, strict=True)]
 
 
 @dataclass(frozen=True)

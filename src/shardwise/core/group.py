@@ -506,9 +506,10 @@ class ParamGroup:
 
     def kept(self, output: torch.Tensor) -> torch.Tensor:
         """``output``, or a copy if it is an unsharded parameter or a view of one, whose memory resharding frees."""
-        if self.mesh.strategy.keeps_unsharded:
+        own = local_of(output) if isinstance(output, DTensor) else output
+        if self.mesh.strategy.keeps_unsharded or type(own) not in (torch.Tensor, nn.Parameter):
             return output
-        freed = any(not buffer.is_identity and buffer.shares_memory(output) for buffer in self._buffers)
+        freed = any(not buffer.is_identity and buffer.shares_memory(own) for buffer in self._buffers)
         return output.clone() if freed else output
 
     def drop_gradients(self) -> None:

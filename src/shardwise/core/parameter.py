@@ -56,10 +56,11 @@ class ShardedParameter(DTensor):
             raise StateError(_used_while_sharded(func.__name__, _sharded_in((args, kwargs)))) from error
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A plain DTensor parameter with memory of its own."""
+        """A plain DTensor, or parameter, with memory of its own."""
         with torch.no_grad():
             copied = wrap_local(local_of(self).clone(), spec_of(self), requires_grad=self.requires_grad)
-        copied._is_param = True
+        if isinstance(self, nn.Parameter):
+            copied._is_param = True
         memo[id(self)] = copied
         return copied
 
@@ -118,6 +119,13 @@ def make_sharded_parameter(
     parameter._is_param = True
     parameter.__dict__["_shardwise_owner"] = owner
     return cast(nn.Parameter, parameter)
+
+
+def alias_of(detached: DTensor, owner: weakref.ref[Any]) -> DTensor:
+    """A detached sharded parameter as state dicts give it: one that can be saved, and whose writes are seen."""
+    alias = wrap_local(local_of(detached), spec_of(detached), ShardedParameter)
+    alias.__dict__["_shardwise_owner"] = owner
+    return alias
 
 
 def adopt_parameter(parameter: nn.Parameter, owner: weakref.ref[Any]) -> None:
