@@ -31,7 +31,6 @@ class GatherPlan:
         self.layout, self.full = layout, full
         self._direct: list[tuple[TensorLayout, torch.Tensor]] = []
         self._packed: list[tuple[TensorLayout, torch.Tensor]] = []
-        self._sizes: list[int] = []
         self._run = layout.local_numel if pack_all else layout.packed_numel
         in_order = sorted(zip(layout.tensors, offsets, strict=True), key=lambda pair: pair[0].local_offset)
         for tensor, offset in in_order:

@@ -69,8 +69,7 @@ class Comm:
         ``inputs[i]`` (size x n_i elements)."""
         if len(inputs) == 1:
             return [_reduce_scatter_single(outputs[0], inputs[0], self.group, reduce_op(mean))]
-        options = dist.ReduceScatterOptions()
-        options.reduceOp = reduce_op(mean)
+        options = _reduce_scatter_options(reduce_op(mean))
         return [self.group.reduce_scatter_tensor_coalesced(list(outputs), list(inputs), options)]
 
     def all_reduce(self, tensor: torch.Tensor, *, mean: bool) -> list[Waitable]:
@@ -281,6 +280,10 @@ def _all_gather_single(output: torch.Tensor, input_: torch.Tensor, group: dist.P
 
 
 def _reduce_scatter_single(output: torch.Tensor, input_: torch.Tensor, group: dist.ProcessGroup, op: Any) -> Any:
+    return group._reduce_scatter_base(output, input_, _reduce_scatter_options(op))
+
+
+def _reduce_scatter_options(op: Any) -> Any:
     options = dist.ReduceScatterOptions()
     options.reduceOp = op
-    return group._reduce_scatter_base(output, input_, options)
+    return options
