@@ -16,11 +16,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from .core.context import FSDPCommContext
 from .core.errors import UnsupportedShardError
-from .core.group import GroupPolicy, ManagedParameter, ParamGroup, ShardState
+from .core.group import ParamGroup, ShardState
 from .core.hooks import Unit
 from .core.mesh import DataParallelMesh, data_parallel_mesh, smaller_mesh
 from .core.module import FSDPModule, become_fsdp_module, unit_of
 from .core.parameter import Place, alias_of, owner_of, successor_of
+from .core.slot import GroupPolicy, ManagedParameter
 from .placements import PRESETS, Placements
 
 PlacementFn = Callable[[nn.Parameter], Any]
@@ -374,7 +375,7 @@ def _name_units(root: Unit, named: Sequence[tuple[str, nn.Module]]) -> None:
 
 def _install_state_dict_hooks(group: ParamGroup) -> None:
     """State dicts see sharded parameters; what loading put in place of one is taken over."""
-    reference = weakref.ref(group)
+    reference, shards = weakref.ref(group), group.shards.reference
 
     def before(*_: Any) -> None:
         if (alive := reference()) is not None:
@@ -387,8 +388,8 @@ def _install_state_dict_hooks(group: ParamGroup) -> None:
     def alias(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
         for name in module._parameters:
             value = state_dict.get(prefix + name)
-            if isinstance(value, DTensor) and owner_of(value) is None and reference() is not None:
-                state_dict[prefix + name] = alias_of(value, reference)
+            if isinstance(value, DTensor) and not isinstance(value, nn.Parameter) and owner_of(value) is shards():
+                state_dict[prefix + name] = alias_of(value, shards)
 
     for module in dict.fromkeys(place.module() for slot in group.slots for place in slot.places):
         assert module is not None

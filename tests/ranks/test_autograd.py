@@ -1733,7 +1733,7 @@ def train_and_forget(preset: str, how: str) -> dict[str, weakref.ref[Any]]:
             references[f"unit {name}"] = weakref.ref(unit)
             for group in unit.groups:
                 references[f"group of {name}"] = weakref.ref(group)
-                for buffer in group._buffers:
+                for buffer in group.shards.buffers:
                     references[f"buffer of {name}"] = weakref.ref(buffer)
     if how == "forward_only":
         model(batch(0, dist.get_rank(), 4, WIDTH))

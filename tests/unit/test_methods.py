@@ -179,7 +179,7 @@ def test_prefetch_setters_choose_what_is_gathered(fake_mesh: Mesh, monkeypatch: 
 
     monkeypatch.setattr(shardwise.core.group.ParamGroup, "_issue_gather", spy)
     output = model(inputs_for(model, 0))
-    assert order == ["FSDPTransformer (root)", "layers.0", "layers.1", "layers.2"]
+    assert order == ["Transformer (root)", "layers.0", "layers.1", "layers.2"]
     order.clear()
     output.sum().backward()
     assert order == ["layers.2", "layers.0", "layers.1"]

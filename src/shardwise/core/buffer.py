@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,6 +17,27 @@ Allocate = Callable[..., torch.Tensor]
 
 Collective = tuple[list[torch.Tensor], list[torch.Tensor]]
 """Outputs and inputs of one coalesced collective."""
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass
+class Gather:
+    """One gather that is about to start.
+
+    Args:
+        outputs: of the collective; none where the world is of one rank.
+        inputs: of the collective, as long as ``outputs``.
+        prepare: casts this rank's part, or copies it from the host; runs beside the computation, before the collective.
+        finish: puts what was received in its places; runs on the compute stream when the collective is done.
+    """
+
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    inputs: list[torch.Tensor] = field(default_factory=list)
+    prepare: Callable[[], None] | None = None
+    finish: Callable[[], None] = _nothing
 
 
 class GatherPlan:
@@ -57,33 +80,33 @@ class GatherPlan:
         self._inputs = self.inputs(source)
         self._source = source
 
-    def start(self, source: torch.Tensor) -> tuple[Collective, torch.Tensor | None]:
-        """The collective to issue for ``source``, and the staging buffer to give to `finish`."""
-        inputs = self.inputs(source)
-        if not self._packed:
-            return (self._outputs, inputs), None
-        staging = self.full.new_empty(self._run * self.layout.world_size)
-        return ([staging, *self._outputs], inputs), staging
+    def _staging(self) -> torch.Tensor | None:
+        return self.full.new_empty(self._run * self.layout.world_size) if self._packed else None
 
-    def start_cast(self, source: torch.Tensor, rank: int) -> tuple[Collective, torch.Tensor | None]:
-        """Like `start`, for a source of another dtype or device: it is cast straight to where this rank's part goes."""
-        staging, own = None, [target.view(self.layout.world_size, -1)[rank] for target in self._outputs]
-        outputs = self._outputs
-        if self._packed:
-            staging = self.full.new_empty(self._run * self.layout.world_size)
+    def start(self, source: torch.Tensor) -> Gather:
+        """Gather ``source``, whose dtype and device are those of the gathered buffer."""
+        inputs, staging = self.inputs(source), self._staging()
+        outputs = self._outputs if staging is None else [staging, *self._outputs]
+        return Gather(outputs, inputs, finish=functools.partial(self._finish, staging))
+
+    def start_cast(self, source: torch.Tensor, rank: int) -> Gather:
+        """Gather a source of another dtype or device: it is cast straight to where this rank's part goes."""
+        outputs, staging = self._outputs, self._staging()
+        own = [target.view(self.layout.world_size, -1)[rank] for target in outputs]
+        if staging is not None:
             own, outputs = [staging[rank * self._run : (rank + 1) * self._run], *own], [staging, *outputs]
-        copy_each(own, self.inputs(source))
-        return (outputs, own), staging
+        prepare = functools.partial(copy_each, own, self.inputs(source))
+        return Gather(outputs, own, prepare, functools.partial(self._finish, staging))
 
-    def start_staged(self, source: torch.Tensor, rank: int, allocate: Allocate) -> tuple[Collective, torch.Tensor]:
-        """Like `start`, for a plan that packs all, in a staging buffer of the caller's, with this rank's part in it."""
+    def start_staged(self, source: torch.Tensor, rank: int, allocate: Allocate) -> Gather:
+        """Like `start_cast`, for a plan that packs all, in a staging buffer of the caller's."""
         size = (self._run * self.layout.world_size,)
         staging = allocate(size, dtype=self.full.dtype, device=self.full.device)
         own = staging[rank * self._run : (rank + 1) * self._run]
-        own.copy_(source[: self._run])
-        return ([staging], [own]), staging
+        prepare = functools.partial(copy_each, [own], [source[: self._run]])
+        return Gather([staging], [own], prepare, functools.partial(self._finish, staging))
 
-    def finish(self, staging: torch.Tensor | None) -> None:
+    def _finish(self, staging: torch.Tensor | None) -> None:
         """Put the packed tensors in their places, once the collective is done."""
         if staging is None:
             return
@@ -180,34 +203,31 @@ class ShardedBuffer:
     def _offsets(self) -> list[int]:
         return [tensor.full_offset for tensor in self.layout.tensors]
 
-    def start_staged_gather(self, allocate: Allocate) -> tuple[Collective, Callable[[], None]]:
+    def start_staged_gather(self, allocate: Allocate) -> Gather:
         """`start_gather` through a staging buffer of the caller's; only where there is something to gather."""
         self.allocate()
         if self._staged_plan is None:
             with not_inference():
                 self._staged_plan = GatherPlan(self.layout, self.full, self._offsets(), pack_all=True)
-        plan = self._staged_plan
-        collective, staging = plan.start_staged(self.local, self.comm.rank, allocate)
-        return collective, lambda: plan.finish(staging)
+        return self._staged_plan.start_staged(self.local, self.comm.rank, allocate)
 
-    def start_gather(self) -> tuple[Collective, Callable[[], None]]:
-        """Allocate, cast and stage; gives the collective to issue (maybe empty) and what to call when it is done."""
+    def start_gather(self) -> Gather:
+        """Allocate the gathered buffer and say how to fill it."""
         self.allocate()
         if self._resharded_local is not None and self._resharded is not None:
-            plan = self._resharded[2]
-            return _finishing(plan, *plan.start(self._resharded_local))
+            return self._resharded[2].start(self._resharded_local)
         source = self.local
+        if self.is_identity:
+            return Gather()
         if self.layout.world_size == 1:
-            if not self.is_identity:
-                self.full.copy_(source)
-            return ([], []), _nothing
+            return Gather(prepare=functools.partial(copy_each, [self.full], [source]))
         if self._plan is None:
             with not_inference():
                 self._plan = GatherPlan(self.layout, self.full, self._offsets())
                 self._plan.keep(source)
         if source.dtype != self.dtype or source.device != self.device:
-            return _finishing(self._plan, *self._plan.start_cast(source, self.comm.rank))
-        return _finishing(self._plan, *self._plan.start(source))
+            return self._plan.start_cast(source, self.comm.rank)
+        return self._plan.start(source)
 
     @property
     def can_reshard(self) -> bool:
@@ -262,13 +282,3 @@ def local_view(tensor: TensorLayout, local: torch.Tensor, rank: int) -> torch.Te
     """``rank``'s chunk of ``tensor`` in the rank-major buffer ``local``."""
     shape, strides, offset = local_strides(tensor, rank)
     return local.as_strided(shape, strides, local.storage_offset() + offset)
-
-
-def _finishing(
-    plan: GatherPlan, collective: Collective, staging: torch.Tensor | None
-) -> tuple[Collective, Callable[[], None]]:
-    return collective, lambda: plan.finish(staging)
-
-
-def _nothing() -> None:
-    pass

@@ -41,6 +41,7 @@ class FSDPCommContext:
         self.passes = 0
         self._units: list[weakref.ref[Unit]] = []
         self._reductions: deque[Reduction] = deque()
+        self._landing: deque[Reduction] = deque()
         self._end_is_queued = False
 
     def use_device(self, device: Device) -> None:
@@ -93,7 +94,14 @@ class FSDPCommContext:
     def make_room_for_reduction(self) -> None:
         """Finish the oldest reductions, so that no more are under way than allowed once another is added."""
         while len(self._reductions) >= self.max_pending_reductions:
-            self._reductions.popleft().finish()
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        reduction = self._reductions.popleft()
+        reduction.finish()
+        if reduction.goes_to_host:
+            # Not waited for yet: the host would stop queueing the computation.
+            self._landing.append(reduction)
 
     def _end_of_backward(self) -> None:
         with label("FSDP::root_post_backward_callback", ""), torch.no_grad():
@@ -104,7 +112,9 @@ class FSDPCommContext:
                 unit.end_of_backward()
             if self.is_last_backward:
                 while self._reductions:
-                    self._reductions.popleft().finish()
+                    self._finish_oldest()
+                while self._landing:
+                    self._landing.popleft().land()
                 for unit in units:
                     unit.forget_calls()
                 self.order.clear_backward()
@@ -120,6 +130,8 @@ class FSDPCommContext:
         """Back to the state between iterations: wait for what is under way, drop it and all unreduced gradients."""
         while self._reductions:
             self._reductions.popleft().abandon()
+        while self._landing:
+            self._landing.popleft().abandon()
         for unit in self.units:
             unit.reset()
         self.order.forget()

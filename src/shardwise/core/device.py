@@ -35,9 +35,19 @@ R = TypeVar("R")
 
 
 class Waitable(Protocol):
-    """What `Lane.submit` gives: its `wait` orders the compute stream, or the host, after the work."""
+    """Work under way: its `wait` orders the current stream, or the host, after it."""
 
     def wait(self) -> object: ...
+
+
+class Ticket(Protocol):
+    """What `Lane.submit` gives."""
+
+    def wait(self) -> object:
+        """Order the compute stream after the work."""
+
+    def synchronize(self) -> object:
+        """Order the host after the work."""
 
 
 Step = Callable[[], Sequence[Waitable]]
@@ -48,7 +58,7 @@ class Lane(ABC):
     """An ordered sequence of communication beside the computation."""
 
     @abstractmethod
-    def submit(self, *steps: Step) -> Waitable:
+    def submit(self, *steps: Step) -> Ticket:
         """Run ``steps`` one after the other, all after the computation queued so far."""
 
     @abstractmethod
@@ -87,9 +97,11 @@ class _HostTicket:
                 work.wait()
         self.works, self.steps = (), ()
 
+    synchronize = wait
+
 
 class _HostLane(Lane):
-    def submit(self, *steps: Step) -> Waitable:
+    def submit(self, *steps: Step) -> Ticket:
         return _HostTicket(steps)
 
     def wait_event(self, event: Any) -> None:
@@ -115,6 +127,9 @@ class _StreamTicket:
     def wait(self) -> None:
         self.module.current_stream().wait_event(self.event)
 
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
 
 class _StreamLane(Lane):
     def __init__(self, module: Any):
@@ -123,7 +138,7 @@ class _StreamLane(Lane):
         self.stream = module.Stream(priority=-1)
         self._event: Any = None
 
-    def submit(self, *steps: Step) -> Waitable:
+    def submit(self, *steps: Step) -> Ticket:
         if self._event is None:
             self.stream.wait_stream(self.module.current_stream())
         else:
@@ -184,6 +199,17 @@ def allocate_storage(tensor: torch.Tensor) -> None:
 def free_storage(tensor: torch.Tensor) -> None:
     """Free the memory of ``tensor`` and of all its views, which stay valid objects."""
     tensor.untyped_storage().resize_(0)
+
+
+def pins_memory(device: torch.device) -> bool:
+    """Whether host memory on ``device`` can be page-locked, so that copies from and to an accelerator need no wait."""
+    return device.type == "cpu" and torch.cuda.is_available()
+
+
+def copy_to_host(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A copy of ``tensor`` where ``like`` is, in its dtype and kind of memory, under way on the current stream."""
+    host = torch.empty(tensor.shape, dtype=like.dtype, device=like.device, pin_memory=like.is_pinned())
+    return host.copy_(tensor, non_blocking=True)
 
 
 def not_inference() -> contextlib.AbstractContextManager[Any]:
@@ -454,7 +480,7 @@ class _RecordingLane(Lane):
     def __init__(self, device: RecordingDevice, stream: int):
         self.device, self.stream = device, stream
 
-    def submit(self, *steps: Step) -> Waitable:
+    def submit(self, *steps: Step) -> Ticket:
         device, outer = self.device, self.device.current
         device.before_submit()
         device.wait(self.stream, device.record(outer))
@@ -477,3 +503,5 @@ class _RecordingTicket:
 
     def wait(self) -> None:
         self.device.wait(self.device.current, self.event)
+
+    synchronize = wait

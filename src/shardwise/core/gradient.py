@@ -14,7 +14,7 @@ import torch
 
 from .buffer import Allocate, Collective, cut_chunks, local_strides
 from .comm import PACK_BELOW_BYTES, Comm, StagedCollective, reduce_op
-from .device import Lane, Step, Waitable, chunk_cat
+from .device import Lane, Step, Ticket, Waitable, chunk_cat, copy_to_host
 from .errors import explain
 from .layout import Layout, TensorLayout, for_gradients
 
@@ -180,9 +180,11 @@ class Reduction:
         deliver: Callable[[Sequence[torch.Tensor | None]], None],
         name: str,
     ):
-        self.plan, self.route, self.deliver, self.present = plan, route, deliver, present
+        self.plan, self.route, self.present = plan, route, present
         self.like, self.name = like, name
+        self._deliver = deliver
         self.out = route.allocate((plan.layout.local_numel,), dtype=plan.dtype, device=gradients[0].device)
+        self.goes_to_host = like.device.type != self.out.device.type and not route.stop_after_shard
         outputs, inputs = plan.stage(gradients, present, self.out, route.allocate)
         # Staged gradients are freed before the collective takes memory of its own.
         gradients.clear()
@@ -190,7 +192,7 @@ class Reduction:
             for tensor in inputs or [self.out]:
                 tensor.div_(route.scale.before)
         self._inputs: Sequence[torch.Tensor] = inputs
-        self._ticket: Waitable = lane.submit(*self._steps(outputs, inputs))
+        self._ticket: Ticket = lane.submit(*self._steps(outputs, inputs))
 
     def _steps(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> list[Step]:
         route, out, plan = self.route, self.out, self.plan
@@ -209,17 +211,21 @@ class Reduction:
         def all_reduce(comm: Comm) -> Step:
             return lambda: comm.all_reduce(out, mean=route.scale.replicate_mean)
 
-        def hook() -> Sequence[Waitable]:
-            if route.hook is not None:
-                route.hook(out)
-            return []
-
         if route.stop_after_shard:
             return [scatter, between]
-        return [scatter, between, *(all_reduce(comm) for comm in route.replicate), hook]
+        return [scatter, between, *(all_reduce(comm) for comm in route.replicate), self._complete]
+
+    def _complete(self) -> Sequence[Waitable]:
+        if self.route.hook is not None:
+            self.route.hook(self.out)
+        if self.route.scale.after not in (None, 1.0):
+            self.out.div_(self.route.scale.after)
+        if self.goes_to_host:
+            self._on_host = copy_to_host(self.out, self.like)
+        return []
 
     def finish(self) -> None:
-        """Wait, divide, and deliver the shards with the dtype and device of ``like``."""
+        """Wait, free what was sent, and deliver the shards, unless they are on their way to the host."""
         try:
             self._ticket.wait()
         except RuntimeError as error:
@@ -228,11 +234,15 @@ class Reduction:
         self._inputs = ()
         if self.route.stop_after_shard:
             return
-        if self.route.scale.after not in (None, 1.0):
-            self.out.div_(self.route.scale.after)
-        out = self.out.to(self.like.device, self.like.dtype)
+        out = self.out.to(self.like.dtype) if not self.goes_to_host else None
         del self.out
-        self.deliver(self.plan.unstage(out, self.present))
+        if out is not None:
+            self._deliver(self.plan.unstage(out, self.present))
+
+    def land(self) -> None:
+        """Deliver shards that `finish` left on their way to the host, which waits for them."""
+        self._ticket.synchronize()
+        self._deliver(self.plan.unstage(self._on_host, self.present))
 
     def abandon(self) -> None:
         """Wait and drop the result."""

@@ -101,7 +101,7 @@ class Unit:
         """Set the name that labels and messages show."""
         self.name = name
         for group in self.groups:
-            group.name = name or f"{type(self.modules[0]).__name__} (root)"
+            group.name = name or f"{type(self.modules[0]).__name__.removeprefix('FSDP')} (root)"
 
     def _install_hooks(self, modules: Sequence[nn.Module]) -> None:
         before = eager(self.pre_forward)
@@ -219,7 +219,7 @@ class Unit:
     def _refuse_opaque(self, output: Any) -> None:
         """Tensors that are not found cannot announce backward, whose parameters would be gone."""
         found = opaque_types(output)
-        resharded = any(group.trains() and group.options.reshard_after_forward for group in self.groups)
+        resharded = any(group.gradients.trains() and group.options.reshard_after_forward for group in self.groups)
         if found and resharded:
             raise TypeError(
                 f"the forward of unit {self.name!r} returned a {found[0].__name__}, whose tensors cannot be found, so "
@@ -360,12 +360,12 @@ class Unit:
                 continue
             reduces_now = context.is_last_backward or group.mesh.strategy.reduces_every_backward
             if not (group.options.reduce_gradients and reduces_now):
-                group.accumulate()
+                group.gradients.accumulate()
                 continue
             with label("FSDP::post_backward_reduce", self.name), torch.no_grad():
-                for slots, gradients in group.take_gradients():
+                for slots, gradients in group.gradients.take():
                     context.make_room_for_reduction()
-                    if (reduction := group.reduce(slots, gradients, context.reduce_lane)) is not None:
+                    if (reduction := group.gradients.reduce(slots, gradients, context.reduce_lane)) is not None:
                         context.add_reduction(reduction)
         if is_complete:
             self._computes_backward = False
@@ -374,7 +374,7 @@ class Unit:
         """Do what no gradient triggered: inputs without gradients, parameters unused, calls that took no part."""
         if self._inside and not self._recomputes:
             return  # backward was called inside this forward
-        if self._computes_backward or (self._to_run and any(group.has_gradients() for group in self.groups)):
+        if self._computes_backward or (self._to_run and any(group.gradients.has_any() for group in self.groups)):
             self._reduce(is_complete=True)
         else:
             for group in self.groups:
@@ -405,7 +405,7 @@ class Unit:
         """Drop everything of an iteration that failed."""
         for group in self.groups:
             group.reshard()
-            group.drop_gradients()
+            group.gradients.drop()
         self._computes_backward = False
         self._forget_forward()
         self.forget_calls()

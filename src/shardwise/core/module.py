@@ -21,9 +21,10 @@ from .comm import (
     require_symmetric_memory,
 )
 from .context import FSDPCommContext
-from .group import GroupOptions, ParamGroup
+from .group import ParamGroup
 from .hooks import Unit
 from .parameter import release_class
+from .slot import GroupOptions
 
 _UNIT = "_shardwise_unit"
 _classes: dict[type, type] = {}

@@ -15,12 +15,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .device import call_without_torch_function, local_of, spec_of, wrap_local
 from .errors import StateError
+from .tree import tensors_in
 
 
 class Owner(Protocol):
     """Who a sharded parameter belongs to."""
 
+    written_since_wrapping: bool
+
     def mark_stale(self) -> None: ...
+
+    def note_write(self) -> None: ...
 
     def name_of(self, parameter: torch.Tensor) -> tuple[str, str]: ...
 
@@ -44,16 +49,20 @@ class ShardedParameter(DTensor):
         if func.__name__[-1] == "_" and _may_write(func):
             for parameter in _sharded_in((args, kwargs)):
                 if (owner := owner_of(parameter)) is not None:
-                    owner.mark_stale()
+                    # Whoever takes .data may write through it unseen, but most only look.
+                    owner.mark_stale() if func.__name__ == "__get__" else owner.note_write()
         try:
             result = call_without_torch_function(func, types, args, kwargs or {})
             if func == torch.Tensor.detach:
                 result.__class__ = cls  # `nn.Parameter` asks of a subclass that detaching keeps it
+                result.__dict__["_shardwise_owner"] = args[0].__dict__.get("_shardwise_owner")
             return result
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
-            raise StateError(_used_while_sharded(func.__name__, _sharded_in((args, kwargs)))) from error
+            writes_sharded = bool(args) and bool(_sharded_in(args[0]))
+            message = _used_while_sharded(func.__name__, writes_sharded, _sharded_in((args, kwargs)))
+            raise StateError(message) from error
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A plain DTensor, or parameter, with memory of its own."""
@@ -72,41 +81,44 @@ class ShardedParameter(DTensor):
 def _may_write(func: Any) -> bool:
     name: str = func.__name__
     if name == "__get__":
-        return bool(func == _DATA)  # whoever takes .data may write through it unseen
+        return bool(func == _DATA)
+    if name == "requires_grad_":
+        return False
     return not name.endswith("__") or name.startswith("__i") or name == "__setitem__"
 
 
 def _sharded_in(value: Any) -> list[ShardedParameter]:
-    if isinstance(value, ShardedParameter):
-        return [value]
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, (list, tuple)):
-        return []
-    return [found for item in value for found in _sharded_in(item)]
+    return [tensor for tensor in tensors_in(value) if isinstance(tensor, ShardedParameter)]
 
 
-def _used_while_sharded(operator: str, parameters: Sequence[ShardedParameter]) -> str:
+def _used_while_sharded(operator: str, writes_sharded: bool, parameters: Sequence[ShardedParameter]) -> str:
     for parameter in parameters:
-        if (owner := owner_of(parameter)) is not None:
-            name, unit = owner.name_of(parameter)
-            if operator in ("copy_", "set_", "__setitem__"):
-                return (
-                    f"parameter {name!r} of unit {unit!r} is sharded, and a plain tensor cannot be written into it: "
-                    "load whole tensors by torch.distributed.checkpoint.state_dict.set_model_state_dict with "
-                    "StateDictOptions(full_state_dict=True), or shard the value by distribute_tensor first"
-                )
+        if (owner := owner_of(parameter)) is None:
+            continue
+        name, unit = owner.name_of(parameter)
+        if operator in ("copy_", "set_", "__setitem__") and writes_sharded:
             return (
-                f"parameter {name!r} was used outside the forward of its unit {unit!r}, where it is sharded: "
-                f"call unshard() on the unit before, run the code inside its forward, or make the method that "
-                f"does it a forward method by register_fsdp_forward_method(module, method_name)"
+                f"parameter {name!r} of unit {unit!r} is sharded, and a plain tensor cannot be written into it: "
+                "load whole tensors by torch.distributed.checkpoint.state_dict.set_model_state_dict with "
+                "StateDictOptions(full_state_dict=True), or shard the value by distribute_tensor first"
             )
+        if operator[-1] == "_" and operator[-2:] != "__" and not writes_sharded:
+            return (
+                f"parameter {name!r} of unit {unit!r} is sharded, and {operator} reads it into a plain tensor: an "
+                "average or copy made before fully_shard holds whole tensors; make it after, from the sharded "
+                "parameters, or read full_tensor()"
+            )
+        return (
+            f"parameter {name!r} was used outside the forward of its unit {unit!r}, where it is sharded: "
+            f"call unshard() on the unit before, run the code inside its forward, or make the method that "
+            f"does it a forward method by register_fsdp_forward_method(module, method_name)"
+        )
     return "a sharded parameter, whose unit no longer exists, was mixed with plain tensors"
 
 
 def owner_of(parameter: torch.Tensor) -> Owner | None:
     """The group that a sharded parameter belongs to, while it exists."""
-    reference = parameter.__dict__.get("_shardwise_owner")
+    reference: weakref.ref[Owner] | None = parameter.__dict__.get("_shardwise_owner")
     return reference() if reference is not None else None
 
 
@@ -147,13 +159,78 @@ an optimizer over them is found. Weak on both sides."""
 
 
 def remember_successor(original: torch.Tensor, group: weakref.ref[Any], slot: int) -> None:
-    """``original`` was replaced by the sharded parameter of a slot."""
+    """The sharded parameter of a slot is the one that counts, not ``original``."""
     if not _guard:
         _guard.append(register_optimizer_step_pre_hook(_refuse_replaced))
     _successors[original] = group, slot
 
 
 _guard: list[Any] = []
+
+
+class ReplacedParameter(nn.Parameter):
+    """A parameter that `fully_shard` replaced, as whoever still holds it sees it (an average, a module outside the
+    tree): readable until its sharded successor was written, from when on its values are of the past."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ not in _LOOKS and (func.__name__ != "__get__" or func == _DATA):
+            for parameter in tensors_in((args, kwargs)):
+                _refuse_outdated(parameter, func.__name__)
+        return call_without_torch_function(func, types, args, kwargs or {})
+
+
+_LOOKS = {
+    "__repr__",
+    "__hash__",
+    "__len__",
+    "__set__",
+    "size",
+    "dim",
+    "stride",
+    "numel",
+    "nelement",
+    "is_contiguous",
+} | {
+    "is_floating_point",
+    "is_complex",
+    "register_hook",
+    "requires_grad_",
+    "element_size",
+    "data_ptr",
+    "untyped_storage",
+}
+"""What needs no values."""
+
+
+def _refuse_outdated(parameter: torch.Tensor, operator: str) -> None:
+    if type(parameter) is not ReplacedParameter:
+        return
+    reference, index = _successors.get(parameter, (None, 0))
+    owner = reference() if reference is not None else None
+    if owner is not None and owner.written_since_wrapping:
+        raise StateError(
+            f"{operator} reads parameter {owner.slots[index].name!r} as it was before fully_shard replaced it, and the "
+            "sharded one has been written since: take the parameters from the model after fully_shard, or clone "
+            "this one before if its old values are meant"
+        )
+
+
+def retire(original: nn.Parameter) -> None:
+    """Let a replaced parameter say so when its values are used though they are of the past, or when it is trained."""
+    if original.requires_grad and original.is_leaf:
+        original.register_post_accumulate_grad_hook(_refuse_gradient)
+    if type(original) is nn.Parameter and not original.is_meta:
+        original.__class__ = ReplacedParameter
+
+
+def _refuse_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+    raise StateError(
+        f"parameter {_name_of_replaced(parameter) or '?'!r} got a gradient as it was before fully_shard replaced it, "
+        "so something outside its unit still uses it: tie parameters inside the modules that are wrapped, and take "
+        "references to them after fully_shard"
+    )
 
 
 def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -57,6 +57,17 @@ def _rebuilt_dataclass(value: Any, fields: dict[str, Any]) -> Any:
     return rebuilt
 
 
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Tensors in nested dicts, lists and tuples, as arguments of operators are."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return []
+    return [found for item in value for found in tensors_in(item)]
+
+
 def tensors_requiring_grad(value: Any) -> list[torch.Tensor]:
     """Tensors in ``value`` that require gradients, in the order of `map_tensors`."""
     if isinstance(value, torch.Tensor):

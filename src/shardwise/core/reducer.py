@@ -1,0 +1,216 @@
+"""GradientReducer: unsharded gradients of a group to reduced shards. It knows how, never when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .device import (
+    Lane,
+    add_each,
+    local_of,
+    post_accumulate_grad_hooks,
+    run_tensor_hooks,
+    without_torch_function,
+    wrap_gradient,
+)
+from .errors import StateError
+from .gradient import GradientPlan, Reduction, Route, gradient_scale
+from .mesh import DataParallelMesh
+from .slot import GroupOptions, GroupPolicy, Slot
+
+
+class GradientReducer:
+    """Gradients of the parameters of one group, between backward and the optimizer.
+
+    Args:
+        slots: the parameters.
+        mesh: ranks and strategy.
+        policy: dtypes.
+        options: what users set.
+    """
+
+    def __init__(self, slots: Sequence[Slot], mesh: DataParallelMesh, policy: GroupPolicy, options: GroupOptions):
+        self.slots, self.mesh, self.policy, self.options = slots, mesh, policy, options
+        self.unit_name = ""
+        self._plans: dict[tuple[tuple[int, ...], torch.dtype, bool], GradientPlan] = {}
+
+    def forget_plans(self) -> None:
+        """The buffers of the slots were made anew."""
+        self._plans.clear()
+
+    def _reduce_dtype(self, gradient_dtype: torch.dtype) -> torch.dtype:
+        wanted = self.policy.precision.reduce_dtype
+        return wanted if wanted is not None and gradient_dtype.is_floating_point else gradient_dtype
+
+    def accumulate(self) -> None:
+        """Keep this backward's unsharded gradients for a later reduction, in the reduction's dtype."""
+        for slot in self.slots:
+            gradient = slot.unsharded.grad if slot.unsharded is not None else None
+            if gradient is None:
+                continue
+            assert slot.unsharded is not None
+            if slot.accumulated is not None:
+                slot.accumulated += gradient
+                slot.unsharded.grad = None
+            elif gradient.dtype != (dtype := self._reduce_dtype(gradient.dtype)):
+                slot.accumulated = gradient.to(dtype)
+                slot.unsharded.grad = None
+
+    def _trainable(self) -> list[Slot]:
+        with without_torch_function():
+            return [slot for slot in self.slots if slot.unsharded is not None and slot.sharded.requires_grad]
+
+    def has_any(self) -> bool:
+        """Whether an unsharded gradient waits for its reduction."""
+        return any(
+            slot.accumulated is not None or (slot.unsharded is not None and slot.unsharded.grad is not None)
+            for slot in self.slots
+        )
+
+    def trains(self) -> bool:
+        """Whether any parameter requires a gradient."""
+        return bool(self._trainable())
+
+    def drop(self) -> None:
+        """Forget unsharded gradients."""
+        for slot in self.slots:
+            slot.accumulated = None
+            if slot.unsharded is not None:
+                slot.unsharded.grad = None
+        for plan in self._plans.values():
+            plan.partial = None
+
+    def _take(self, slot: Slot) -> torch.Tensor | None:
+        assert slot.unsharded is not None
+        gradient, fresh = slot.accumulated, slot.unsharded.grad
+        slot.accumulated = slot.unsharded.grad = None
+        if gradient is None:
+            gradient = fresh
+        elif fresh is not None:
+            gradient += fresh
+        if gradient is None:
+            return None
+        if slot.parallel is not None:
+            gradient = slot.parallel.local_gradient(gradient)
+        if gradient.layout is not torch.strided:
+            raise StateError(
+                f"parameter {slot.name!r} got a {gradient.layout} gradient, which cannot be reduced to shards: "
+                "use dense gradients (nn.Embedding(sparse=False))"
+            )
+        return gradient.contiguous()
+
+    def take(self) -> list[tuple[list[Slot], list[torch.Tensor | None]]]:
+        """Remove the unsharded gradients of the trainable parameters, those of one buffer together."""
+        by_buffer: dict[int, tuple[list[Slot], list[torch.Tensor | None]]] = {}
+        for slot in self._trainable():
+            slots, gradients = by_buffer.setdefault(id(slot.buffer), ([], []))
+            slots.append(slot)
+            gradients.append(self._take(slot))
+        return list(by_buffer.values())
+
+    def reduce(self, slots: Sequence[Slot], gradients: list[torch.Tensor | None], lane: Lane) -> Reduction | None:
+        """Start reducing unsharded ``gradients`` (emptied) of ``slots``; None if they are theirs already."""
+        present = [gradient is not None for gradient in gradients]
+        if self.options.zeros_for_unused:
+            gradients = [
+                self._zeros(s, s.buffer.dtype) if g is None else g for s, g in zip(slots, gradients, strict=True)
+            ]
+            present = [True] * len(slots)
+        is_here = slots[0].buffer.local.device.type == self.mesh.device.type
+        if self.mesh.size == 1 and self.options.all_reduce_hook is None and is_here:
+            self._deliver_own(slots, gradients)
+            return None
+        dtypes = {gradient.dtype for gradient in gradients if gradient is not None}
+        dtype = self._reduce_dtype(next(iter(dtypes), slots[0].buffer.dtype))
+        filled: list[torch.Tensor] = []
+        for slot, gradient in zip(slots, gradients, strict=True):
+            if gradient is None:
+                gradient = self._zeros(slot, next(iter(dtypes), dtype))
+            filled.append(gradient if len(dtypes) <= 1 and slot.buffer.dtype != dtype else gradient.to(dtype))
+        gradients.clear()
+        plan = self._plan(slots, dtype)
+        self._check_partial_sums(plan)
+        replicate = self.mesh.replicate
+        size = self.mesh.size // self.mesh.shard.size
+        options = self.options
+        route = Route(
+            options.reduce_comm or self.mesh.shard,
+            replicate,
+            gradient_scale(dtype, self.mesh.shard.size, size, options.divide_factor, options.force_sum),
+            stop_after_shard=bool(replicate) and not options.all_reduce_gradients,
+            hook=options.all_reduce_hook,
+            custom=options.custom_reduce_scatter,
+        )
+        return Reduction(
+            plan,
+            route,
+            filled,
+            present,
+            lane,
+            slots[0].buffer.local,
+            lambda shards: self._deliver(slots, shards),
+            self.unit_name,
+        )
+
+    def _check_partial_sums(self, plan: GradientPlan) -> None:
+        for other in self._plans.values():
+            if other is not plan and other.partial is not None and other.dtype == plan.dtype:
+                raise StateError(
+                    f"unit {self.unit_name!r}: other parameters require gradients now than in the backward whose sums "
+                    "still wait for their all-reduce; change requires_grad only after a backward that all-reduces"
+                )
+
+    def _zeros(self, slot: Slot, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(slot.buffer.layout.tensors[slot.index].shape, dtype=dtype, device=self.mesh.device)
+
+    def _plan(self, slots: Sequence[Slot], dtype: torch.dtype) -> GradientPlan:
+        shard = self.mesh.shard
+        packs_all = shard.size == 1 or self.options.custom_reduce_scatter is not None
+        # Not whether these gradients need a cast: accumulated ones do not, and their partial sums must find the plan.
+        cast = slots[0].buffer.dtype != dtype
+        key = (tuple(id(slot) for slot in slots), dtype, packs_all)
+        if (plan := self._plans.get(key)) is None:
+            tensors = [slot.buffer.layout.tensors[slot.index] for slot in slots]
+            plan = self._plans[key] = GradientPlan(tensors, shard, dtype, cast, packs_all)
+        return plan
+
+    def _deliver_own(self, slots: Sequence[Slot], gradients: list[torch.Tensor | None]) -> None:
+        """A world of one: the unsharded gradient is the shard, with the precision that a reduction would leave it."""
+        factor, like = self.options.divide_factor, slots[0].buffer.local
+        shards: list[torch.Tensor | None] = []
+        for gradient in gradients:
+            if gradient is not None:
+                gradient = gradient.to(self._reduce_dtype(gradient.dtype))
+                if factor not in (None, 1):
+                    gradient.div_(factor)
+                gradient = gradient.to(like.dtype)
+            shards.append(gradient)
+        gradients.clear()
+        self._deliver(slots, shards)
+
+    def _deliver(self, slots: Sequence[Slot], shards: Sequence[torch.Tensor | None]) -> None:
+        """Add ``shards`` to the sharded parameters' gradients."""
+        new: list[torch.Tensor] = []
+        old: list[torch.Tensor] = []
+        with torch.no_grad(), without_torch_function():
+            for slot, shard in zip(slots, shards, strict=True):
+                if shard is None:
+                    continue
+                reduced = run_tensor_hooks(slot.sharded, wrap_gradient(shard, slot.sharded))
+                if (gradient := slot.sharded.grad) is None:
+                    slot.sharded.grad = reduced
+                else:
+                    old.append(local_of(gradient))
+                    new.append(local_of(reduced))
+            if old:
+                add_each(old, new)
+            hooks = [
+                (hook, slot.sharded)
+                for slot, shard in zip(slots, shards, strict=True)
+                if shard is not None
+                for hook in post_accumulate_grad_hooks(slot.sharded)
+            ]
+        for hook, parameter in hooks:
+            hook(parameter)

@@ -1,0 +1,281 @@
+"""Shards: the sharded parameters of a group, how they are made, and how they are made again when torch code replaces
+or moves them."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from .buffer import ShardedBuffer
+from .comm import PACK_BELOW_BYTES
+from .device import local_of, make_spec, not_inference, pins_memory, set_local, spec_of, without_torch_function
+from .errors import StateError
+from .layout import Layout, per_parameter
+from .mesh import DataParallelMesh
+from .model_parallel import describe
+from .parameter import (
+    Place,
+    adopt_parameter,
+    make_sharded_parameter,
+    mark_replaced,
+    owner_of,
+    remember_successor,
+    retire,
+)
+from .slot import GroupPolicy, ManagedParameter, Slot
+
+
+class Shards:
+    """Sharded parameters over one mesh, in one flat buffer for each dtype.
+
+    Args:
+        parameters: what to shard; their registered places get the sharded parameters.
+        mesh: ranks and strategy.
+        policy: dtypes and memory.
+    """
+
+    def __init__(self, parameters: Sequence[ManagedParameter], mesh: DataParallelMesh, policy: GroupPolicy):
+        self.mesh, self.policy = mesh, policy
+        self.unit_name = ""
+        self.slots: list[Slot] = []
+        self.buffers: list[ShardedBuffer] = []
+        self.reference: weakref.ref[Shards] = weakref.ref(self)
+        self.is_adopted = True
+        self.written_since_wrapping = False
+        self._stale = True
+        self._versions: list[int] | None = None
+        by_dtype: dict[torch.dtype, list[ManagedParameter]] = defaultdict(list)
+        for parameter in parameters:
+            by_dtype[parameter.value.dtype].append(parameter)
+        with torch.no_grad(), not_inference():
+            for dtype, members in by_dtype.items():
+                self._add_buffer(dtype, members)
+        order = {id(parameter.places[0]): position for position, parameter in enumerate(parameters)}
+        self.slots.sort(key=lambda slot: order[id(slot.places[0])])
+        for index, parameter in enumerate(parameters):
+            remember_successor(parameter.value, self.reference, index)
+            retire(parameter.value)
+
+    # -- Making
+
+    def _gather_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        wanted = self.policy.precision.param_dtype
+        return wanted if wanted is not None and dtype.is_floating_point else dtype
+
+    def _layout(self, shapes: Sequence[tuple[int, ...]], dims: Sequence[int], dtype: torch.dtype) -> Layout:
+        size = self.mesh.shard.size
+        small = PACK_BELOW_BYTES // self._gather_dtype(dtype).itemsize
+        packed = [tensor.chunk_numel < small for tensor in per_parameter(shapes, dims, size).tensors]
+        return per_parameter(shapes, dims, size, packed)
+
+    def _new_local(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if device.type != "meta":
+            device = torch.device("cpu") if self.policy.offload else self.mesh.device
+        pinned = self.policy.offload and self.policy.pin_memory and pins_memory(device)
+        return torch.zeros(layout.local_numel, dtype=dtype, device=device, pin_memory=pinned)
+
+    def _add_buffer(self, dtype: torch.dtype, members: Sequence[ManagedParameter]) -> None:
+        rank = self.mesh.shard.rank
+        layout = self._layout([tuple(m.local.shape) for m in members], [m.dim for m in members], dtype)
+        local = self._new_local(layout, dtype, members[0].value.device)
+        buffer = ShardedBuffer(layout, local, self.mesh.shard, self._gather_dtype(dtype), self.mesh.device)
+        self.buffers.append(buffer)
+        for index, (member, tensor) in enumerate(zip(members, layout.tensors, strict=True)):
+            view = buffer.local_view(index)
+            if not member.value.is_meta:
+                view.copy_(member.local.narrow(tensor.dim, tensor.start(rank), tensor.length(rank)))
+            parallel = describe(member.name, member.value, tensor.dim, self.mesh)
+            own = make_spec(self.mesh.mesh, self.mesh.placements(tensor.dim), member.value)
+            spec = own if parallel is None else parallel.sharded
+            sharded = make_sharded_parameter(view, spec, member.value.requires_grad, self.reference)
+            # Marks that users leave on parameters ("no weight decay") stay on them.
+            sharded.__dict__.update({key: value for key, value in member.value.__dict__.items() if key[:1] != "_"})
+            self.slots.append(Slot(member.name, member.places, buffer, index, sharded, parallel))
+            for place in member.places:
+                place.put(sharded)
+
+    # -- Who they are
+
+    def name_of(self, parameter: torch.Tensor) -> tuple[str, str]:
+        """Names of a sharded parameter, or of the one that ``parameter`` was detached from, and of its unit."""
+        with without_torch_function():
+            where = local_of(parameter).data_ptr()
+            found = (slot.name for slot in self.slots if local_of(slot.sharded).data_ptr() == where)
+            own = (slot.name for slot in self.slots if slot.sharded is parameter)
+            return next(own, None) or next(found, "?"), self.unit_name
+
+    def manages(self, place: Place) -> bool:
+        """Whether one of these parameters is registered at ``place``."""
+        return any(place in slot.places for slot in self.slots)
+
+    def current(self, parameter: torch.Tensor) -> bool:
+        """Whether ``parameter`` is the sharded parameter of a slot."""
+        return any(slot.sharded is parameter for slot in self.slots)
+
+    def check_materialized(self) -> None:
+        """
+        Raises:
+            StateError: naming the parameters that are still on the meta device.
+        """
+        if all(slot.has_values for slot in self.slots) and not any(buffer.local.is_meta for buffer in self.buffers):
+            return
+        names = [slot.name for slot in self.slots if slot.buffer.local.is_meta or not slot.has_values]
+        raise StateError(
+            f"unit {self.unit_name!r}: parameters {', '.join(map(repr, names))} are still on the meta device or "
+            "without values: before the first forward call model.to_empty(device=...) and initialize them, or load a "
+            "checkpoint with assign=True"
+        )
+
+    # -- Whether they changed
+
+    def mark_stale(self) -> None:
+        """They may have changed: kept unsharded ones must be gathered again."""
+        self._stale = True
+
+    def note_write(self) -> None:
+        """An operator writes one of them."""
+        self._stale = self.written_since_wrapping = True
+
+    def note_gathered(self, *, keeps: bool) -> None:
+        """They were gathered as they are now; ``keeps`` says whether `changed` will be asked."""
+        self._stale = False
+        self._versions = self._written() if keeps else None
+
+    def changed(self) -> bool:
+        """Whether they were written since they were gathered last."""
+        return self._stale or (self._versions is not None and self._versions != self._written())
+
+    def _written(self) -> list[int]:
+        """Version counters of all that they can be written through."""
+        with without_torch_function():
+            shards = [slot.sharded for slot in self.slots]
+            views = [*shards, *(local_of(shard) for shard in shards), *(buffer.local for buffer in self.buffers)]
+        return [tensor._version for tensor in views]
+
+    # -- Making them again
+
+    def leave_meta(self) -> list[Slot]:
+        """Give parameters on the meta device memory, as the same parameter objects; gives those that now wait for
+        values, without which they are refused in forward."""
+        waiting: list[Slot] = []
+        with torch.no_grad(), not_inference():
+            for position, old in enumerate(self.buffers):
+                if not old.local.is_meta:
+                    continue
+                local = self._new_local(old.layout, old.local.dtype, self.mesh.device)
+                buffer = ShardedBuffer(old.layout, local, old.comm, old.dtype, old.device)
+                self.buffers[position] = buffer
+                members = [slot for slot in self.slots if slot.buffer is old]
+                for slot in members:
+                    slot.buffer, slot.unsharded, slot.accumulated, slot.has_values = buffer, None, None, False
+                    spec, requires_grad = spec_of(slot.sharded), slot.sharded.requires_grad
+                    replacement = make_sharded_parameter(slot.local, spec, requires_grad, self.reference)
+                    marks = {key: value for key, value in slot.sharded.__dict__.items() if key[:1] != "_"}
+                    replacement.__dict__.update(marks)
+                    # Not another object: optimizers may hold this one.
+                    torch.utils.swap_tensors(slot.sharded, replacement)
+                waiting += members
+        self._stale = True
+        return waiting
+
+    def adopt_registered(self, *, is_loading: bool = False) -> bool:
+        """Take over what is registered now, after torch code replaced or moved sharded parameters
+        (`nn.Module.to`, `to_empty`, `load_state_dict(assign=True)`).
+
+        Args:
+            is_loading: more parameters of the unit may be replaced before its next use.
+
+        Returns:
+            Whether buffers were made anew.
+
+        Raises:
+            StateError: naming a parameter that is not sharded, or tied to another since it was sharded.
+        """
+        self._stale = True
+        self.is_adopted = True
+        rebuilt = False
+        for buffer in list(self.buffers):
+            slots = [slot for slot in self.slots if slot.buffer is buffer]
+            registered = [slot.newest() for slot in slots]
+            self._check_registered(slots, registered)
+            with without_torch_function():
+                locals_ = [local_of(parameter) for parameter in registered]
+                untouched = all(
+                    new is slot.sharded
+                    and local.data_ptr() == buffer.local_view(slot.index).data_ptr()
+                    and local.dtype == buffer.local.dtype
+                    and local.device == buffer.local.device
+                    and not local.is_meta
+                    for slot, new, local in zip(slots, registered, locals_, strict=True)
+                )
+            if not untouched:
+                rebuilt |= self._rebuild(buffer, slots, registered, locals_, is_loading)
+            for slot, parameter in zip(slots, registered, strict=True):
+                if parameter is not slot.sharded:
+                    mark_replaced(slot.sharded)
+                adopt_parameter(parameter, self.reference)
+                slot.sharded = parameter
+                for place in slot.places:  # `assign=True` gives each name of a tied parameter a tensor of its own
+                    place.put(parameter)
+        return rebuilt
+
+    def _check_registered(self, slots: Sequence[Slot], registered: Sequence[nn.Parameter]) -> None:
+        for slot, parameter in zip(slots, registered, strict=True):
+            if parameter is slot.sharded:
+                continue
+            if not isinstance(parameter, DTensor):
+                raise StateError(
+                    f"parameter {slot.name!r} of unit {self.unit_name!r} was replaced by a {type(parameter).__name__} "
+                    "that is not sharded: replace it before fully_shard, or write its values into the sharded one"
+                )
+            owner = owner_of(parameter)
+            if owner is not None and owner.current(parameter):
+                raise StateError(
+                    f"parameter {slot.name!r} was tied to {owner.name_of(parameter)[0]!r} after both were sharded, and "
+                    "each has a shard of its own: tie them before fully_shard"
+                )
+
+    def _rebuild(
+        self,
+        old: ShardedBuffer,
+        slots: Sequence[Slot],
+        registered: Sequence[nn.Parameter],
+        locals_: Sequence[torch.Tensor],
+        is_loading: bool,
+    ) -> bool:
+        """A new buffer with the values of ``locals_``; gives whether the old one was replaced."""
+        dtypes = {local.dtype for local in locals_}
+        if len(dtypes) > 1 and is_loading:
+            self.is_adopted = False  # the rest of the unit is loaded next
+            return False
+        if len(dtypes) > 1:
+            raise StateError(
+                f"parameters of unit {self.unit_name!r} that had one dtype now have {sorted(map(str, dtypes))}: "
+                "convert all parameters of a unit alike"
+            )
+        dtype, tensors = dtypes.pop(), old.layout.tensors
+        with torch.no_grad(), not_inference():
+            layout = self._layout([tensor.shape for tensor in tensors], [tensor.dim for tensor in tensors], dtype)
+            meta = any(local.is_meta for local in locals_)
+            local = self._new_local(layout, dtype, torch.device("meta") if meta else self.mesh.device)
+            buffer = ShardedBuffer(layout, local, old.comm, self._gather_dtype(dtype), self.mesh.device)
+            for slot, parameter, value in zip(slots, registered, locals_, strict=True):
+                view = buffer.local_view(slot.index)
+                if meta and not value.is_meta:
+                    continue  # half materialized: stays as it is until the rest is
+                if not meta:
+                    view.copy_(value)
+                with without_torch_function():
+                    set_local(parameter, view)
+        if meta and not all(value.is_meta for value in locals_):
+            return False
+        self.buffers[self.buffers.index(old)] = buffer
+        old.free()
+        for slot in slots:
+            slot.buffer, slot.unsharded, slot.accumulated = buffer, None, None
+        return True

@@ -1,0 +1,109 @@
+"""What is known about the parameters of a group: one slot for each, and what users set for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from .buffer import ShardedBuffer
+from .comm import Comm, StagedCollective
+from .device import local_of
+from .mesh import DataParallelMesh
+from .model_parallel import ModelParallel
+from .parameter import Place
+
+
+@dataclass
+class ManagedParameter:
+    """What `fully_shard` found out about one parameter.
+
+    Args:
+        value: the original parameter.
+        name: full name, for messages.
+        places: where it is registered (several for a tied parameter).
+        dim: tensor dim that it is cut on.
+    """
+
+    value: nn.Parameter
+    name: str
+    places: list[Place]
+    dim: int = 0
+
+    @property
+    def local(self) -> torch.Tensor:
+        """What data parallelism shards: the parameter, or its local part under another parallelism."""
+        return local_of(self.value) if isinstance(self.value, DTensor) else self.value.detach()
+
+
+@dataclass(eq=False)
+class Slot:
+    """One parameter of a group: its place in a buffer and its two faces."""
+
+    name: str
+    places: list[Place]
+    buffer: ShardedBuffer
+    index: int
+    sharded: nn.Parameter
+    parallel: ModelParallel | None = None
+    unsharded: nn.Parameter | None = None
+    accumulated: torch.Tensor | None = None
+    """Unsharded gradient in the reduction's dtype, summed over backward passes without synchronization."""
+    has_values: bool = True
+    """False from the moment a meta parameter gets memory until something is written there."""
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's chunk, without padding, in the chunk's shape."""
+        return self.buffer.local_view(self.index)
+
+    @torch.no_grad()
+    def write(self, whole: torch.Tensor) -> None:
+        """Keep this rank's chunk of ``whole``, which has the shape that data parallelism cuts."""
+        tensor, rank = self.buffer.layout.tensors[self.index], self.buffer.comm.rank
+        self.local.copy_(whole.narrow(tensor.dim, tensor.start(rank), tensor.length(rank)))
+        self.has_values = True
+
+    def newest(self) -> nn.Parameter:
+        """What is registered: of a tied parameter, the one that was replaced last."""
+        replaced = [value for place in self.places if (value := place.get()) is not self.sharded]
+        return replaced[-1] if replaced else self.sharded
+
+
+@dataclass
+class GroupOptions:
+    """What users may set on a group while training; the defaults are torch FSDP2's."""
+
+    reshard_after_forward: bool = True
+    reshard_after_backward: bool = True
+    reduce_gradients: bool = True
+    all_reduce_gradients: bool = True
+    divide_factor: float | None = None
+    force_sum: bool = False
+    unshard_in_backward: bool = True
+    all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+    zeros_for_unused: bool = False
+    custom_gather: StagedCollective | None = None
+    custom_reduce_scatter: StagedCollective | None = None
+    reduce_comm: Comm | None = None
+
+
+@dataclass
+class GroupPolicy:
+    """What is fixed when a group is made.
+
+    Args:
+        precision: dtypes of gathered parameters and of reductions.
+        offload: whether sharded parameters and gradients live on the host.
+        pin_memory: whether they do so in pinned memory.
+        reshard_to: mesh whose last axis is the smaller world to reshard to after forward, if not to the whole one.
+    """
+
+    precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    offload: bool = False
+    pin_memory: bool = False
+    reshard_to: DataParallelMesh | None = None
