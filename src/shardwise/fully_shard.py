@@ -178,7 +178,8 @@ def _strategy(placements: Placements | str | None) -> Placements:
 def _default_mesh() -> DeviceMesh:
     if not dist.is_initialized():
         dist.init_process_group()
-    accelerator = torch.accelerator.current_accelerator()
+    # A build with CUDA names it also where there is no GPU.
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     return init_device_mesh(accelerator.type if accelerator is not None else "cpu", (dist.get_world_size(),))
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -122,17 +123,29 @@ def on_whole_mesh(mesh: DeviceMesh) -> nn.Module:
     return distribute_module(model, mesh, distribute, enter, leave)
 
 
+def named_axes(**names: Any) -> Any:
+    """torch's own where it has one (2.13), else what it would have."""
+    if (own := getattr(torch.distributed.fsdp, "DataParallelMeshDims", None)) is not None:
+        return own(**names)
+    return SimpleNamespace(
+        **{
+            f"{kind}_names": (value,) if isinstance(value := names.get(kind, ()), str) else value
+            for kind in ("shard", "replicate")
+        }
+    )
+
+
 @on_ranks(4, axes=["one", "replicate", "two"])
 def test_axes_of_a_whole_mesh(axes: str) -> None:
     if axes == "two":
         mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
-        dims = DataParallelMeshDims(shard=("dp", "cp"))
+        dims = named_axes(shard=("dp", "cp"))
     elif axes == "one":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        dims = DataParallelMeshDims(shard="dp")
+        dims = named_axes(shard="dp")
     else:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        dims = DataParallelMeshDims(replicate="dp")
+        dims = named_axes(replicate="dp")
     model = on_whole_mesh(mesh)
     shardwise.fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
     rank = mesh["dp"].get_local_rank()

@@ -90,6 +90,18 @@ def test_two_axes(fake_mesh: Mesh, offload: OffloadPolicy) -> None:
     assert faults(recorded(fake_mesh(2, 2), offload_policy=offload, micro_batches=2)) == []
 
 
+@pytest.mark.parametrize("prepare", [nothing, keep_three_buffers])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_gradients_on_their_way_to_the_host(
+    fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch, prepare: Any, micro_batches: int
+) -> None:
+    monkeypatch.setattr("shardwise.core.gradient.is_elsewhere", lambda tensor, device: True)
+    log = recorded(fake_mesh(2), prepare, micro_batches, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    assert faults(log) == []
+    copies = [entry for entry in log if entry.name.startswith("aten._foreach_copy_") and entry.stream]
+    assert copies, "gradients are copied beside the computation"
+
+
 def test_parameters_kept_between_micro_batches(fake_mesh: Mesh) -> None:
     assert faults(recorded(fake_mesh(2), keep_unsharded)) == []
 

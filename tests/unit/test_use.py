@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwise
 from shardwise import FSDPCommContext, Placements, fully_shard
+from shardwise.core.errors import StateError
 from shardwise.core.module import unit_of
 
 from ..models import MLP, Transformer, inputs_for
@@ -257,3 +258,18 @@ def test_messages_name_the_root(fake_mesh: Mesh) -> None:
     ):
         nn.functional.linear(torch.ones(1, 4), model.weight)
     assert unit_of(model) is not None
+
+
+def test_buffers_on_the_meta_device_are_refused(fake_mesh: Mesh) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model[1].to("meta")
+    for parameter in ("weight", "bias"):
+        setattr(model[1], parameter, nn.Parameter(torch.ones(4)))
+    fully_shard(model, mesh=fake_mesh(2))
+    for _ in range(2):
+        with pytest.raises(StateError, match=r"buffers '1\.running_mean', '1\.running_var'.*materialize"):
+            model(torch.ones(2, 4))
+    model[1].running_mean, model[1].running_var = torch.zeros(4), torch.ones(4)  # type: ignore[assignment]
+    model[1].num_batches_tracked = torch.tensor(0)  # type: ignore[assignment]
+    model(torch.ones(2, 4)).sum().backward()
+    model(torch.ones(2, 4)).sum().backward()

@@ -206,10 +206,14 @@ def pins_memory(device: torch.device) -> bool:
     return device.type == "cpu" and torch.cuda.is_available()
 
 
-def copy_to_host(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A copy of ``tensor`` where ``like`` is, in its dtype and kind of memory, under way on the current stream."""
-    host = torch.empty(tensor.shape, dtype=like.dtype, device=like.device, pin_memory=like.is_pinned())
-    return host.copy_(tensor, non_blocking=True)
+def is_elsewhere(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Whether ``tensor`` is not in the memory of ``device``."""
+    return tensor.device.type != device.type
+
+
+def host_memory(like: torch.Tensor, numel: int) -> torch.Tensor:
+    """1-D memory of the dtype and kind of ``like``, a host tensor."""
+    return torch.empty(numel, dtype=like.dtype, device=like.device, pin_memory=like.is_pinned())
 
 
 def not_inference() -> contextlib.AbstractContextManager[Any]:

@@ -14,7 +14,7 @@ import torch
 
 from .buffer import Allocate, Collective, cut_chunks, local_strides
 from .comm import PACK_BELOW_BYTES, Comm, StagedCollective, reduce_op
-from .device import Lane, Step, Ticket, Waitable, chunk_cat, copy_to_host
+from .device import Lane, Step, Ticket, Waitable, chunk_cat, copy_each, host_memory, is_elsewhere
 from .errors import explain
 from .layout import Layout, TensorLayout, for_gradients
 
@@ -184,7 +184,9 @@ class Reduction:
         self.like, self.name = like, name
         self._deliver = deliver
         self.out = route.allocate((plan.layout.local_numel,), dtype=plan.dtype, device=gradients[0].device)
-        self.goes_to_host = like.device.type != self.out.device.type and not route.stop_after_shard
+        self.goes_to_host = is_elsewhere(like, self.out.device) and not route.stop_after_shard
+        if self.goes_to_host:
+            self._on_host = host_memory(like, self.out.numel())
         outputs, inputs = plan.stage(gradients, present, self.out, route.allocate)
         # Staged gradients are freed before the collective takes memory of its own.
         gradients.clear()
@@ -221,7 +223,7 @@ class Reduction:
         if self.route.scale.after not in (None, 1.0):
             self.out.div_(self.route.scale.after)
         if self.goes_to_host:
-            self._on_host = copy_to_host(self.out, self.like)
+            copy_each([self._on_host], [self.out])
         return []
 
     def finish(self) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .context import FSDPCommContext
 from .device import Lane, eager, in_backward, label, take_history
+from .errors import StateError
 from .group import ParamGroup
 from .tree import cast_floating, map_tensors, opaque_types, tensors_requiring_grad
 
@@ -69,6 +70,7 @@ class Unit:
         self._inside: list[int] = []
         self._passed: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         self._computes_backward = False
+        self._has_buffers = False
         self._recomputes = False
         self._recomputations = 0
         self._positions: list[int] = []
@@ -119,6 +121,8 @@ class Unit:
             self.unshard()
             return self._cast_inputs(args, kwargs)
         context = self.context or self.become_root(self)
+        if not self._has_buffers:
+            self._check_buffers()
         with label("FSDP::pre_forward", self.name):
             is_first = self.phase is not Phase.FORWARD
             self._recomputes = in_backward()
@@ -138,6 +142,21 @@ class Unit:
             if is_first:
                 self._prefetch_for_forward(context)
         return args, kwargs
+
+    def _check_buffers(self) -> None:
+        """
+        Raises:
+            StateError: naming buffers that are still on the meta device.
+        """
+        for module in self.modules:
+            names = [name for name, buffer in module.named_buffers() if buffer.is_meta]
+            if names:
+                raise StateError(
+                    f"unit {self.name!r}: buffers {', '.join(map(repr, names))} are still on the meta device, without "
+                    "values: build the model under shardwise.init_on_meta(), which keeps buffers real, or call "
+                    "shardwise.materialize(model) before the first forward"
+                )
+        self._has_buffers = True
 
     def _enter_pass(self, context: FSDPCommContext, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if self._recomputes:

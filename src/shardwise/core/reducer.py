@@ -9,6 +9,7 @@ import torch
 from .device import (
     Lane,
     add_each,
+    is_elsewhere,
     local_of,
     post_accumulate_grad_hooks,
     run_tensor_hooks,
@@ -118,8 +119,8 @@ class GradientReducer:
                 self._zeros(s, s.buffer.dtype) if g is None else g for s, g in zip(slots, gradients, strict=True)
             ]
             present = [True] * len(slots)
-        is_here = slots[0].buffer.local.device.type == self.mesh.device.type
-        if self.mesh.size == 1 and self.options.all_reduce_hook is None and is_here:
+        offloaded = is_elsewhere(slots[0].buffer.local, self.mesh.device)
+        if self.mesh.size == 1 and self.options.all_reduce_hook is None and not offloaded:
             self._deliver_own(slots, gradients)
             return None
         dtypes = {gradient.dtype for gradient in gradients if gradient is not None}

@@ -127,8 +127,8 @@ class Shards:
         names = [slot.name for slot in self.slots if slot.buffer.local.is_meta or not slot.has_values]
         raise StateError(
             f"unit {self.unit_name!r}: parameters {', '.join(map(repr, names))} are still on the meta device or "
-            "without values: before the first forward call model.to_empty(device=...) and initialize them, or load a "
-            "checkpoint with assign=True"
+            "without values: before the first forward call shardwise.materialize(model), load a checkpoint, or call "
+            "model.to_empty(device=...) and initialize them"
         )
 
     # -- Whether they changed
