@@ -103,6 +103,14 @@ class FSDPCommContext:
             # Not waited for yet: the host would stop queueing the computation.
             self._landing.append(reduction)
 
+    def finish_iteration(self) -> None:
+        """Reduce what micro-batches accumulated without synchronization, and end the iteration; for a schedule that
+        runs its backward passes by itself."""
+        with torch.no_grad():
+            for unit in self.units:
+                unit.reduce_accumulated()
+        self._end_of_backward()
+
     def _end_of_backward(self) -> None:
         with label("FSDP::root_post_backward_callback", ""), torch.no_grad():
             self._end_is_queued = False

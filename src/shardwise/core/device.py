@@ -17,10 +17,13 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import torch
+from torch import nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import Variable
+from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -421,6 +424,25 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
 
 def _dynamo_is_active() -> bool:
     return "torch._dynamo" in sys.modules and get_eval_frame_callback() is not None
+
+
+# -- torch's pipelines -----------------------------------------------------------------------------------------
+
+
+def answer_pipelines(module: nn.Module, finish_iteration: Callable[[], None]) -> None:
+    """Let ``torch.distributed.pipelining`` find on a wrapped stage what it looks for on one of torch's FSDP2: it asks
+    ``fully_shard.state(module)`` for what reduces gradients after the last micro-batch."""
+    states = module.__dict__.setdefault(STATE_KEY, {})
+    states[fully_shard.__wrapped__] = _PipelineState(finish_iteration)  # type: ignore[attr-defined]
+
+
+class _PipelineState:
+    all_states = ()
+    """torch reduces these one by one first; here all is done at once after."""
+
+    def __init__(self, finish_iteration: Callable[[], None]):
+        self._root_post_backward_final_callback = finish_iteration
+        self._state_ctx = type(self)
 
 
 # -- Recording -------------------------------------------------------------------------------------------------

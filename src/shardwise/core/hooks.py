@@ -389,6 +389,11 @@ class Unit:
         if is_complete:
             self._computes_backward = False
 
+    def reduce_accumulated(self) -> None:
+        """Reduce what backward passes without synchronization left."""
+        if any(group.gradients.has_any() for group in self.groups):
+            self._reduce(is_complete=True)
+
     def end_of_backward(self) -> None:
         """Do what no gradient triggered: inputs without gradients, parameters unused, calls that took no part."""
         if self._inside and not self._recomputes:

@@ -21,6 +21,7 @@ from .comm import (
     require_symmetric_memory,
 )
 from .context import FSDPCommContext
+from .device import answer_pipelines
 from .group import ParamGroup
 from .hooks import Unit
 from .parameter import release_class
@@ -378,6 +379,13 @@ def become_fsdp_module(module: nn.Module, unit: Unit) -> None:
         wrapped = _classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), {})
     module.__class__ = wrapped
     module.__dict__[_UNIT] = unit
+    answer_pipelines(module, functools.partial(_finish_iteration, unit.reference))
+
+
+def _finish_iteration(reference: weakref.ref[Unit]) -> None:
+    unit = reference()
+    assert unit is not None
+    (unit.context or unit.become_root(unit)).finish_iteration()
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
