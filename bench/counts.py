@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.core import comm
@@ -26,51 +29,78 @@ STEPS = 3
 """Counted on their own; those with the fewest bytes on the network are shown, since others use it too."""
 
 KINDS = {
-    "c10d._allgather_base_": "gathers",
-    "c10d.allgather_into_tensor_coalesced_": "gathers",
-    "c10d.allgather_": "gathers",
-    "c10d._reduce_scatter_base_": "reductions",
-    "c10d.reduce_scatter_tensor_coalesced_": "reductions",
-    "c10d.reduce_scatter_": "reductions",
-    "c10d.allreduce_": "all-reduces",
-    "c10d.allreduce_coalesced_": "all-reduces",
-    "c10d.send": "sends",
-    "c10d.broadcast_": "others",
-    "c10d.alltoall_base_": "others",
-    "c10d.alltoall_": "others",
+    "c10d._allgather_base_": ("gathers", 1),
+    "c10d.allgather_into_tensor_coalesced_": ("gathers", 1),
+    "c10d.allgather_": ("gathers", 1),
+    "c10d._reduce_scatter_base_": ("reductions", 1),
+    "c10d.reduce_scatter_tensor_coalesced_": ("reductions", 1),
+    "c10d.reduce_scatter_": ("reductions", 1),
+    "c10d.allreduce_": ("all-reduces", 0),
+    "c10d.allreduce_coalesced_": ("all-reduces", 0),
+    "c10d.send": ("sends", 0),
+    "c10d.broadcast_": ("others", 0),
+    "c10d.alltoall_base_": ("others", 1),
+    "c10d.alltoall_": ("others", 1),
+    "_c10d_functional.all_gather_into_tensor": ("gathers", 0),
+    "_c10d_functional.all_gather_into_tensor_coalesced": ("gathers", 0),
+    "_c10d_functional.reduce_scatter_tensor": ("reductions", 0),
+    "_c10d_functional.reduce_scatter_tensor_coalesced": ("reductions", 0),
+    "_c10d_functional.all_reduce": ("all-reduces", 0),
+    "_c10d_functional.all_reduce_": ("all-reduces", 0),
+    "_c10d_functional.all_reduce_coalesced": ("all-reduces", 0),
 }
-IGNORED = ("c10d.recv_", "c10d.barrier", "c10d.monitored_barrier_")
+"""Kind of each operation, and which of its arguments is this rank's input. Operations missing here are others."""
+IGNORED = (
+    "c10d.recv_",
+    "c10d.barrier",
+    "c10d.monitored_barrier_",
+    "_c10d_functional.wait_tensor",
+    "_c10d_functional._wrap_tensor_autograd",
+)
 COUNTED = ("gathers", "reductions", "all-reduces", "sends", "others")
 
 
 class OperationCounter(TorchDispatchMode):
-    """Counts what is sent through c10d, by kind, and the bytes that this rank has to send for it."""
+    """Counts what is sent through c10d, and the bytes that this rank has to send for it, both by kind."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.world_size = world_size
         self.counts: Counter[str] = Counter()
-        self.bytes_sent = 0.0
+        self.bytes_by_kind: dict[str, float] = defaultdict(float)
+
+    @property
+    def bytes_sent(self) -> float:
+        """Bytes of all kinds."""
+        return sum(self.bytes_by_kind.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func).removesuffix(".default")
-        if name.startswith("c10d.") and not name.startswith(IGNORED):
-            kind = KINDS.get(name, "others")
+        if any(issubclass(cls, DTensor) for cls in types):
+            # A mode runs before subclasses, and would not see the collectives that a DTensor's operation comes to.
+            return NotImplemented
+        name = str(func).rpartition(".")[0]
+        if name.startswith(("c10d.", "_c10d_functional.")) and not name.startswith(IGNORED):
+            kind, position = KINDS.get(name, ("others", 0))
+            payload = sum(tensor.numel() * tensor.itemsize for tensor in _tensors(args[position]))
             self.counts[kind] += 1
-            self.bytes_sent += self._share(kind) * _payload(kind, args)
+            self.bytes_by_kind[kind] += bytes_to_send(kind, payload, _group_size(args))
         return func(*args, **(kwargs or {}))
 
-    def _share(self, kind: str) -> float:
-        """Bytes to send per byte of payload."""
-        others = self.world_size - 1
-        shares = {"gathers": others, "reductions": others / self.world_size, "sends": 1}
-        return shares.get(kind, 2 * others / self.world_size)
+
+def bytes_to_send(kind: str, payload: int, size: int) -> float:
+    """Bytes that each of ``size`` ranks has to send when its input has ``payload`` bytes."""
+    others = size - 1
+    if kind == "sends":
+        return payload
+    if kind == "gathers":
+        return payload * others
+    return payload * (others if kind == "reductions" else 2 * others) / size
 
 
-def _payload(kind: str, args: Sequence[Any]) -> int:
-    """Bytes of this rank's input: the second argument of gathers and reductions, the first of others."""
-    given = args[1] if kind in ("gathers", "reductions") else args[0]
-    return sum(tensor.numel() * tensor.itemsize for tensor in _tensors(given))
+def _group_size(args: Sequence[Any]) -> int:
+    """Ranks of an operation: c10d's take a boxed process group, functional ones a group's name as their last."""
+    if isinstance(args[-1], str):
+        return _resolve_process_group(args[-1]).size()
+    return next(dist.ProcessGroup.unbox(value).size() for value in args if isinstance(value, torch.ScriptObject))
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -151,7 +181,7 @@ def _measure_one(name: str) -> Count:
         if real:
             dist.barrier()
         before = _loopback_bytes()
-        with OperationCounter(dist.get_world_size()) as counter, engine_calls(logical):
+        with OperationCounter() as counter, engine_calls(logical):
             contender.step()
         if real:
             dist.barrier()

@@ -380,7 +380,8 @@ def _install_state_dict_hooks(group: ParamGroup) -> None:
 
     def before(*_: Any) -> None:
         if (alive := reference()) is not None:
-            alive.reshard()
+            # Kept, since only one rank may be asked for its state dict, and no other would gather again with it.
+            alive.reshard(keep=True)
 
     def after(*_: Any) -> None:
         if (alive := reference()) is not None:

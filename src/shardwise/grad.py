@@ -23,8 +23,8 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale the gradients of ``parameters``, sharded or not, so that their norm over all ranks is at most ``max_norm``.
 
-    One all-reduce for each mesh axis that gradients are sharded over, of one number per parameter; torch's function
-    of this name needs one for each parameter. A collective: all ranks of the mesh call it.
+    One all-reduce for each mesh axis that gradients are sharded over, of one number per parameter. A collective: all
+    ranks of the mesh call it.
 
     Args:
         parameters: one or many; those without gradients count nothing.
@@ -76,16 +76,15 @@ def total_norm(tensors: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch
     Raises:
         ValueError: if a tensor is still a partial sum.
     """
-    by_axes: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[int]] = {}
+    by_mesh: dict[DeviceMesh | None, list[int]] = {}
     for index, tensor in enumerate(tensors):
-        by_axes.setdefault(_sharded_axes(tensor), []).append(index)
+        by_mesh.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(index)
     norms: list[torch.Tensor | None] = [None] * len(tensors)
-    for (mesh, axes), indices in by_axes.items():
-        locals_ = [local_of(t) if isinstance(t := tensors[index], DTensor) else t for index in indices]
-        vector = torch.stack(local_norms(locals_, norm_type))
-        for axis in axes:
-            assert mesh is not None
-            vector = _combine(vector, mesh, axis, norm_type)
+    for mesh, indices in by_mesh.items():
+        members = [tensors[index] for index in indices]
+        vector = torch.stack(local_norms([local_of(t) if isinstance(t, DTensor) else t for t in members], norm_type))
+        if mesh is not None:
+            vector = _complete(vector, [_sharded_axes(tensor) for tensor in members], mesh, norm_type)
         for index, norm in zip(indices, vector.unbind(), strict=True):
             norms[index] = norm
     first = norms[0]
@@ -95,14 +94,23 @@ def total_norm(tensors: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch
     return total
 
 
-def _sharded_axes(tensor: torch.Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
-    if not isinstance(tensor, DTensor):
-        return None, ()
+def _sharded_axes(tensor: torch.Tensor) -> set[int]:
+    assert isinstance(tensor, DTensor)
     if any(isinstance(placement, Partial) for placement in tensor.placements):
         raise ValueError(f"a gradient with placements {tensor.placements} is not reduced yet, so it has no norm")
-    mesh = tensor.device_mesh
-    axes = [axis for axis, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate)]
-    return mesh, tuple(axis for axis in axes if mesh.size(axis) > 1)
+    return {axis for axis, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate)}
+
+
+def _complete(vector: torch.Tensor, sharded: Sequence[set[int]], mesh: DeviceMesh, norm_type: float) -> torch.Tensor:
+    """Each tensor's norm over all ranks from this rank's norms, by one all-reduce for each axis that cuts any."""
+    for axis in sorted(set().union(*sharded)):
+        if mesh.size(axis) == 1:
+            continue
+        cuts = [axis in axes for axes in sharded]
+        combined = _combine(vector.clone(), mesh, axis, norm_type)
+        # Where the axis does not cut a tensor its ranks have the same norm already.
+        vector = combined if all(cuts) else torch.where(vector.new_tensor(cuts, dtype=torch.bool), combined, vector)
+    return vector
 
 
 def _combine(vector: torch.Tensor, mesh: DeviceMesh, axis: int, norm_type: float) -> torch.Tensor:

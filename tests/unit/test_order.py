@@ -25,20 +25,55 @@ def test_second_pass_expects_the_first() -> None:
     assert [order.enter(unit) for unit in (a, b, c)] == [things[1], things[2], None]
 
 
-def test_a_mismatch_ends_the_guessing_until_the_next_pass() -> None:
+def run(order: ExecutionOrder[Thing], *units: weakref.ref[Thing]) -> tuple[list[Thing | None], bool]:
+    """One pass: what was expected after each unit, and whether all of it ran."""
+    order.start_pass()
+    return [order.enter(unit) for unit in units], order.matches
+
+
+def test_where_passes_differ_nothing_is_expected_until_two_agree() -> None:
+    things, (a, b, c, d) = references(4)
+    order: ExecutionOrder[Thing] = ExecutionOrder()
+    run(order, a, b, c, d)
+    assert run(order, a, b, c, d) == ([things[1], things[2], things[3], None], True)
+    assert run(order, a, c, d) == ([things[1], things[3], None], False)  # only what follows a was wrong
+    assert run(order, a, b, c, d) == ([None, things[2], things[3], None], True)
+    assert run(order, a, c, d) == ([None, things[3], None], True)
+    assert run(order, a, c, d) == ([None, things[3], None], True)
+    assert run(order, a, c, d) == ([things[2], things[3], None], True)
+
+
+def test_units_that_run_several_times_have_several_places() -> None:
+    things, (a, b) = references(2)
+    order: ExecutionOrder[Thing] = ExecutionOrder()
+    run(order, a, b, a, b, b)
+    assert run(order, a, b, a, b, b) == ([things[1], things[0], things[1], things[1], None], True)
+
+
+def test_a_pass_that_ends_early_did_not_run_what_was_expected() -> None:
     things, (a, b, c) = references(3)
     order: ExecutionOrder[Thing] = ExecutionOrder()
-    for _ in range(2):
-        order.start_pass()
-        for unit in (a, b, c):
-            order.enter(unit)
-    order.start_pass()
-    assert order.enter(a) is things[1]
-    assert order.enter(c) is None
-    assert not order.matches
-    assert order.enter(b) is None
-    order.start_pass()
-    assert order.enter(a) is things[2]
+    run(order, a, b, c)
+    assert run(order, a, b) == ([things[1], things[2]], False)
+    assert run(order, a, b) == ([things[1], None], True)
+
+
+def test_a_pass_that_goes_on_after_the_expected_end() -> None:
+    things, (a, b) = references(2)
+    order: ExecutionOrder[Thing] = ExecutionOrder()
+    run(order, a)
+    run(order, a)
+    assert run(order, a, b) == ([None, None], False)
+    assert run(order, a, b) == ([None, None], True)
+    assert run(order, a, b) == ([things[1], None], True)
+
+
+def test_nothing_is_expected_after_forgetting() -> None:
+    _, (a, b) = references(2)
+    order: ExecutionOrder[Thing] = ExecutionOrder()
+    run(order, a, b)
+    order.forget()
+    assert run(order, a, b) == ([None, None], True)
 
 
 def test_backward_goes_back_by_position() -> None:

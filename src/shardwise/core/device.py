@@ -387,6 +387,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def runs_in_this_backward(node: Any) -> bool:
+    """Whether the current backward pass goes through an autograd node."""
+    return torch._C._will_engine_execute_node(node)
+
+
 def queue_end_of_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the current backward pass has done everything else."""
     Variable._execution_engine.queue_callback(callback)

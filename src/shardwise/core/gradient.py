@@ -2,7 +2,7 @@
 
 A parameter that got no gradient on this rank contributes zeros. Whether another rank had one is known from one
 number per parameter that rides along: without it ranks would disagree whether ``grad`` is None or zero, and step
-their shards differently.
+their shards differently. It also tells of gradients of parameters that were left out because nobody had any lately.
 """
 
 from __future__ import annotations
@@ -66,16 +66,25 @@ class GradientPlan:
         dtype: of the reduction.
         cast: whether gradients arrive in another dtype; they are then staged, where casting costs no extra copy.
         packs_all: whether the reduction needs them in one run.
+        flags: parameters that are told of: those of ``tensors`` first, then any that are left out.
     """
 
-    def __init__(self, tensors: Sequence[TensorLayout], shard: Comm, dtype: torch.dtype, cast: bool, packs_all: bool):
+    def __init__(
+        self,
+        tensors: Sequence[TensorLayout],
+        shard: Comm,
+        dtype: torch.dtype,
+        cast: bool,
+        packs_all: bool,
+        flags: int | None = None,
+    ):
         world_size = shard.size
         self.dtype, self.world_size = dtype, world_size
         small = PACK_BELOW_BYTES // dtype.itemsize
         packed = [cast or packs_all or tensor.chunk_numel < small or not tensor.is_even for tensor in tensors]
         count = len(tensors)
         layout = for_gradients(
-            [*(tensor.shape for tensor in tensors), (world_size, count)],
+            [*(tensor.shape for tensor in tensors), (world_size, flags or count)],
             [*(tensor.dim for tensor in tensors), 0],
             world_size,
             [*packed, True],
@@ -107,7 +116,7 @@ class GradientPlan:
             else:
                 outputs.append(out[tensor.local_offset : tensor.local_offset + tensor.chunk_numel])
                 inputs.append(gradient.view(-1))
-        rows.append(self._flag_rows(present, gradients[0]))
+        rows.append(self._flag_rows(present, gradients[0] if gradients else out))
         packed = self.layout.packed_numel
         if self.world_size == 1:
             chunk_cat(rows, 1, out[:packed].view(1, -1))
@@ -116,13 +125,17 @@ class GradientPlan:
         chunk_cat(rows, self.world_size, staging.view(self.world_size, -1))
         return [out[:packed], *outputs], [staging, *inputs]
 
-    def unstage(self, out: torch.Tensor, present: Sequence[bool]) -> list[torch.Tensor | None]:
+    def exist(self, out: torch.Tensor, present: Sequence[bool]) -> Sequence[bool]:
+        """Which of the parameters told of have a gradient on any rank."""
+        if all(present):
+            return present
+        start = self.flags.local_offset
+        return [flag != 0 for flag in out[start : start + len(present)].tolist()]
+
+    def unstage(self, out: torch.Tensor, exist: Sequence[bool]) -> list[torch.Tensor | None]:
         """Shards of the reduced gradients in their shapes; None for a parameter that no rank had a gradient for."""
-        exists = present
-        if not all(present):
-            start = self.flags.local_offset
-            exists = [flag != 0 for flag in out[start : start + len(present)].tolist()]
-        return [out.as_strided(*view) if flag else None for view, flag in zip(self._views, exists, strict=True)]
+        own = exist[: len(self._views)]
+        return [out.as_strided(*view) if flag else None for view, flag in zip(self._views, own, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -163,10 +176,25 @@ class Route:
         return [work for work in works if work is not None]
 
 
+Deliver = Callable[[Sequence[torch.Tensor | None], Sequence[bool]], None]
+"""Gets the shards of reduced gradients, and which of the parameters told of have a gradient on any rank."""
+
+
 class Reduction:
     """One reduction under way: started when a unit's backward is done, finished when its result is needed.
 
     Holds the memory that the collectives read and write until `finish`.
+
+    Args:
+        plan: how the gradients are laid out.
+        route: the collectives.
+        gradients: whole ones of the plan's tensors (emptied), zeros where this rank has none.
+        present: which of the parameters told of this rank has a gradient for.
+        lane: that communicates.
+        device: that computes.
+        like: a tensor of the dtype and device of the shards.
+        deliver: gets the result.
+        name: of the unit, for messages.
     """
 
     def __init__(
@@ -176,14 +204,15 @@ class Reduction:
         gradients: list[torch.Tensor],
         present: Sequence[bool],
         lane: Lane,
+        device: torch.device,
         like: torch.Tensor,
-        deliver: Callable[[Sequence[torch.Tensor | None]], None],
+        deliver: Deliver,
         name: str,
     ):
         self.plan, self.route, self.present = plan, route, present
         self.like, self.name = like, name
-        self._deliver = deliver
-        self.out = route.allocate((plan.layout.local_numel,), dtype=plan.dtype, device=gradients[0].device)
+        self._give = deliver
+        self.out = route.allocate((plan.layout.local_numel,), dtype=plan.dtype, device=device)
         self.goes_to_host = is_elsewhere(like, self.out.device) and not route.stop_after_shard
         if self.goes_to_host:
             self._on_host = host_memory(like, self.out.numel())
@@ -239,12 +268,16 @@ class Reduction:
         out = self.out.to(self.like.dtype) if not self.goes_to_host else None
         del self.out
         if out is not None:
-            self._deliver(self.plan.unstage(out, self.present))
+            self._deliver(out)
+
+    def _deliver(self, out: torch.Tensor) -> None:
+        exist = self.plan.exist(out, self.present)
+        self._give(self.plan.unstage(out, exist), exist)
 
     def land(self) -> None:
         """Deliver shards that `finish` left on their way to the host, which waits for them."""
         self._ticket.synchronize()
-        self._deliver(self.plan.unstage(self._on_host, self.present))
+        self._deliver(self._on_host)
 
     def abandon(self) -> None:
         """Wait and drop the result."""

@@ -50,6 +50,7 @@ class ParamGroup:
         self.gradients = GradientReducer(self.slots, mesh, policy, self.options)
         self._name = ""
         self._gather: tuple[Ticket | None, Sequence[Gather]] | None = None
+        self._is_kept = mesh.strategy.keeps_unsharded
 
     @property
     def name(self) -> str:
@@ -89,7 +90,7 @@ class ParamGroup:
                 return
             # Kept since before the optimizer changed the shards.
             self.reshard()
-        if self.mesh.strategy.keeps_unsharded and not self.shards.changed():
+        if self._is_kept and not self.shards.changed():
             self._gather = None, ()
             return
         self.shards.check_materialized()
@@ -171,26 +172,30 @@ class ParamGroup:
         remember_successor(parameter, self.shards.reference, self.slots.index(slot))
         return parameter
 
-    def reshard(self, *, after_forward: bool = False) -> None:
+    def reshard(self, *, after_forward: bool = False, keep: bool = False) -> None:
         """Register the sharded parameters and free the gathered ones, unless the strategy keeps them.
 
         Args:
             after_forward: reshard to the smaller world, where the policy has one.
+            keep: do not free the gathered ones; the next `unshard` gathers only if the shards were written.
         """
         if self._gather is not None:
             self.wait_for_unshard()
         if after_forward and self.policy.reshard_to is not None and self.is_unsharded:
             self._reshard_to(self.policy.reshard_to)
             return
-        if self.state is ShardState.SHARDED:
+        if self.state is ShardState.SHARDED and (keep or not self._is_kept):
             return
         for slot in self.slots:
             for place in slot.places:
                 place.put(slot.sharded)
         self.state = ShardState.SHARDED
+        self._is_kept = keep or self.mesh.strategy.keeps_unsharded
+        if self._is_kept:
+            self.shards.watch()
         for buffer in self.shards.buffers:
             buffer.drop_resharded()
-            if not self.mesh.strategy.keeps_unsharded:
+            if not self._is_kept:
                 buffer.free()
 
     def _reshard_to(self, smaller: DataParallelMesh) -> None:

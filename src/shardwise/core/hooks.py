@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .context import FSDPCommContext
-from .device import Lane, eager, in_backward, label, take_history
+from .device import Lane, eager, in_backward, label, runs_in_this_backward, take_history
 from .errors import StateError
 from .group import ParamGroup
 from .tree import cast_floating, map_tensors, opaque_types, tensors_requiring_grad
@@ -75,6 +75,7 @@ class Unit:
         self._recomputations = 0
         self._positions: list[int] = []
         self._calls: Counter[int] = Counter()
+        self._nodes: dict[int, weakref.ref[Any]] = {}
         self.name = ""
         self.rename(name or "")
         self.context = context
@@ -229,9 +230,9 @@ class Unit:
             if not announces:
                 self._refuse_opaque(output)
         if not announces and self.reshards_unless_root:
-            # The root keeps its parameters for a backward, and there will be none.
+            # The root kept its parameters for a backward, and there will be none: they serve the next forward.
             for group in self.groups:
-                group.reshard()
+                group.reshard(keep=not group.options.reshard_after_forward)
         self.phase = Phase.IDLE
         return output
 
@@ -303,6 +304,7 @@ class Unit:
         if not inputs:
             return args, kwargs
         aliases = _PostBackward.apply(self, forward_pass, *inputs)  # type: ignore[no-untyped-call]
+        self._nodes.setdefault(forward_pass, weakref.ref(aliases[0].grad_fn))
         self._passed = [(old, new, old._version) for old, new in zip(inputs, aliases, strict=True)]
         replaced = iter(aliases)
         return map_tensors((args, kwargs), lambda t: next(replaced) if t.requires_grad else t)  # type: ignore[no-any-return]
@@ -365,7 +367,16 @@ class Unit:
         self.context.queue_end_of_backward()
         self.phase = Phase.POST_BACKWARD
         self._calls[forward_pass] -= 1
-        self._reduce(is_complete=self._calls[forward_pass] <= 0)
+        self._reduce(is_complete=self._calls[forward_pass] <= 0 and not self._awaits_others(forward_pass))
+
+    def _awaits_others(self, forward_pass: int) -> bool:
+        """Whether this backward goes on to another forward pass, whose gradients autograd adds before it gives any."""
+        for other, reference in self._nodes.items():
+            if other != forward_pass and other > 0 and self._calls[other] > 0:
+                node = reference()
+                if node is not None and runs_in_this_backward(node):
+                    return True
+        return False
 
     def _reduce(self, is_complete: bool) -> None:
         """Reshard; once the unit's backward is complete, reduce or keep its gradients."""
@@ -412,6 +423,7 @@ class Unit:
     def forget_calls(self) -> None:
         """The iteration's last backward is over: forwards that took no part in it are not waited for."""
         self._calls.clear()
+        self._nodes.clear()
         self._positions.clear()
 
     # -- Anywhere

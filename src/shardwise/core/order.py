@@ -3,48 +3,72 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
 
-class ExecutionOrder(Generic[T]):
-    """Forward order of the last pass, and the order of this iteration's forwards for its backward.
+@dataclass(frozen=True)
+class _Next(Generic[T]):
+    """What followed a unit's forward last time, and whether it did the time before too, as far as is known."""
 
-    Holds weak references, so that it never keeps a model alive.
+    unit: weakref.ref[T] | None
+    is_sure: bool
+
+
+class ExecutionOrder(Generic[T]):
+    """What runs forward after what, and the order of this iteration's forwards for its backward.
+
+    A unit that ran several times in a pass has several places. Where two passes differ nothing is expected until two
+    agree again, since a wrong guess costs a gather. Holds weak references, so that it never keeps a model alive.
     """
 
     def __init__(self) -> None:
-        self._last: list[weakref.ref[T]] = []
-        self._now: list[weakref.ref[T]] = []
-        self._matches = False
+        self._next: dict[tuple[weakref.ref[T], int], _Next[T]] = {}
+        self._place: tuple[weakref.ref[T], int] | None = None
+        self._first: weakref.ref[T] | None = None
+        self._runs: Counter[weakref.ref[T]] = Counter()
+        self._matches = True
         self._backward: list[weakref.ref[T]] = []
 
     def start_pass(self) -> None:
-        """A forward pass begins: what the last one did is expected again."""
-        if self._now:
-            self._last = self._now
-        self._now = []
-        self._matches = bool(self._last)
+        """A forward pass begins."""
+        if self._place is not None:
+            self._follow(None)
+        self._place, self._first, self._matches = None, None, True
+        self._runs.clear()
+
+    def _follow(self, unit: weakref.ref[T] | None) -> None:
+        """``unit`` runs after the one at the current place (None: nothing does)."""
+        assert self._place is not None
+        old = self._next.get(self._place)
+        agrees = old is None or old.unit is unit
+        if old is None or not (agrees and old.is_sure):
+            self._next[self._place] = _Next(unit, agrees)
+        self._matches = self._matches and (agrees or (old is not None and not old.is_sure))
 
     def starts_again(self, unit: weakref.ref[T]) -> bool:
         """Whether ``unit`` was the first of the current pass; tells passes apart where no root does."""
-        return bool(self._now) and self._now[0] is unit
+        return self._first is unit
 
     def enter(self, unit: weakref.ref[T]) -> T | None:
-        """``unit`` runs forward now; gives the one expected next, None when the order is not the recorded one."""
-        position = len(self._now)
-        self._now.append(unit)
-        if self._matches:
-            self._matches = position < len(self._last) and self._last[position] is unit
-        if not self._matches or position + 1 >= len(self._last):
-            return None
-        return self._last[position + 1]()
+        """``unit`` runs forward now; gives the one expected next, if any is."""
+        if self._place is not None:
+            self._follow(unit)
+        else:
+            self._first = unit
+        self._runs[unit] += 1
+        self._place = unit, self._runs[unit]
+        known = self._next.get(self._place)
+        return known.unit() if known is not None and known.is_sure and known.unit is not None else None
 
     @property
     def matches(self) -> bool:
-        """Whether the current pass follows the recorded one so far."""
-        return self._matches
+        """Whether everything that was expected in the current pass ran, if it ends here."""
+        known = self._next.get(self._place) if self._place is not None else None
+        return self._matches and (known is None or not known.is_sure or known.unit is None)
 
     def record_for_backward(self, unit: weakref.ref[T]) -> int:
         """``unit`` will take part in backward; gives its position."""
@@ -61,4 +85,7 @@ class ExecutionOrder(Generic[T]):
 
     def forget(self) -> None:
         """Nothing is known of the order any more."""
-        self._last, self._now, self._backward, self._matches = [], [], [], False
+        self._next.clear()
+        self._runs.clear()
+        self._backward.clear()
+        self._place, self._first, self._matches = None, None, True

@@ -23,8 +23,6 @@ class Owner(Protocol):
 
     written_since_wrapping: bool
 
-    def mark_stale(self) -> None: ...
-
     def note_write(self) -> None: ...
 
     def name_of(self, parameter: torch.Tensor) -> tuple[str, str]: ...
@@ -49,12 +47,11 @@ class ShardedParameter(DTensor):
         if func.__name__[-1] == "_" and _may_write(func):
             for parameter in _sharded_in((args, kwargs)):
                 if (owner := owner_of(parameter)) is not None:
-                    # Whoever takes .data may write through it unseen, but most only look.
-                    owner.mark_stale() if func.__name__ == "__get__" else owner.note_write()
+                    owner.note_write()
         try:
             result = call_without_torch_function(func, types, args, kwargs or {})
-            if func == torch.Tensor.detach:
-                result.__class__ = cls  # `nn.Parameter` asks of a subclass that detaching keeps it
+            if func == torch.Tensor.detach or func == _DATA:
+                result.__class__ = cls  # writes through it are seen; `nn.Parameter` asks it of a subclass
                 result.__dict__["_shardwise_owner"] = args[0].__dict__.get("_shardwise_owner")
             return result
         except RuntimeError as error:
@@ -80,8 +77,6 @@ class ShardedParameter(DTensor):
 
 def _may_write(func: Any) -> bool:
     name: str = func.__name__
-    if name == "__get__":
-        return bool(func == _DATA)
     if name == "requires_grad_":
         return False
     return not name.endswith("__") or name.startswith("__i") or name == "__setitem__"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -17,9 +19,14 @@ from .device import (
     wrap_gradient,
 )
 from .errors import StateError
-from .gradient import GradientPlan, Reduction, Route, gradient_scale
+from .gradient import Deliver, GradientPlan, Reduction, Route, gradient_scale
 from .mesh import DataParallelMesh
 from .slot import GroupOptions, GroupPolicy, Slot
+
+MOST_PLANS = 64
+"""Which parameters are reduced together may change with every step; plans are cheap to make again."""
+IDLE_AFTER = 2
+"""Reductions in a row in which no rank had a gradient for a parameter, after which it is left out until one has."""
 
 
 class GradientReducer:
@@ -35,11 +42,13 @@ class GradientReducer:
     def __init__(self, slots: Sequence[Slot], mesh: DataParallelMesh, policy: GroupPolicy, options: GroupOptions):
         self.slots, self.mesh, self.policy, self.options = slots, mesh, policy, options
         self.unit_name = ""
-        self._plans: dict[tuple[tuple[int, ...], torch.dtype, bool], GradientPlan] = {}
+        self._plans: dict[tuple[tuple[int, ...], int, torch.dtype, bool], GradientPlan] = {}
+        self._absences: Counter[Slot] = Counter()
 
     def forget_plans(self) -> None:
         """The buffers of the slots were made anew."""
         self._plans.clear()
+        self._absences.clear()
 
     def _reduce_dtype(self, gradient_dtype: torch.dtype) -> torch.dtype:
         wanted = self.policy.precision.reduce_dtype
@@ -82,6 +91,8 @@ class GradientReducer:
                 slot.unsharded.grad = None
         for plan in self._plans.values():
             plan.partial = None
+        # Ranks may have been told of different reductions.
+        self._absences.clear()
 
     def _take(self, slot: Slot) -> torch.Tensor | None:
         assert slot.unsharded is not None
@@ -123,36 +134,80 @@ class GradientReducer:
         if self.mesh.size == 1 and self.options.all_reduce_hook is None and not offloaded:
             self._deliver_own(slots, gradients)
             return None
+        idle = [slot for slot in slots if self._absences[slot] >= IDLE_AFTER] if self._may_leave_out() else []
+        if not idle:
+            return self._start(slots, gradients, lane, present, functools.partial(self._deliver_and_note, slots))
+        active = [slot for slot in slots if slot not in idle]
+        whole = dict(zip(slots, gradients, strict=True))
+        had = dict(zip(slots, present, strict=True))
+        gradients.clear()
+
+        def deliver(shards: Sequence[torch.Tensor | None], exist: Sequence[bool]) -> None:
+            self._deliver_and_note([*active, *idle], shards, exist)
+            late = [slot for slot, exists in zip(idle, exist[len(active) :], strict=True) if exists]
+            if late:
+                self._finish_now(self._start(late, [whole.pop(slot) for slot in late], lane))
+
+        told = [had[slot] for slot in (*active, *idle)]
+        return self._start(active, [whole.pop(slot) for slot in active], lane, told, deliver)
+
+    def _deliver_and_note(
+        self, told: Sequence[Slot], shards: Sequence[torch.Tensor | None], exist: Sequence[bool]
+    ) -> None:
+        """Deliver the shards of the first slots that were told of, and count absences of all."""
+        self._deliver(told[: len(shards)], shards)
+        for slot, exists in zip(told, exist, strict=True):
+            if not exists:
+                self._absences[slot] += 1
+            elif slot in self._absences:
+                del self._absences[slot]
+
+    def _may_leave_out(self) -> bool:
+        """Whether the next reduction is complete in itself: sums kept for a later all-reduce must all be alike."""
+        keeps_sums = bool(self.mesh.replicate) and not self.options.all_reduce_gradients
+        return not keeps_sums and all(plan.partial is None for plan in self._plans.values())
+
+    @staticmethod
+    def _finish_now(reduction: Reduction) -> None:
+        reduction.finish()
+        if reduction.goes_to_host:
+            reduction.land()
+
+    def _start(
+        self,
+        slots: Sequence[Slot],
+        gradients: list[torch.Tensor | None],
+        lane: Lane,
+        present: Sequence[bool] | None = None,
+        deliver: Deliver | None = None,
+    ) -> Reduction:
+        """Reduce ``gradients`` (emptied) of ``slots``, zeros where there are none."""
+        like = (slots[0] if slots else self.slots[0]).buffer
         dtypes = {gradient.dtype for gradient in gradients if gradient is not None}
-        dtype = self._reduce_dtype(next(iter(dtypes), slots[0].buffer.dtype))
+        dtype = self._reduce_dtype(next(iter(dtypes), like.dtype))
         filled: list[torch.Tensor] = []
         for slot, gradient in zip(slots, gradients, strict=True):
             if gradient is None:
                 gradient = self._zeros(slot, next(iter(dtypes), dtype))
             filled.append(gradient if len(dtypes) <= 1 and slot.buffer.dtype != dtype else gradient.to(dtype))
         gradients.clear()
-        plan = self._plan(slots, dtype)
+        known = [True] * len(slots) if present is None else present
+        plan = self._plan(slots, len(known), dtype)
         self._check_partial_sums(plan)
-        replicate = self.mesh.replicate
+        give = deliver or (lambda shards, exist: self._deliver(slots, shards))
+        device = self.mesh.device
+        return Reduction(plan, self._route(dtype), filled, known, lane, device, like.local, give, self.unit_name)
+
+    def _route(self, dtype: torch.dtype) -> Route:
+        options, replicate = self.options, self.mesh.replicate
         size = self.mesh.size // self.mesh.shard.size
-        options = self.options
-        route = Route(
+        return Route(
             options.reduce_comm or self.mesh.shard,
             replicate,
             gradient_scale(dtype, self.mesh.shard.size, size, options.divide_factor, options.force_sum),
             stop_after_shard=bool(replicate) and not options.all_reduce_gradients,
             hook=options.all_reduce_hook,
             custom=options.custom_reduce_scatter,
-        )
-        return Reduction(
-            plan,
-            route,
-            filled,
-            present,
-            lane,
-            slots[0].buffer.local,
-            lambda shards: self._deliver(slots, shards),
-            self.unit_name,
         )
 
     def _check_partial_sums(self, plan: GradientPlan) -> None:
@@ -166,15 +221,17 @@ class GradientReducer:
     def _zeros(self, slot: Slot, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(slot.buffer.layout.tensors[slot.index].shape, dtype=dtype, device=self.mesh.device)
 
-    def _plan(self, slots: Sequence[Slot], dtype: torch.dtype) -> GradientPlan:
+    def _plan(self, slots: Sequence[Slot], flags: int, dtype: torch.dtype) -> GradientPlan:
         shard = self.mesh.shard
         packs_all = shard.size == 1 or self.options.custom_reduce_scatter is not None
         # Not whether these gradients need a cast: accumulated ones do not, and their partial sums must find the plan.
-        cast = slots[0].buffer.dtype != dtype
-        key = (tuple(id(slot) for slot in slots), dtype, packs_all)
+        cast = bool(slots) and slots[0].buffer.dtype != dtype
+        key = (tuple(id(slot) for slot in slots), flags, dtype, packs_all)
         if (plan := self._plans.get(key)) is None:
+            if len(self._plans) >= MOST_PLANS and all(plan.partial is None for plan in self._plans.values()):
+                self._plans.clear()
             tensors = [slot.buffer.layout.tensors[slot.index] for slot in slots]
-            plan = self._plans[key] = GradientPlan(tensors, shard, dtype, cast, packs_all)
+            plan = self._plans[key] = GradientPlan(tensors, shard, dtype, cast, packs_all, flags)
         return plan
 
     def _deliver_own(self, slots: Sequence[Slot], gradients: list[torch.Tensor | None]) -> None:

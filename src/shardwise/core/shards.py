@@ -146,6 +146,11 @@ class Shards:
         self._stale = False
         self._versions = self._written() if keeps else None
 
+    def watch(self) -> None:
+        """`changed` will be asked."""
+        if self._versions is None:
+            self._versions = self._written()
+
     def changed(self) -> bool:
         """Whether they were written since they were gathered last."""
         return self._stale or (self._versions is not None and self._versions != self._written())

@@ -1,0 +1,106 @@
+"""Parameters that come and go: on some ranks, in some steps, after they were left out of reductions for a while."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardwise
+
+from .harness import on_ranks
+from .truth import batch, gradients_of
+
+WIDTH, BRANCHES = 7, 3
+USED: list[list[set[int]]] = [
+    # for each step, what each rank (the last one again for more ranks) uses
+    [{0, 1, 2}, {0, 1, 2}],
+    [{0}, {0}],
+    [{0}, {0}],
+    [{0}, {0}],  # 1 and 2 are left out from here on
+    [{0, 1}, {0}],  # 1 comes back on one rank, and is reduced late
+    [{0, 1}, {0}],
+    [{0}, {0, 2}],  # 2 comes back on others
+    [set(), set()],
+    [set(), set()],
+    [set(), set()],  # nothing at all: flags alone
+    [{1, 2}, {0}],
+    [{0, 1, 2}, {0, 1, 2}],
+]
+
+
+class Branches(nn.Module):
+    """Sums chosen branches of odd sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=index != 1) for index in range(BRANCHES))
+
+    def forward(self, x: torch.Tensor, used: set[int]) -> torch.Tensor:
+        for index in sorted(used):
+            x = x + torch.tanh(self.branches[index](x))
+        return x
+
+
+def used_by(step: int, rank: int) -> set[int]:
+    return USED[step][min(rank, 1)]
+
+
+def plain_gradients(model: nn.Module, step: int, ranks: int, micro_batches: int) -> dict[str, torch.Tensor | None]:
+    """Of the mean over ranks."""
+    model.zero_grad()
+    for rank in range(ranks):
+        for part in range(micro_batches):
+            x = batch(100 * part + step, rank, 4, WIDTH).requires_grad_()
+            (model(x, used_by(step, rank)).square().sum() / ranks).backward()
+    return gradients_of(model)
+
+
+def check(model: Any, mesh: Any, micro_batches: int, ranks: int, **options: Any) -> None:
+    rank = dist.get_rank()
+    torch.manual_seed(3)
+    reference = Branches()
+    model.load_state_dict(reference.state_dict())
+    wrapped = shardwise.fully_shard(model, mesh=mesh, **options)
+    for step in range(len(USED)):
+        for part in range(micro_batches):
+            wrapped.set_is_last_backward(part == micro_batches - 1)
+            x = batch(100 * part + step, rank, 4, WIDTH).requires_grad_()
+            wrapped(x, used_by(step, rank)).square().sum().backward()
+        expected, found = plain_gradients(reference, step, ranks, micro_batches), gradients_of(model)
+        for name, gradient in expected.items():
+            if gradient is None:
+                assert found[name] is None, (step, name)
+            else:
+                torch.testing.assert_close(found[name], gradient, msg=lambda text, s=step, n=name: f"{s} {n}: {text}")
+        model.zero_grad()
+
+
+@on_ranks(2, 3, preset=["zero1", "zero3", "ddp"], micro_batches=[1, 2])
+def test_branches_that_come_and_go(preset: str, micro_batches: int) -> None:
+    ranks = dist.get_world_size()
+    check(Branches(), init_device_mesh("cpu", (ranks,)), micro_batches, ranks, placements=preset)
+
+
+@on_ranks(4)
+def test_two_axes() -> None:
+    check(Branches(), init_device_mesh("cpu", (2, 2)), 1, 4)
+
+
+@on_ranks(2)
+def test_left_out_parameters_of_low_precision_come_back() -> None:
+    """Reduced in fp32 from bf16 gradients: a late reduction has the dtype of the others."""
+    policy = shardwise.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = shardwise.fully_shard(Branches(), mp_policy=policy)
+    for step in range(len(USED)):
+        used = used_by(step, dist.get_rank())
+        model(batch(step, dist.get_rank(), 4, WIDTH).requires_grad_(), used).float().square().sum().backward()
+        anywhere = USED[step][0] | USED[step][1]
+        for index, branch in enumerate(model.branches):  # type: ignore[arg-type, var-annotated]
+            gradient = branch.weight.grad
+            assert (gradient is not None) == (index in anywhere), step
+            assert gradient is None or (gradient.dtype is torch.float32 and bool((gradient.full_tensor() != 0).any()))
+        model.zero_grad()
