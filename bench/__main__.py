@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
+from .cases import case_tables
 from .collectives import collective_tables
 from .counts import count_tables
 from .host import host_tables
@@ -26,6 +27,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS, QUICK_RESULTS = ROOT / "bench" / "results", ROOT / "out" / "bench"
 BENCHES: dict[str, tuple[str, Callable[[bool], list[Table]]]] = {
     "counts": ("Collectives and bytes of a step", count_tables),
+    "cases": ("Collectives and bytes, case by case", case_tables),
     "host": ("Host time", host_tables),
     "memory": ("Peak memory of a step", memory_tables),
     "collectives": ("gloo's collectives", collective_tables),
