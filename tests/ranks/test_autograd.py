@@ -212,6 +212,8 @@ def test_containers(kind: str, view: bool) -> None:
 
     # FSDP2 does not look into dataclasses.
     known = kind not in ("dataclass", "frozen", "record_in_dict")
+    if kind == "model_output" and torch.__version__ < "2.13":
+        known = False  # torch 2.11's neither, and it then reads freed memory
     make = ViewSplits if view else Splits
     check(lambda: stack(make(kind), Joins(kind)), against_torch=known, steps=2)
 

@@ -105,7 +105,7 @@ def test_an_average_of_whole_tensors_is_refused(fake_mesh: Mesh) -> None:
     wrapped = model()
     average = AveragedModel(wrapped)
     fully_shard(wrapped, mesh=fake_mesh(2))
-    with pytest.raises(StateError, match=r"'0\.weight'.*is sharded.*before fully_shard holds whole tensors"):
+    with pytest.raises(StateError, match=r"'0\.weight'.*is sharded.*an average that was made before fully_shard"):
         average.update_parameters(wrapped)
 
 

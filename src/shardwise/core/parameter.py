@@ -97,17 +97,17 @@ def _used_while_sharded(operator: str, writes_sharded: bool, parameters: Sequenc
                 "load whole tensors by torch.distributed.checkpoint.state_dict.set_model_state_dict with "
                 "StateDictOptions(full_state_dict=True), or shard the value by distribute_tensor first"
             )
-        if operator[-1] == "_" and operator[-2:] != "__" and not writes_sharded:
-            return (
-                f"parameter {name!r} of unit {unit!r} is sharded, and {operator} reads it into a plain tensor: an "
-                "average or copy made before fully_shard holds whole tensors; make it after, from the sharded "
-                "parameters, or read full_tensor()"
-            )
-        return (
+        message = (
             f"parameter {name!r} was used outside the forward of its unit {unit!r}, where it is sharded: "
             f"call unshard() on the unit before, run the code inside its forward, or make the method that "
             f"does it a forward method by register_fsdp_forward_method(module, method_name)"
         )
+        if operator[-1] == "_" and operator[-2:] != "__" and not writes_sharded:
+            message += (
+                f"; where {operator} updates a copy or an average that was made before fully_shard, make that after, "
+                "from the sharded parameters, or read full_tensor()"
+            )
+        return message
     return "a sharded parameter, whose unit no longer exists, was mixed with plain tensors"
 
 
