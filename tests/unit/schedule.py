@@ -95,11 +95,12 @@ def _written(func: Any, args: Any, kwargs: Any) -> dict[int, torch.Tensor]:
 
 
 def faults(log: list[Logged]) -> list[str]:
-    """What is not ordered: reads of what another stream may still write, writes of what it may still use, and memory
-    freed while another stream may still use it."""
+    """What is not ordered: reads of what another stream may still write, writes of what it may still use, memory freed
+    while another stream may still use it, and memory used where whoever had it before may still do."""
     clocks: dict[int, Clock] = defaultdict(lambda: defaultdict(int))
     events: dict[int, Clock] = {}
     owners: dict[int, int] = {}
+    since: dict[int, int] = {}
     writes: dict[int, dict[int, tuple[int, str]]] = defaultdict(dict)
     uses: dict[int, dict[int, tuple[int, str]]] = defaultdict(dict)
     found = []
@@ -116,13 +117,18 @@ def faults(log: list[Logged]) -> list[str]:
             for stream, time in events[entry.event].items():
                 clock[stream] = max(clock[stream], time)
         elif entry.kind == "allocate":
-            owners[entry.event] = entry.stream
+            clock[entry.stream] += 1
+            owners[entry.event], since[entry.event] = entry.stream, clock[entry.stream]
         elif entry.kind == "free":
             owner = owners.pop(entry.event, entry.stream)
             found += [f"freed while in use by {name}" for name in unordered(owner, uses.pop(entry.event, {}))]
             writes.pop(entry.event, None)
         else:
             clock[entry.stream] += 1
+            for storage in {*entry.reads, *entry.writes}:
+                owner = owners.get(storage, entry.stream)
+                if owner != entry.stream and clock[owner] < since[storage]:
+                    found.append(f"{entry.name} uses memory that is not free yet")
             for storage in entry.reads:
                 found += [f"{entry.name} reads before {n} wrote" for n in unordered(entry.stream, writes[storage])]
             for storage in entry.writes:

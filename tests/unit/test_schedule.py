@@ -23,6 +23,7 @@ def recorded(
     mesh: DeviceMesh,
     prepare: Callable[[Transformer], None] = lambda model: None,
     micro_batches: int = 1,
+    after_update: Callable[[Transformer, RecordingDevice], None] = lambda model, device: None,
     **options: Any,
 ) -> list[Logged]:
     """The log of three iterations of a small transformer whose shards are changed between them."""
@@ -43,6 +44,7 @@ def recorded(
                 with torch.no_grad():
                     parameter.to_local().sub_(parameter.grad.to_local())  # type: ignore[attr-defined, union-attr]
                 parameter.grad = None
+            after_update(model, device)
         watched.sweep()
     return device.log
 
@@ -100,6 +102,25 @@ def test_gradients_on_their_way_to_the_host(
     assert faults(log) == []
     copies = [entry for entry in log if entry.name.startswith("aten._foreach_copy_") and entry.stream]
     assert copies, "gradients are copied beside the computation"
+
+
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16], ids=["fp32", "bf16"])
+def test_gathers_after_the_optimizers_event(fake_mesh: Mesh, preset: str, policy: MixedPrecisionPolicy) -> None:
+    def after_update(model: Transformer, device: RecordingDevice) -> None:
+        model.set_post_optim_event(device.record(0))  # type: ignore[operator]
+        mark = device.record(0)
+        # What is queued before the next forward is not waited for, though its memory is freed.
+        (torch.ones(1000) * 2).sum()
+        marks.append((mark, device.record(0)))
+
+    marks: list[tuple[int, int]] = []
+    placements = getattr(Placements, preset)
+    log = recorded(fake_mesh(2), after_update=after_update, placements=placements, mp_policy=policy)
+    assert faults(log) == []
+    waits = [entry.event for entry in log if entry.kind == "wait" and entry.stream]
+    first = [next(event for event in waits if event > mark or event == mark - 1) for mark, _ in marks[:-1]]
+    assert all(event < mark for event, (mark, _) in zip(first, marks, strict=False))
 
 
 def test_parameters_kept_between_micro_batches(fake_mesh: Mesh) -> None:

@@ -37,7 +37,6 @@ class FSDPCommContext:
         self.max_pending_reductions = 1
         self.has_root = False
         self.forward_root: Unit | None = None
-        self.post_optimizer_event: Any = None
         self.passes = 0
         self._units: list[weakref.ref[Unit]] = []
         self._reductions: deque[Reduction] = deque()
@@ -70,9 +69,14 @@ class FSDPCommContext:
         """A forward pass through the tree begins."""
         self.passes += 1
         self.order.start_pass()
-        if (event := self.post_optimizer_event) is not None:
-            self.gather_lane.wait_event(event)
-            self.post_optimizer_event = None
+
+    def gather_after(self, event: Any, first: Unit) -> None:
+        """Let gathers start after ``event``; that of ``first``, if it is the next one, needs nothing that is queued on
+        the compute stream from now on."""
+        self.gather_lane.wait_event(event)
+        if self.device.is_asynchronous:
+            for group in first.groups:
+                group.prepare_unshard(event, self.device.mark)
 
     def drop_prefetched(self) -> None:
         """Free what was gathered for units that then did not run."""

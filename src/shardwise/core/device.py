@@ -61,12 +61,13 @@ class Lane(ABC):
     """An ordered sequence of communication beside the computation."""
 
     @abstractmethod
-    def submit(self, *steps: Step) -> Ticket:
-        """Run ``steps`` one after the other, all after the computation queued so far."""
+    def submit(self, *steps: Step, after: Sequence[Any] = ()) -> Ticket:
+        """Run ``steps`` one after the other, all after the computation queued so far, or if there are any after the
+        events ``after``, which a `Device.mark` must be among that no memory used was allocated after."""
 
     @abstractmethod
     def wait_event(self, event: Any) -> None:
-        """Let what is submitted from now on start after ``event``, and not after the computation queued so far."""
+        """Let everything that is submitted from now on start after ``event``."""
 
 
 class Device(ABC):
@@ -78,6 +79,13 @@ class Device(ABC):
     @abstractmethod
     def lane(self) -> Lane:
         """A new lane."""
+
+    is_asynchronous = True
+    """Whether the compute stream runs behind the host."""
+
+    @abstractmethod
+    def mark(self) -> Any:
+        """An event after which everything queued on the compute stream so far is done."""
 
     @abstractmethod
     def move_inputs(self, value: Any) -> Any:
@@ -104,7 +112,7 @@ class _HostTicket:
 
 
 class _HostLane(Lane):
-    def submit(self, *steps: Step) -> Ticket:
+    def submit(self, *steps: Step, after: Sequence[Any] = ()) -> Ticket:
         return _HostTicket(steps)
 
     def wait_event(self, event: Any) -> None:
@@ -113,6 +121,11 @@ class _HostLane(Lane):
 
 class HostDevice(Device):
     """The CPU: collectives run on the process group's own threads."""
+
+    is_asynchronous = False
+
+    def mark(self) -> Any:
+        return None
 
     def lane(self) -> Lane:
         return _HostLane()
@@ -139,14 +152,12 @@ class _StreamLane(Lane):
         self.module = module
         # High priority: its kernels are short and computation waits for them.
         self.stream = module.Stream(priority=-1)
-        self._event: Any = None
 
-    def submit(self, *steps: Step) -> Ticket:
-        if self._event is None:
+    def submit(self, *steps: Step, after: Sequence[Any] = ()) -> Ticket:
+        if not after:
             self.stream.wait_stream(self.module.current_stream())
-        else:
-            self.stream.wait_event(self._event)
-            self._event = None
+        for event in after:
+            self.stream.wait_event(event)
         with self.module.stream(self.stream):
             for step in steps:
                 for work in step():
@@ -154,7 +165,7 @@ class _StreamLane(Lane):
             return _StreamTicket(self.module, self.stream.record_event())
 
     def wait_event(self, event: Any) -> None:
-        self._event = event
+        self.stream.wait_event(event)
 
 
 class AcceleratorDevice(Device):
@@ -163,6 +174,9 @@ class AcceleratorDevice(Device):
     def __init__(self, device: torch.device):
         super().__init__(device)
         self.module = torch.get_device_module(device)
+
+    def mark(self) -> Any:
+        return self.module.current_stream().record_event()
 
     def lane(self) -> Lane:
         return _StreamLane(self.module)
@@ -496,6 +510,10 @@ class RecordingDevice(Device):
     def move_inputs(self, value: Any) -> Any:
         return value
 
+    def mark(self) -> Any:
+        self.before_submit()
+        return self.record(self.current)
+
     def record(self, stream: int) -> int:
         """Record an event on ``stream``; gives its number."""
         self.events += 1
@@ -511,10 +529,11 @@ class _RecordingLane(Lane):
     def __init__(self, device: RecordingDevice, stream: int):
         self.device, self.stream = device, stream
 
-    def submit(self, *steps: Step) -> Ticket:
+    def submit(self, *steps: Step, after: Sequence[Any] = ()) -> Ticket:
         device, outer = self.device, self.device.current
         device.before_submit()
-        device.wait(self.stream, device.record(outer))
+        for event in after or [device.record(outer)]:
+            device.wait(self.stream, event)
         device.current = self.stream
         for step in steps:
             for work in step():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
+from typing import Any
 
 import torch
 from torch import nn
@@ -50,6 +51,7 @@ class ParamGroup:
         self.gradients = GradientReducer(self.slots, mesh, policy, self.options)
         self._name = ""
         self._gather: tuple[Ticket | None, Sequence[Gather]] | None = None
+        self._prepared: tuple[Sequence[Gather], Sequence[Any]] = (), ()
         self._is_kept = mesh.strategy.keeps_unsharded
 
     @property
@@ -64,6 +66,7 @@ class ParamGroup:
     def adopt_registered(self, *, is_loading: bool = False) -> None:
         """`Shards.adopt_registered`, between uses."""
         assert self.state is ShardState.SHARDED
+        self._prepared = (), ()
         if self.shards.adopt_registered(is_loading=is_loading):
             self.gradients.forget_plans()
 
@@ -95,9 +98,18 @@ class ParamGroup:
             return
         self.shards.check_materialized()
         with torch.no_grad(), label("FSDP::all_gather", self.name):
-            gathers = [self._start_gather(buffer) for buffer in self.shards.buffers]
+            (gathers, after), self._prepared = self._prepared, ((), ())
+            gathers = gathers or [self._start_gather(buffer) for buffer in self.shards.buffers]
             works = any(gather.inputs or gather.prepare for gather in gathers)
-            self._gather = lane.submit(lambda: self._issue(gathers)) if works else None, gathers
+            self._gather = lane.submit(lambda: self._issue(gathers), after=after) if works else None, gathers
+
+    def prepare_unshard(self, event: Any, mark: Callable[[], Any]) -> None:
+        """Allocate what the next gather needs, which is then ordered after ``event`` and the allocation alone."""
+        if self._gather is None and self.state is ShardState.SHARDED and self.shards.is_adopted:
+            self.shards.check_materialized()
+            with torch.no_grad():
+                gathers = [self._start_gather(buffer) for buffer in self.shards.buffers]
+            self._prepared = gathers, (event, mark())
 
     def _gathers_by(self, buffer: ShardedBuffer) -> StagedCollective | None:
         staged = self.mesh.shard.size > 1 and not buffer.is_resharded
@@ -184,8 +196,9 @@ class ParamGroup:
         if after_forward and self.policy.reshard_to is not None and self.is_unsharded:
             self._reshard_to(self.policy.reshard_to)
             return
-        if self.state is ShardState.SHARDED and (keep or not self._is_kept):
+        if self.state is ShardState.SHARDED and (keep or not (self._is_kept or self._prepared[0])):
             return
+        self._prepared = (), ()
         for slot in self.slots:
             for place in slot.places:
                 place.put(slot.sharded)

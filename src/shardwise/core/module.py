@@ -236,8 +236,10 @@ class FSDPModule(torch_fsdp.FSDPModule):
             group.options.unshard_in_backward = unshard_in_backward
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Let the next forward's first gathers start after ``event`` instead of after all computation queued."""
-        self._context().post_optimizer_event = event
+        """Let the next forward's first gather start after ``event``, recorded behind the optimizer's step, instead of
+        after all computation that is queued by then. Its memory is taken now."""
+        context = self._context()
+        context.gather_after(event, next((unit for unit in context.units if unit.is_root), self._unit))
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many reductions may be under way at once; each holds one unit's gradients.
