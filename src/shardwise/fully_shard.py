@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Shard
 
 from .core.context import FSDPCommContext
+from .core.device import device_for
 from .core.errors import UnsupportedShardError
 from .core.group import ParamGroup, ShardState
 from .core.hooks import Unit
@@ -345,7 +346,10 @@ def _make_root(root: Unit) -> FSDPCommContext:
     named = [pair for module in root.modules for pair in module.named_modules()]
     units = dict.fromkeys(unit for _, module in named if (unit := unit_of(module)) is not None)
     given = (unit.context for unit in units if unit.context is not None and not unit.context.has_root)
-    context = next(given, None) or FSDPCommContext(root.device.type)
+    context = next(given, None)
+    if context is None:
+        context = FSDPCommContext(root.device.type)
+        context.use_device(device_for(root.device))
     context.has_root = True
     for unit in units:
         unit.join(context, is_root=unit is root)

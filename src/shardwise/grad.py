@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from .core.comm import comm_for
-from .core.device import local_norms, local_of, scale_each
+from .core.device import local_norms, local_of, mesh_device, scale_each
 
 
 @torch.no_grad()
@@ -84,7 +84,10 @@ def total_norm(tensors: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch
         members = [tensors[index] for index in indices]
         vector = torch.stack(local_norms([local_of(t) if isinstance(t, DTensor) else t for t in members], norm_type))
         if mesh is not None:
-            vector = _complete(vector, [_sharded_axes(tensor) for tensor in members], mesh, norm_type)
+            # Norms of offloaded gradients go to where the mesh communicates.
+            vector = _complete(
+                vector.to(mesh_device(mesh)), [_sharded_axes(tensor) for tensor in members], mesh, norm_type
+            )
         for index, norm in zip(indices, vector.unbind(), strict=True):
             norms[index] = norm
     first = norms[0]

@@ -24,6 +24,7 @@ def recorded(
     prepare: Callable[[Transformer], None] = lambda model: None,
     micro_batches: int = 1,
     after_update: Callable[[Transformer, RecordingDevice], None] = lambda model, device: None,
+    before_batch: Callable[[Transformer, bool], None] = lambda model, is_last: None,
     **options: Any,
 ) -> list[Logged]:
     """The log of three iterations of a small transformer whose shards are changed between them."""
@@ -39,6 +40,7 @@ def recorded(
         for _ in range(3):
             for micro_batch in range(micro_batches):
                 model.set_is_last_backward(micro_batch == micro_batches - 1)  # type: ignore[operator]
+                before_batch(model, micro_batch == micro_batches - 1)
                 model(inputs_for(model, 0)).sum().backward()
             for parameter in parameters:
                 with torch.no_grad():
@@ -123,6 +125,67 @@ def test_gathers_after_the_optimizers_event(fake_mesh: Mesh, preset: str, policy
     assert all(event < mark for event, (mark, _) in zip(first, marks, strict=False))
 
 
+@pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16], ids=["fp32", "bf16"])
+def test_sums_kept_for_a_later_all_reduce(fake_mesh: Mesh, preset: str, policy: MixedPrecisionPolicy) -> None:
+    def before_batch(model: Transformer, is_last: bool) -> None:
+        model.set_requires_all_reduce(is_last)  # type: ignore[operator]
+
+    options = {"placements": getattr(Placements, preset), "mp_policy": policy}
+    assert faults(recorded(fake_mesh(2, 2), micro_batches=3, before_batch=before_batch, **options)) == []
+
+
+@pytest.mark.parametrize("what", ["gather", "reductions"])
+def test_deletion_with_communication_under_way(fake_mesh: Mesh, what: str) -> None:
+    device, context = RecordingDevice(), FSDPCommContext("cpu")
+    context.use_device(device)
+    model = fully_shard(Transformer(), mesh=fake_mesh(2), comm_ctx=context, mp_policy=BF16)
+    with Watched(device) as watched:
+        if what == "gather":
+            handle = model.unshard(async_op=True)
+            del handle
+        else:
+            model.set_is_last_backward(False)
+            model(inputs_for(Transformer(), 0)).sum().backward()
+        del model, context
+        watched.sweep()
+        torch.ones(1).add_(1)
+    assert any(entry.kind == "free" for entry in device.log)
+    assert faults(device.log) == []
+
+
+def test_a_hook_that_raises_on_the_lane(fake_mesh: Mesh) -> None:
+    device, context = RecordingDevice(), FSDPCommContext("cpu")
+    context.use_device(device)
+    model = fully_shard(Transformer(), mesh=fake_mesh(2), comm_ctx=context, mp_policy=BF16)
+
+    def hook(tensor: torch.Tensor) -> None:
+        tensor.mul_(2)
+        raise KeyError("on purpose")
+
+    model.set_all_reduce_hook(hook)
+    with Watched(device) as watched:
+        with pytest.raises(KeyError, match="on purpose"):
+            model(inputs_for(Transformer(), 0)).sum().backward()
+        model.reset_iter_state()
+        assert device.current == 0
+        model.set_all_reduce_hook(lambda tensor: None)
+        model(inputs_for(Transformer(), 0)).sum().backward()
+        watched.sweep()
+    assert faults(device.log) == []
+
+
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+def test_shards_written_after_the_optimizers_event(fake_mesh: Mesh, preset: str) -> None:
+    def after_update(model: Transformer, device: RecordingDevice) -> None:
+        model.set_post_optim_event(device.record(0))  # type: ignore[operator]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.clamp_(-1, 1)
+
+    assert faults(recorded(fake_mesh(2), after_update=after_update, placements=getattr(Placements, preset))) == []
+
+
 def test_parameters_kept_between_micro_batches(fake_mesh: Mesh) -> None:
     assert faults(recorded(fake_mesh(2), keep_unsharded)) == []
 
@@ -140,9 +203,7 @@ def test_the_checker_sees_memory_freed_too_early(fake_mesh: Mesh, monkeypatch: p
     add = hooks.FSDPCommContext.add_reduction
 
     def forget_inputs(self: FSDPCommContext, reduction: Any) -> None:
-        steps = reduction._ticket
-        reduction._inputs = ()
-        assert steps is not None
+        reduction._inputs = reduction._ticket.steps = ()
         add(self, reduction)
 
     monkeypatch.setattr(FSDPCommContext, "add_reduction", forget_inputs)

@@ -23,7 +23,7 @@ PAIRWISE_WORLD_SIZE = 8
 PACK_BELOW_BYTES = 128 * 1024
 """A chunk below this is sent with others in one staging run: a message costs as long as copying so much."""
 
-_comms: weakref.WeakKeyDictionary[dist.ProcessGroup, Comm] = weakref.WeakKeyDictionary()
+_comms: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Comm]] = weakref.WeakKeyDictionary()
 
 
 class _Done:
@@ -212,11 +212,12 @@ class ProcessGroupMemoryReduceScatter(_ProcessGroupMemory):
 class SymmetricMemoryGather:
     """The default all-gather, staged in symmetric memory, for which NCCL has faster kernels."""
 
-    def __init__(self, group: dist.ProcessGroup, backend: str):
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, backend: str):
         self.group = group
         symmetric_memory.set_backend(cast(Literal["NCCL"], backend))
-        # The rendezvous needs a communicator, which NCCL makes at the first collective.
-        dist.barrier(group=group)
+        # The rendezvous needs a communicator, which NCCL makes at the first collective of its own (a barrier of a group
+        # with gloo too is not one).
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         with torch.cuda.use_mem_pool(symmetric_memory.get_mem_pool(device)):
@@ -248,16 +249,19 @@ def new_group_like(group: dist.ProcessGroup, device: torch.device) -> Comm:
 
 
 def comm_for(group: dist.ProcessGroup, device: torch.device) -> Comm:
-    """The collectives of ``group`` on ``device``; one object per group, since operations are numbered."""
-    if (comm := _comms.get(group)) is None:
-        comm = _comms[group] = _make_comm(group, device)
+    """The collectives of ``group`` on ``device``; one object for both, since operations are numbered."""
+    known = _comms.setdefault(group, {})
+    if (comm := known.get(device.type)) is None:
+        comm = known[device.type] = _make_comm(group, device)
     return comm
 
 
 def _make_comm(group: dist.ProcessGroup, device: torch.device) -> Comm:
-    if device.type != "cpu" or "gloo" not in _backend_name(group, device):
+    if "gloo" not in _backend_name(group, device):
         return Comm(group)
-    return PairwiseGlooComm(group) if 1 < group.size() <= PAIRWISE_WORLD_SIZE else GlooComm(group)
+    # gloo's messages and coalesced gathers take the pointers of CUDA tensors for the host's.
+    direct = device.type == "cpu" and 1 < group.size() <= PAIRWISE_WORLD_SIZE
+    return PairwiseGlooComm(group) if direct else GlooComm(group)
 
 
 def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:

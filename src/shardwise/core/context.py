@@ -125,8 +125,9 @@ class FSDPCommContext:
             if self.is_last_backward:
                 while self._reductions:
                     self._finish_oldest()
-                while self._landing:
-                    self._landing.popleft().land()
+            while self._landing:
+                self._landing.popleft().land()
+            if self.is_last_backward:
                 for unit in units:
                     unit.forget_calls()
                 self.order.clear_backward()

@@ -135,34 +135,47 @@ class HostDevice(Device):
 
 
 class _StreamTicket:
-    __slots__ = ("event", "module")
+    """Holds what the work uses until somebody is ordered after it, at the latest whoever frees it."""
 
-    def __init__(self, module: Any, event: Any):
-        self.module, self.event = module, event
+    __slots__ = ("event", "module", "steps")
+
+    def __init__(self, module: Any, event: Any, steps: Sequence[Step]):
+        self.module, self.event, self.steps = module, event, steps
 
     def wait(self) -> None:
         self.module.current_stream().wait_event(self.event)
+        self.steps = ()
 
     def synchronize(self) -> None:
         self.event.synchronize()
+        self.steps = ()
+
+    def __del__(self) -> None:
+        if self.steps:
+            self.wait()
 
 
 class _StreamLane(Lane):
-    def __init__(self, module: Any):
-        self.module = module
+    def __init__(self, module: Any, device: torch.device):
+        self.module, self.device = module, device
         # High priority: its kernels are short and computation waits for them.
-        self.stream = module.Stream(priority=-1)
+        self.stream = module.Stream(device=device, priority=-1)
 
     def submit(self, *steps: Step, after: Sequence[Any] = ()) -> Ticket:
+        computes = self.module.current_stream(self.device)
         if not after:
-            self.stream.wait_stream(self.module.current_stream())
+            self.stream.wait_stream(computes)
         for event in after:
             self.stream.wait_event(event)
-        with self.module.stream(self.stream):
-            for step in steps:
-                for work in step():
-                    work.wait()
-            return _StreamTicket(self.module, self.stream.record_event())
+        try:
+            with self.module.stream(self.stream):
+                for step in steps:
+                    for work in step():
+                        work.wait()
+        except BaseException:
+            computes.wait_stream(self.stream)  # unwinding frees what earlier steps still use
+            raise
+        return _StreamTicket(self.module, self.stream.record_event(), steps)
 
     def wait_event(self, event: Any) -> None:
         self.stream.wait_event(event)
@@ -176,10 +189,10 @@ class AcceleratorDevice(Device):
         self.module = torch.get_device_module(device)
 
     def mark(self) -> Any:
-        return self.module.current_stream().record_event()
+        return self.module.current_stream(self.torch_device).record_event()
 
     def lane(self) -> Lane:
-        return _StreamLane(self.module)
+        return _StreamLane(self.module, self.torch_device)
 
     def move_inputs(self, value: Any) -> Any:
         return tree_map(self._move, value)
@@ -535,23 +548,33 @@ class _RecordingLane(Lane):
         for event in after or [device.record(outer)]:
             device.wait(self.stream, event)
         device.current = self.stream
-        for step in steps:
-            for work in step():
-                work.wait()
-        device.current = outer
-        return _RecordingTicket(device, device.record(self.stream))
+        try:
+            for step in steps:
+                for work in step():
+                    work.wait()
+        except BaseException:
+            device.wait(outer, device.record(self.stream))
+            raise
+        finally:
+            device.current = outer
+        return _RecordingTicket(device, device.record(self.stream), steps)
 
     def wait_event(self, event: Any) -> None:
         self.device.wait(self.stream, event)
 
 
 class _RecordingTicket:
-    __slots__ = ("device", "event")
+    __slots__ = ("device", "event", "steps")
 
-    def __init__(self, device: RecordingDevice, event: int):
-        self.device, self.event = device, event
+    def __init__(self, device: RecordingDevice, event: int, steps: Sequence[Step]):
+        self.device, self.event, self.steps = device, event, steps
 
     def wait(self) -> None:
         self.device.wait(self.device.current, self.event)
+        self.steps = ()
 
     synchronize = wait
+
+    def __del__(self) -> None:
+        if self.steps:
+            self.wait()

@@ -214,8 +214,9 @@ class Reduction:
         self._give = deliver
         self.out = route.allocate((plan.layout.local_numel,), dtype=plan.dtype, device=device)
         self.goes_to_host = is_elsewhere(like, self.out.device) and not route.stop_after_shard
-        if self.goes_to_host:
-            self._on_host = host_memory(like, self.out.numel())
+        self._on_host = host_memory(like, self.out.numel()) if self.goes_to_host else None
+        # Held like the inputs: a lane may read it long after it was replaced.
+        self._added = plan.partial
         outputs, inputs = plan.stage(gradients, present, self.out, route.allocate)
         # Staged gradients are freed before the collective takes memory of its own.
         gradients.clear()
@@ -226,7 +227,7 @@ class Reduction:
         self._ticket: Ticket = lane.submit(*self._steps(outputs, inputs))
 
     def _steps(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> list[Step]:
-        route, out, plan = self.route, self.out, self.plan
+        route, out, plan, on_host = self.route, self.out, self.plan, self._on_host
 
         def scatter() -> Sequence[Waitable]:
             return route.reduce_scatter(outputs, inputs) if inputs else []
@@ -242,18 +243,18 @@ class Reduction:
         def all_reduce(comm: Comm) -> Step:
             return lambda: comm.all_reduce(out, mean=route.scale.replicate_mean)
 
+        def complete() -> Sequence[Waitable]:
+            if route.hook is not None:
+                route.hook(out)
+            if route.scale.after not in (None, 1.0):
+                out.div_(route.scale.after)
+            if on_host is not None:
+                copy_each([on_host], [out])
+            return []
+
         if route.stop_after_shard:
             return [scatter, between]
-        return [scatter, between, *(all_reduce(comm) for comm in route.replicate), self._complete]
-
-    def _complete(self) -> Sequence[Waitable]:
-        if self.route.hook is not None:
-            self.route.hook(self.out)
-        if self.route.scale.after not in (None, 1.0):
-            self.out.div_(self.route.scale.after)
-        if self.goes_to_host:
-            copy_each([self._on_host], [self.out])
-        return []
+        return [scatter, between, *(all_reduce(comm) for comm in route.replicate), complete]
 
     def finish(self) -> None:
         """Wait, free what was sent, and deliver the shards, unless they are on their way to the host."""
@@ -262,7 +263,7 @@ class Reduction:
         except RuntimeError as error:
             explain(error, f"reducing the gradients of unit {self.name!r}")
             raise
-        self._inputs = ()
+        self._inputs, self._added = (), None
         if self.route.stop_after_shard:
             return
         out = self.out.to(self.like.dtype) if not self.goes_to_host else None
@@ -276,11 +277,12 @@ class Reduction:
 
     def land(self) -> None:
         """Deliver shards that `finish` left on their way to the host, which waits for them."""
+        assert self._on_host is not None
         self._ticket.synchronize()
         self._deliver(self._on_host)
 
     def abandon(self) -> None:
         """Wait and drop the result."""
         self._ticket.wait()
-        self._inputs = ()
+        self._inputs, self._added = (), None
         self.plan.partial = None

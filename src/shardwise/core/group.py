@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
@@ -31,6 +34,29 @@ class ShardState(Enum):
     UNSHARDED = auto()
 
 
+@dataclass(frozen=True)
+class _Prepared:
+    """A gather whose memory is allocated, the events that it has to wait for, and of which state of the shards."""
+
+    gathers: Sequence[Gather]
+    after: tuple[Any, ...] = ()
+    stamp: tuple[int, ...] = ()
+
+
+def _issue(reference: weakref.ref[ParamGroup], gathers: Sequence[Gather]) -> Sequence[Waitable]:
+    # Weak: who waits for the gather would keep the group alive, which has what waits.
+    group = reference()
+    assert group is not None
+    outputs: list[torch.Tensor] = []
+    inputs: list[torch.Tensor] = []
+    for gather in gathers:
+        if gather.prepare is not None:
+            gather.prepare()
+        outputs += gather.outputs
+        inputs += gather.inputs
+    return group._issue_gather(outputs, inputs) if inputs else []
+
+
 class ParamGroup:
     """Some parameters of one mesh, their buffers (one per dtype), and the verbs on them.
 
@@ -51,7 +77,7 @@ class ParamGroup:
         self.gradients = GradientReducer(self.slots, mesh, policy, self.options)
         self._name = ""
         self._gather: tuple[Ticket | None, Sequence[Gather]] | None = None
-        self._prepared: tuple[Sequence[Gather], Sequence[Any]] = (), ()
+        self._prepared: _Prepared | None = None
         self._is_kept = mesh.strategy.keeps_unsharded
 
     @property
@@ -66,7 +92,7 @@ class ParamGroup:
     def adopt_registered(self, *, is_loading: bool = False) -> None:
         """`Shards.adopt_registered`, between uses."""
         assert self.state is ShardState.SHARDED
-        self._prepared = (), ()
+        self._prepared = None
         if self.shards.adopt_registered(is_loading=is_loading):
             self.gradients.forget_plans()
 
@@ -98,10 +124,14 @@ class ParamGroup:
             return
         self.shards.check_materialized()
         with torch.no_grad(), label("FSDP::all_gather", self.name):
-            (gathers, after), self._prepared = self._prepared, ((), ())
-            gathers = gathers or [self._start_gather(buffer) for buffer in self.shards.buffers]
-            works = any(gather.inputs or gather.prepare for gather in gathers)
-            self._gather = lane.submit(lambda: self._issue(gathers), after=after) if works else None, gathers
+            prepared, self._prepared = self._prepared, None
+            if prepared is None:
+                prepared = _Prepared([self._start_gather(buffer) for buffer in self.shards.buffers])
+            # The event says nothing of what was written to the shards after it.
+            after = prepared.after if prepared.after and prepared.stamp == self.shards.stamp() else ()
+            works = any(gather.inputs or gather.prepare for gather in prepared.gathers)
+            issue = functools.partial(_issue, weakref.ref(self), prepared.gathers)
+            self._gather = lane.submit(issue, after=after) if works else None, prepared.gathers
 
     def prepare_unshard(self, event: Any, mark: Callable[[], Any]) -> None:
         """Allocate what the next gather needs, which is then ordered after ``event`` and the allocation alone."""
@@ -109,7 +139,7 @@ class ParamGroup:
             self.shards.check_materialized()
             with torch.no_grad():
                 gathers = [self._start_gather(buffer) for buffer in self.shards.buffers]
-            self._prepared = gathers, (event, mark())
+            self._prepared = _Prepared(gathers, (event, mark()), self.shards.stamp())
 
     def _gathers_by(self, buffer: ShardedBuffer) -> StagedCollective | None:
         staged = self.mesh.shard.size > 1 and not buffer.is_resharded
@@ -118,16 +148,6 @@ class ParamGroup:
     def _start_gather(self, buffer: ShardedBuffer) -> Gather:
         custom = self._gathers_by(buffer)
         return buffer.start_gather() if custom is None else buffer.start_staged_gather(custom.allocate)
-
-    def _issue(self, gathers: Sequence[Gather]) -> Sequence[Waitable]:
-        outputs: list[torch.Tensor] = []
-        inputs: list[torch.Tensor] = []
-        for gather in gathers:
-            if gather.prepare is not None:
-                gather.prepare()
-            outputs += gather.outputs
-            inputs += gather.inputs
-        return self._issue_gather(outputs, inputs) if inputs else []
 
     def _issue_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
         first = self.shards.buffers[0]
@@ -151,6 +171,8 @@ class ParamGroup:
             except RuntimeError as error:
                 explain(error, f"gathering the parameters of unit {self.name!r}")
                 raise
+        if self.policy.offload:
+            self.shards.read_by = ticket
         if gathers:
             with torch.no_grad():
                 for gather in gathers:
@@ -196,9 +218,9 @@ class ParamGroup:
         if after_forward and self.policy.reshard_to is not None and self.is_unsharded:
             self._reshard_to(self.policy.reshard_to)
             return
-        if self.state is ShardState.SHARDED and (keep or not (self._is_kept or self._prepared[0])):
+        if self.state is ShardState.SHARDED and (keep or not (self._is_kept or self._prepared)):
             return
-        self._prepared = (), ()
+        self._prepared = None
         for slot in self.slots:
             for place in slot.places:
                 place.put(slot.sharded)

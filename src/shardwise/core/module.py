@@ -309,7 +309,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
         """
         for group in self._unit.groups:
             require_symmetric_memory(group.mesh.shard.group, group.mesh.device, backend, self._unit.name)
-            group.options.custom_gather = SymmetricMemoryGather(group.mesh.shard.group, backend)
+            group.options.custom_gather = SymmetricMemoryGather(group.mesh.shard.group, group.mesh.device, backend)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Reduce gradients over a communicator of their own, so that gathers need not wait for them. A collective."""

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from .buffer import ShardedBuffer
 from .comm import PACK_BELOW_BYTES
-from .device import local_of, make_spec, not_inference, pins_memory, set_local, spec_of, without_torch_function
+from .device import Ticket, local_of, make_spec, not_inference, pins_memory, set_local, spec_of, without_torch_function
 from .errors import StateError
 from .layout import Layout, per_parameter
 from .mesh import DataParallelMesh
@@ -47,7 +47,10 @@ class Shards:
         self.reference: weakref.ref[Shards] = weakref.ref(self)
         self.is_adopted = True
         self.written_since_wrapping = False
-        self._stale = True
+        self.read_by: Ticket | None = None
+        """Copies from offloaded shards that may still be under way."""
+        self._writes = 0
+        self._gathered_writes = -1
         self._versions: list[int] | None = None
         by_dtype: dict[torch.dtype, list[ManagedParameter]] = defaultdict(list)
         for parameter in parameters:
@@ -135,16 +138,24 @@ class Shards:
 
     def mark_stale(self) -> None:
         """They may have changed: kept unsharded ones must be gathered again."""
-        self._stale = True
+        self._writes += 1
 
     def note_write(self) -> None:
         """An operator writes one of them."""
-        self._stale = self.written_since_wrapping = True
+        self._writes += 1
+        self.written_since_wrapping = True
+        if self.read_by is not None:
+            self.read_by.synchronize()
+            self.read_by = None
 
     def note_gathered(self, *, keeps: bool) -> None:
         """They were gathered as they are now; ``keeps`` says whether `changed` will be asked."""
-        self._stale = False
+        self._gathered_writes = self._writes
         self._versions = self._written() if keeps else None
+
+    def stamp(self) -> tuple[int, ...]:
+        """A value that differs once they are written."""
+        return self._writes, *self._written()
 
     def watch(self) -> None:
         """`changed` will be asked."""
@@ -153,7 +164,9 @@ class Shards:
 
     def changed(self) -> bool:
         """Whether they were written since they were gathered last."""
-        return self._stale or (self._versions is not None and self._versions != self._written())
+        return self._writes != self._gathered_writes or (
+            self._versions is not None and self._versions != self._written()
+        )
 
     def _written(self) -> list[int]:
         """Version counters of all that they can be written through."""
@@ -185,7 +198,7 @@ class Shards:
                     # Not another object: optimizers may hold this one.
                     torch.utils.swap_tensors(slot.sharded, replacement)
                 waiting += members
-        self._stale = True
+        self.mark_stale()
         return waiting
 
     def adopt_registered(self, *, is_loading: bool = False) -> bool:
@@ -201,7 +214,7 @@ class Shards:
         Raises:
             StateError: naming a parameter that is not sharded, or tied to another since it was sharded.
         """
-        self._stale = True
+        self.mark_stale()
         self.is_adopted = True
         rebuilt = False
         for buffer in list(self.buffers):

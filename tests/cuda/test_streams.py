@@ -1,0 +1,139 @@
+"""Stream races made likely: kernels that wait, on lanes and among the computation, must not change a bit.
+
+Collectives are copies inside this process, queued on the lane as NCCL's kernels are, so that no wait of the host hides
+a race; and memory that is free is written full of NaN.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.core.comm import Comm
+
+from ..models import MLP
+from . import cases
+from .cases import BF16, DEVICE, MIXED, OFFLOAD, Case, Results
+from .conftest import World
+
+LONGEST = 2_000_000
+"""Clock cycles of a pause: about a millisecond, many times what a layer computes."""
+
+
+class Noise:
+    """Pauses and rubbish at random times; ``where`` is "lanes", "compute", "both", or "" for silence."""
+
+    def __init__(self, where: str = ""):
+        self.random = random.Random(where)
+        self.places = {"lanes", "compute"} if where == "both" else {where}
+
+    def pause(self, place: str) -> None:
+        """Maybe let the current stream wait."""
+        if place in self.places and self.random.random() < 0.5 and DEVICE == "cuda":
+            torch.cuda._sleep(self.random.randrange(LONGEST))
+
+    def compute(self, *_: Any) -> None:
+        """Maybe wait; write into memory that is free as far as the allocator knows."""
+        self.pause("compute")
+        for _round in range(3 if any(self.places) else 0):
+            torch.full((2 ** self.random.randrange(12, 22),), torch.nan, device=DEVICE)
+
+    def install(self, prepare: Any, model: Any) -> None:
+        """Be heard before and after every layer, forward and backward."""
+
+        def after(module: Any, inputs: Any, output: torch.Tensor) -> None:
+            self.compute()
+            if output.requires_grad:
+                output.register_hook(self.compute)
+
+        prepare(model)
+        for layer in model.layers:
+            layer.register_forward_pre_hook(self.compute)
+            layer.register_forward_hook(after)
+
+
+def train(monkeypatch: pytest.MonkeyPatch, case: Case, noise: Noise) -> Results:
+    """Train with noise, as if all ranks had this one's data."""
+    Tensors = Sequence[torch.Tensor]  # noqa: N806
+
+    def all_gather(comm: Comm, outputs: Tensors, inputs: Tensors) -> list[Any]:
+        noise.pause("lanes")
+        for output, input_ in zip(outputs, inputs, strict=True):
+            for part in output.chunk(comm.size):
+                part.copy_(input_)
+        noise.pause("lanes")
+        return []
+
+    def reduce_scatter(comm: Comm, outputs: Tensors, inputs: Tensors, *, mean: bool) -> list[Any]:
+        noise.pause("lanes")
+        for output, input_ in zip(outputs, inputs, strict=True):
+            torch.sum(input_.view(comm.size, -1), 0, out=output).div_(comm.size if mean else 1)
+        noise.pause("lanes")
+        return []
+
+    def all_reduce(comm: Comm, tensor: torch.Tensor, *, mean: bool) -> list[Any]:
+        noise.pause("lanes")
+        # The mean of the same values would be those, and nobody would miss it.
+        tensor.mul_(0.75)
+        return []
+
+    for function in (all_gather, reduce_scatter, all_reduce):
+        monkeypatch.setattr(Comm, function.__name__, function)
+
+    def after(model: Any) -> None:
+        case.after(model)
+        noise.compute()
+
+    noisy = replace(case, prepare=functools.partial(noise.install, case.prepare), after=after)
+    return cases.train(DEVICE, noisy, steps=6)
+
+
+wide = functools.partial(Case, functools.partial(MLP, (1024,) * 7))
+in_micro_batches = functools.partial(wide, (8,), micro_batches=3)
+CASES: dict[str, Case] = {
+    "zero3": wide((8,)),
+    "zero3_in_bf16": wide((8,), MIXED, dtype=BF16),
+    "zero2": in_micro_batches({"placements": "zero2"}, before=cases.by_last_backward),
+    "zero1_in_bf16": in_micro_batches({"placements": "zero1"} | MIXED, before=cases.by_last_backward),
+    "ddp": wide((8,), {"placements": "ddp"}),
+    "hsdp": wide((2, 4)),
+    "partial_sums": wide((2, 4), before=cases.partial_sums, micro_batches=3),
+    "partial_sums_in_bf16": wide((2, 4), MIXED, before=cases.partial_sums, micro_batches=3),
+    "smaller_world": wide((8,), {"reshard_after_forward": 2}),
+    "uneven": Case(functools.partial(MLP, (513, 1023, 1021, 510)), (8,)),
+    "micro_batches": in_micro_batches(before=cases.by_sync),
+    "kept": in_micro_batches(before=cases.keeping_parameters),
+    "prefetch_two": wide((8,), prepare=functools.partial(cases.prefetch, 2)),
+    "three_reductions": wide((8,), prepare=lambda model: model.set_reduce_scatter_max_input_buffers(3)),
+    "event": wide((8,), after=cases.let_prefetch_early),
+    "event_in_bf16": wide((8,), MIXED, after=cases.let_prefetch_early),
+    "offloaded": wide((8,), OFFLOAD),
+    "offloaded_in_bf16": in_micro_batches(OFFLOAD | MIXED, before=cases.by_last_backward),
+}
+
+
+@pytest.mark.parametrize("where", ["lanes", "compute", "both"])
+@pytest.mark.parametrize("name", CASES)
+def test_delays_change_nothing(world: World, monkeypatch: pytest.MonkeyPatch, name: str, where: str) -> None:
+    world(torch.Size(CASES[name].axes).numel())
+    quiet = train(monkeypatch, CASES[name], Noise())
+    noisy = train(monkeypatch, CASES[name], Noise(where))
+    assert noisy.keys() == quiet.keys()
+    assert [key for key, value in quiet.items() if not torch.equal(noisy[key], value)] == []
+
+
+@pytest.mark.parametrize("name", ["zero3", "ddp", "offloaded"])
+def test_missing_waits_would_be_heard(world: World, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    world(torch.Size(CASES[name].axes).numel())
+    quiet = train(monkeypatch, CASES[name], Noise())
+    if DEVICE == "cuda":
+        monkeypatch.setattr("shardwise.core.device._StreamTicket.wait", lambda self: None)
+        monkeypatch.setattr("shardwise.core.device._StreamTicket.synchronize", lambda self: None)
+    noisy = train(monkeypatch, CASES[name], Noise("lanes"))
+    assert any(not torch.equal(noisy[key], value) for key, value in quiet.items()) == (DEVICE == "cuda")
