@@ -15,9 +15,11 @@ from typing import Any
 from rich.console import Console
 
 from .cases import case_tables
+from .checkpointing import checkpoint_tables
 from .collectives import collective_tables
 from .counts import count_tables
 from .host import host_tables
+from .loading import loading_tables
 from .memory import memory_tables
 from .ranks import BenchError
 from .report import Table, environment, write
@@ -30,8 +32,10 @@ BENCHES: dict[str, tuple[str, Callable[[bool], list[Table]]]] = {
     "cases": ("Collectives and bytes, case by case", case_tables),
     "host": ("Host time", host_tables),
     "memory": ("Peak memory of a step", memory_tables),
+    "loading": ("Loading and saving", loading_tables),
     "collectives": ("gloo's collectives", collective_tables),
     "steps": ("Step time", step_tables),
+    "checkpoints": ("Checkpoints", checkpoint_tables),
 }
 
 

@@ -181,7 +181,7 @@ def test_shards_written_after_the_optimizers_event(fake_mesh: Mesh, preset: str)
         model.set_post_optim_event(device.record(0))  # type: ignore[operator]
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.clamp_(-1, 1)
+                parameter.to_local().clamp_(-1, 1)  # type: ignore[attr-defined]
 
     assert faults(recorded(fake_mesh(2), after_update=after_update, placements=getattr(Placements, preset))) == []
 
