@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import sysconfig
@@ -57,9 +56,9 @@ class Options:
     log_json: Path | None
 
     @property
-    def model_shape(self) -> dict[str, object]:
-        """What a checkpoint must agree on with the run that loads it."""
-        return {"size": self.size, "tied": self.tied}
+    def run_dir(self) -> Path:
+        """Where checkpoints of models of this shape are."""
+        return self.checkpoint_dir / f"{self.size}-{'tied' if self.tied else 'untied'}"
 
 
 class _OneLineParser(argparse.ArgumentParser):
@@ -145,21 +144,19 @@ def _check(options: Options, world_size: int) -> None:
 
 
 def _check_resume(options: Options) -> None:
-    checkpoint = newest_checkpoint(options.checkpoint_dir)
-    if checkpoint is None:
-        raise OptionError(f"--resume: no checkpoint in {options.checkpoint_dir}")
-    saved = json.loads((checkpoint / "run.json").read_text())
-    for name, value in options.model_shape.items():
-        if saved[name] != value:
-            raise OptionError(f"--resume: {checkpoint} was made with {name} {saved[name]}, not {value}")
-    if saved["step"] >= options.steps:
-        raise OptionError(f"--resume: {checkpoint} is at step {saved['step']} already; give more than that as --steps")
+    step = newest_step(options.run_dir)
+    if step is None:
+        others = sorted(path.name for path in options.checkpoint_dir.glob("*-*tied") if newest_step(path) is not None)
+        hint = f"; there are some of other models: {', '.join(others)}" if others else ""
+        raise OptionError(f"--resume: no checkpoint in {options.run_dir}{hint}")
+    if step >= options.steps:
+        raise OptionError(f"--resume: {options.run_dir} is at step {step} already; give more than that as --steps")
 
 
-def newest_checkpoint(directory: Path) -> Path | None:
-    """The folder of the newest complete checkpoint, or None."""
-    pointer = directory / "latest"
-    return directory / pointer.read_text().strip() if pointer.exists() else None
+def newest_step(directory: Path) -> int | None:
+    """The step of the newest complete checkpoint, or None. `shardwise.latest` finds it too, but needs torch."""
+    complete = sorted(path.parent.name for path in directory.glob("checkpoint-*-step-*/shardwise.json"))
+    return int(complete[-1].rpartition("-")[2]) if complete else None
 
 
 def complain(error: Exception) -> None:

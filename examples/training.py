@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import AdamW
 
-import checkpoints
+import shardwise
 from corpus import Corpus
-from options import SIZES, Options, newest_checkpoint
+from options import SIZES, Options
 from report import HeldBytes, ProgressDisplay, held_bytes, held_table, unsharded_bytes
 from shardwise import MixedPrecisionPolicy, Placements, clip_grad_norm_, fully_shard
 from transformer import Transformer, TransformerConfig
@@ -29,6 +29,7 @@ from transformer import Transformer, TransformerConfig
 PRESETS = (Placements.ddp, Placements.zero1, Placements.zero2, Placements.zero3)
 WEIGHT_DECAY = 0.1
 LARGEST_NORM = 1.0
+KEPT_CHECKPOINTS = 2
 VALIDATION_WINDOWS = 384
 REPORT_EVERY = 5
 NO_TOKEN = -100
@@ -47,7 +48,7 @@ def train(options: Options, corpus: Corpus, threads: int) -> None:
     is_first = dist.get_rank() == 0
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
 
-    model = build_model(options, mesh, device)
+    model = build_model(options, mesh)
     optimizer = build_optimizer(model, options.lr)
     first_step = 0
     if options.resume:
@@ -65,6 +66,7 @@ def train(options: Options, corpus: Corpus, threads: int) -> None:
         console, is_first, first_step, options.steps, options.batch_size * options.sequence_length
     ) as display:
         train_steps(options, corpus, model, optimizer, device, display, log)
+    shardwise.wait()  # for the last checkpoint
     held, unsharded = held_bytes(model, optimizer), unsharded_bytes(model, optimizer)
     optimizer.zero_grad()
     log["validation_loss"] = validate(options, corpus, model, device)
@@ -85,14 +87,14 @@ def _device() -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def build_model(options: Options, mesh: DeviceMesh, device: torch.device) -> Transformer:
+def build_model(options: Options, mesh: DeviceMesh) -> Transformer:
     """The sharded model: each block is one unit, the rest is the root's.
 
-    It is made on the meta device and materialized one unit at a time, just before that unit is sharded, so
-    no rank ever holds more than its shards and one whole unit. Every rank draws the same weights.
+    It is made on the meta device, sharded, and materialized one tensor at a time, so no rank ever holds more than its
+    shards and one unit. The weights are those that one process alone would draw, at any number of ranks.
     """
     layers, width = SIZES[options.size]
-    with torch.device("meta"):
+    with shardwise.init_on_meta():
         model = Transformer(TransformerConfig(layers, width, options.tied))
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     shared = {
@@ -100,15 +102,10 @@ def build_model(options: Options, mesh: DeviceMesh, device: torch.device) -> Tra
         "placements": PRESETS[options.zero],
         "mp_policy": bf16 if options.bf16 else MixedPrecisionPolicy(),
     }
-    torch.manual_seed(options.seed)
     for block in model.blocks:
-        block.to_empty(device=device)
-        block.reset_parameters()
         fully_shard(block, **shared)
-    for module in (model.embedding, model.norm, model.head):
-        module.to_empty(device=device)
-    model.reset_parameters()
-    return fully_shard(model, **shared)
+    fully_shard(model, **shared)
+    return shardwise.materialize(model, seed=options.seed)
 
 
 def build_optimizer(model: nn.Module, lr: float) -> AdamW:
@@ -163,7 +160,17 @@ def train_steps(
             display.update(done, losses[-1])
         is_due = options.checkpoint_every and done % options.checkpoint_every == 0
         if is_due or (options.checkpoint_every and done == options.steps):
-            checkpoints.save(options.checkpoint_dir, {"step": done, **options.model_shape}, model, optimizer)
+            # Written beside the next steps, and numbered in the order of writing: a new run in the same folder never
+            # replaces an older one's.
+            shardwise.save(
+                options.run_dir,
+                model=model,
+                optimizer=optimizer,
+                extra={"step": done},
+                step=done,
+                keep=KEPT_CHECKPOINTS,
+                async_=True,
+            )
 
 
 def _accumulate(options: Options, corpus: Corpus, model: Transformer, step: int, device: torch.device) -> Tensor:
@@ -189,9 +196,7 @@ def _loss(model: Transformer, rows: Tensor, reduction: str = "mean") -> Tensor:
 
 
 def _resume(options: Options, model: Transformer, optimizer: AdamW) -> int:
-    checkpoint = newest_checkpoint(options.checkpoint_dir)
-    assert checkpoint is not None, "options are checked before training"
-    return int(checkpoints.load(checkpoint, model, optimizer)["step"])
+    return int(shardwise.load(options.run_dir, model=model, optimizer=optimizer)["step"])
 
 
 @torch.no_grad()

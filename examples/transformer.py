@@ -1,8 +1,4 @@
-"""A decoder-only transformer over bytes: RMSNorm, rotary positions, SwiGLU, tied or untied head.
-
-Every module that owns parameters has ``reset_parameters``, so that a model built on the meta device can be
-materialized one unit at a time.
-"""
+"""A decoder-only transformer over bytes: RMSNorm, rotary positions, SwiGLU, tied or untied head."""
 
 from __future__ import annotations
 
@@ -90,6 +86,7 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.feed_forward_norm = nn.RMSNorm(config.width)
         self.feed_forward = FeedForward(config)
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw the weights; those that write to the residual stream are smaller in deeper models."""
@@ -117,15 +114,15 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        if config.tied:
+            self.head.weight = self.embedding.weight
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights outside the blocks, and tie the head to the embedding where the config says so."""
+        """Draw the weights outside the blocks."""
         self.norm.reset_parameters()
         nn.init.normal_(self.embedding.weight, std=self.config.width**-0.5)
-        if self.config.tied:
-            # Materializing from the meta device gives each module a parameter of its own, which undoes a tie.
-            self.head.weight = self.embedding.weight
-        else:
+        if not self.config.tied:
             nn.init.normal_(self.head.weight, std=self.config.width**-0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -2,15 +2,32 @@
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from .checkpoint import (
+    CheckpointError,
+    CorruptFileError,
+    full_state_dict,
+    latest,
+    load,
+    load_full_state_dict,
+    load_safetensors,
+    save,
+    save_safetensors,
+    wait,
+)
 from .core.context import FSDPCommContext
 from .core.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from .ema import EMA
 from .fully_shard import fully_shard
 from .grad import clip_grad_norm_
+from .init import init_on_meta, materialize
 from .optim import repoint
 from .placements import Placements
 
 __all__ = [
+    "EMA",
     "CPUOffloadPolicy",
+    "CheckpointError",
+    "CorruptFileError",
     "FSDPCommContext",
     "FSDPModule",
     "MixedPrecisionPolicy",
@@ -18,8 +35,18 @@ __all__ = [
     "Placements",
     "UnshardHandle",
     "clip_grad_norm_",
+    "full_state_dict",
     "fully_shard",
+    "init_on_meta",
+    "latest",
+    "load",
+    "load_full_state_dict",
+    "load_safetensors",
+    "materialize",
     "register_fsdp_forward_method",
     "repoint",
+    "save",
+    "save_safetensors",
     "share_comm_ctx",
+    "wait",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -115,7 +116,9 @@ def test_resume_continues_bit_for_bit_and_at_another_world_size(train: Any, tmp_
     directory = [f"--checkpoint-dir={tmp_path}"]
     whole = train("--zero=3", "--checkpoint-every=4", *directory)
     # Only the newest counts: forget the one of the last step, as if the run had died before it.
-    (tmp_path / "latest").write_text("checkpoint-1-step-4")
+    newest = sorted(tmp_path.glob("*/checkpoint-*"))[-1]
+    assert newest.name.endswith(f"-step-{STEPS}")
+    shutil.rmtree(newest)
     resumed = train("--zero=3", "--resume", *directory)
     assert resumed["first_step"] == 4
     assert resumed["losses"] == whole["losses"][4:]
@@ -131,7 +134,7 @@ def test_resume_continues_bit_for_bit_and_at_another_world_size(train: Any, tmp_
         (["--batch-size=7"], "--batch-size 7 must be a multiple of 2 processes x 1 micro-batches"),
         (["--corpus={}/missing"], "--corpus {}/missing: no such folder"),
         (["--corpus={}"], "--corpus {}: needs two or more *.py files, has 0"),
-        (["--resume", "--checkpoint-dir={}"], "--resume: no checkpoint in {}"),
+        (["--resume", "--checkpoint-dir={}"], "--resume: no checkpoint in {}/2m-tied"),
     ],
 )
 def test_a_mistake_is_one_clear_line(tmp_path: Path, arguments: list[str], message: str) -> None:

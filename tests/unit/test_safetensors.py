@@ -209,6 +209,13 @@ def test_damaged_files_are_named_and_nothing_is_loaded(tmp_path: Path, damage: C
     load_safetensors(model, tmp_path)
 
 
+def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good(tmp_path)
+    monkeypatch.setattr("os.preadv", lambda *_: 0)
+    with pytest.raises(ValueError, match=r"model\.safetensors ends at byte \d+: it was truncated"):
+        load_safetensors(MLP(), tmp_path)
+
+
 @pytest.mark.parametrize(
     "content",
     [b"", b"{", b"[]", b"{}", b'{"weight_map": 3}', b'{"weight_map": {"a": 3}}', b"\xff\xfe\0", b"[" * 100_000],

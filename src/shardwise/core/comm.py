@@ -9,19 +9,25 @@ Others (NCCL, fake): one coalesced call.
 from __future__ import annotations
 
 import math
+import uuid
 import weakref
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, Literal, Protocol, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
+from torch.distributed.distributed_c10d import PrefixStore
 
 from .device import Waitable
 
 PAIRWISE_WORLD_SIZE = 8
 PACK_BELOW_BYTES = 128 * 1024
 """A chunk below this is sent with others in one staging run: a message costs as long as copying so much."""
+DIRECT_BELOW_BYTES = 4 * 2**20
+"""Among more than two ranks, gloo's own trees reduce and broadcast a whole tensor from this size on faster than direct
+messages, all of which the owner would have to send or to hold."""
 
 _comms: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Comm]] = weakref.WeakKeyDictionary()
 
@@ -76,6 +82,39 @@ class Comm:
         """Replace ``tensor`` by its sum (``mean``: mean) over ranks."""
         return [dist.all_reduce(tensor, op=reduce_op(mean), group=self.group, async_op=True)]
 
+    alone_bytes = 16 * 2**20
+    """A whole tensor of so many bytes is sent from and to its own memory, a smaller one in a run with others."""
+    run_bytes = 25 * 2**20
+    """Of a run of several whole tensors at most, so that the next ones are computed meanwhile."""
+
+    def broadcast(self, tensor: torch.Tensor, owner: int) -> list[Waitable]:
+        """Replace ``tensor`` by that of rank ``owner``."""
+        return [dist.broadcast(tensor, group=self.group, group_src=owner, async_op=True)]
+
+    def reduce(self, tensor: torch.Tensor, owner: int) -> list[Waitable]:
+        """Replace ``tensor`` of rank ``owner`` by its sum over ranks; what other ranks then hold is undefined."""
+        return [dist.reduce(tensor, group=self.group, group_dst=owner, async_op=True)]
+
+    def move(self, tensor: torch.Tensor, source: int, target: int) -> None:
+        """Replace ``tensor`` of rank ``target`` by that of rank ``source`` and wait; only those two need to call it."""
+        if source == target:
+            return
+        if self.rank == source:
+            dist.send(tensor, group=self.group, group_dst=target)
+        elif self.rank == target:
+            dist.recv(tensor, group=self.group, group_src=source)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """What every rank passed, in rank order; pickled, so for small things."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    @property
+    def host_device(self) -> torch.device:
+        """Where tensors that lie on the host have to be communicated: there, if the group has a backend for it."""
+        return torch.device(dist.distributed_c10d._get_object_coll_device(self.group))
+
     def all_reduce_now(self, tensor: torch.Tensor) -> None:
         """Replace ``tensor`` by its sum over ranks and wait."""
         dist.all_reduce(tensor, group=self.group)
@@ -94,6 +133,13 @@ class SingleComm(Comm):
 
 class GlooComm(Comm):
     """gloo: asynchronous on its own threads; its averaging is a sum and a division."""
+
+    alone_bytes = 2**20
+    run_bytes = 4 * 2**20
+
+    def broadcast(self, tensor: torch.Tensor, owner: int) -> list[Waitable]:
+        # As bytes, since it refuses bool.
+        return super().broadcast(tensor.view(torch.uint8), owner)
 
     def all_gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[Waitable]:
         # Its coalesced all-gather copies everything through one more buffer.
@@ -114,6 +160,8 @@ class GlooComm(Comm):
 
 class PairwiseGlooComm(GlooComm):
     """gloo with few ranks: direct messages. Every operation has a tag of its own, the same on all ranks."""
+
+    alone_bytes = PACK_BELOW_BYTES
 
     def __init__(self, group: dist.ProcessGroup):
         super().__init__(group)
@@ -164,6 +212,35 @@ class PairwiseGlooComm(GlooComm):
             terms.clear()
 
         return _Done(works, add)
+
+    def _sends_whole(self, tensor: torch.Tensor) -> bool:
+        return self.size == 2 or tensor.nbytes < DIRECT_BELOW_BYTES
+
+    def broadcast(self, tensor: torch.Tensor, owner: int) -> list[Waitable]:
+        if not self._sends_whole(tensor):
+            return super().broadcast(tensor, owner)
+        tag = self._tag()
+        if self.rank != owner:
+            return [self.group.recv([tensor], owner, tag)]
+        return [self.group.send([tensor], peer, tag) for peer in self._peers()]
+
+    def reduce(self, tensor: torch.Tensor, owner: int) -> list[Waitable]:
+        if not self._sends_whole(tensor):
+            return super().reduce(tensor, owner)
+        tag = self._tag()
+        if self.rank != owner:
+            return [self.group.send([tensor], owner, tag)]
+        received = list(tensor.new_empty((self.size - 1, tensor.numel())))
+        works: list[Waitable] = [
+            self.group.recv([part], peer, tag) for part, peer in zip(received, self._peers(), strict=True)
+        ]
+
+        def add() -> None:
+            for part in received:
+                tensor.add_(part)
+            received.clear()
+
+        return [_Done(works, add)]
 
 
 class StagedCollective(Protocol):
@@ -246,6 +323,15 @@ def new_group_like(group: dist.ProcessGroup, device: torch.device) -> Comm:
     """Collectives of the same ranks over a communicator of their own, so that they run beside the others'."""
     ranks = dist.get_process_group_ranks(group)
     return comm_for(dist.new_group(ranks, use_local_synchronization=True, group_desc="shardwise_reduce"), device)
+
+
+def connect(world: dist.ProcessGroup) -> dist.ProcessGroupGloo:
+    """gloo connections between the ranks of a process group, which outlive it; with its time limit. A collective."""
+    name = [uuid.uuid4().hex]
+    dist.broadcast_object_list(name, group=world, group_src=0)
+    store = PrefixStore(name[0], dist.distributed_c10d._get_default_store())
+    timeout: timedelta = world._get_backend(world._device_types[0]).options._timeout
+    return dist.ProcessGroupGloo(store, world.rank(), world.size(), timeout)
 
 
 def comm_for(group: dist.ProcessGroup, device: torch.device) -> Comm:

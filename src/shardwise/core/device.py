@@ -267,6 +267,11 @@ def add_each(targets: Sequence[torch.Tensor], terms: Sequence[torch.Tensor]) -> 
     torch._foreach_add_(list(targets), list(terms))
 
 
+def move_each(targets: Sequence[torch.Tensor], ends: Sequence[torch.Tensor], weight: float) -> None:
+    """``targets[i] += weight * (ends[i] - targets[i])`` in one call for tensors of the same device and dtype."""
+    torch._foreach_lerp_(list(targets), list(ends), weight)
+
+
 def scale_each(tensors: Sequence[torch.Tensor], scale: torch.Tensor) -> None:
     """``tensors[i] *= scale`` (0-dim) in one call."""
     torch._foreach_mul_(list(tensors), scale)
@@ -316,6 +321,12 @@ def spec_of(tensor: torch.Tensor) -> DTensorSpec:
     """Mesh, placements, global shape and dtype of a DTensor."""
     spec: DTensorSpec = tensor._spec  # type: ignore[attr-defined]
     return spec
+
+
+def region_of(spec: ParallelSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offsets and sizes, per tensor dim, of this rank's part of a DTensor that is cut as ``spec`` says."""
+    sizes, offsets = compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)
+    return tuple(offsets), tuple(sizes)
 
 
 def respec(
@@ -456,6 +467,14 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
 
 def _dynamo_is_active() -> bool:
     return "torch._dynamo" in sys.modules and get_eval_frame_callback() is not None
+
+
+# -- Operators ---------------------------------------------------------------------------------------------------
+
+
+def schema_of(operator: Any) -> Any:
+    """What an ATen operator says of its arguments and returns; None of another function."""
+    return getattr(operator, "_schema", None)
 
 
 # -- torch's pipelines -----------------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ Two orders of the same elements:
 - *tensor-major*, the gathered buffer: every tensor contiguous, padded at its end to world size x chunk.
 
 Tensor ``i`` gathered is therefore one contiguous run, and gathering it needs no copy: ``local[i] -> full[i]``.
+
+Tensors may also stay whole, each on one rank (`deal`, `whole`): they then travel in runs of one owner's tensors.
 """
 
 from __future__ import annotations
@@ -133,6 +135,117 @@ def for_gradients(
     """Like `per_parameter`, for reduced gradients: nothing is aligned, and there is no gathered buffer."""
     cuts = _cuts(shapes, dims, world_size, packed)
     return _rank_major(cuts, world_size, [0] * len(cuts), 0)
+
+
+def deal(
+    sizes: Sequence[int], weighs: Sequence[bool], loads: Sequence[tuple[int, int]]
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Deal whole tensors to ranks, in the given order, each to the rank that holds least so far.
+
+    Among ranks that hold equally much the lowest gets it; a tensor that weighs nothing goes to the one of them that
+    holds fewest such elements, so that frozen ones are spread too.
+
+    Args:
+        sizes: elements of each tensor.
+        weighs: whether a tensor counts for what its rank holds.
+        loads: elements that each rank holds already: those that weigh, and those that do not.
+
+    Returns:
+        The owner of each tensor, and the loads then.
+    """
+    held, weightless = [load for load, _ in loads], [load for _, load in loads]
+    owners = []
+    for size, counts in zip(sizes, weighs, strict=True):
+        least = min(held)
+        if counts:
+            owner = held.index(least)
+            held[owner] += size
+        else:
+            owner = min((rank for rank, load in enumerate(held) if load == least), key=weightless.__getitem__)
+            weightless[owner] += size
+        owners.append(owner)
+    return owners, list(zip(held, weightless, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Whole tensors of one owner and one kind that travel together, one after the other without gaps.
+
+    Args:
+        owner: rank that holds them.
+        tensors: their indices in the layout, rising.
+        sizes: elements of each.
+    """
+
+    owner: int
+    tensors: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the run."""
+        return sum(self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class WholeLayout:
+    """Tensors that each lie on one rank, and the runs that they travel in.
+
+    Every tensor with elements is in exactly one run. Runs are in the order in which they are complete when the
+    tensors become ready one by one, so ranks that send them in this order wait for nothing else.
+    """
+
+    sizes: tuple[int, ...]
+    owners: tuple[int, ...]
+    world_size: int
+    runs: tuple[Run, ...]
+
+    def owned(self, rank: int) -> tuple[int, ...]:
+        """Indices of the tensors of ``rank``."""
+        return tuple(index for index, owner in enumerate(self.owners) if owner == rank)
+
+    @property
+    def most_owned(self) -> int:
+        """Tensors of the rank that has the most of them."""
+        return max((len(self.owned(rank)) for rank in set(self.owners)), default=0)
+
+
+def whole(
+    sizes: Sequence[int],
+    owners: Sequence[int],
+    kinds: Sequence[int],
+    alone: Sequence[bool],
+    limits: Sequence[int],
+    world_size: int,
+) -> WholeLayout:
+    """Lay whole tensors out in runs.
+
+    Args:
+        sizes: elements of each tensor, in the order in which they become ready.
+        owners: rank of each.
+        kinds: dtype and device of each, by number; tensors of different kinds share no run.
+        alone: which travel in a run of their own, from and to their own memory.
+        limits: elements that a run of each kind has at most; a larger tensor is alone.
+        world_size: number of ranks.
+    """
+    runs: list[list[int]] = []
+    filling: dict[tuple[int, int], list[int]] = {}
+    filled: dict[tuple[int, int], int] = {}
+    for index, (size, owner, kind) in enumerate(zip(sizes, owners, kinds, strict=True)):
+        if not size:
+            continue
+        if alone[index] or size > limits[kind]:
+            runs.append([index])
+            continue
+        place = (owner, kind)
+        if place not in filling or filled[place] + size > limits[kind]:
+            filling[place], filled[place] = [], 0
+            runs.append(filling[place])
+        filling[place].append(index)
+        filled[place] += size
+    runs.sort(key=lambda run: run[-1])
+    found = tuple(Run(owners[run[0]], tuple(run), tuple(sizes[index] for index in run)) for run in runs)
+    return WholeLayout(tuple(sizes), tuple(owners), world_size, found)
 
 
 def _cuts(

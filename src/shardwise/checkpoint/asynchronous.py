@@ -1,0 +1,86 @@
+"""Saving beside training: copies of what is saved, and the thread that writes them."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ..core.device import local_of, pins_memory, spec_of, wrap_local
+from .objects import Path
+
+_logger = logging.getLogger("shardwise")
+
+
+@torch.no_grad()
+def host_copies(leaves: Mapping[Path, Any]) -> dict[Path, Any]:
+    """``leaves`` with copies, in the host's memory, in the place of tensors; the copies are complete."""
+    copies = {path: _copy(value) if isinstance(value, torch.Tensor) else value for path, value in leaves.items()}
+    if torch.accelerator.is_available():
+        torch.accelerator.current_stream().synchronize()
+    return copies
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    local = (local_of(tensor) if isinstance(tensor, DTensor) else tensor).detach()
+    pinned = local.device.type != "cpu" and pins_memory(torch.device("cpu"))
+    copy = torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=pinned)
+    copy.copy_(local, non_blocking=True)
+    return wrap_local(copy, spec_of(tensor)) if isinstance(tensor, DTensor) else copy
+
+
+class Background:
+    """One piece of work at a time, on a thread of its own. The process does not end before it is done."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Begin ``work``; nothing may be under way."""
+        assert self._thread is None, "work is under way"
+
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="shardwise.save")
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until nothing is under way."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+
+    def take_error(self) -> Exception | None:
+        """What went wrong since the last call, once nothing is under way."""
+        self.finish()
+        error, self._error = self._error, None
+        return error
+
+
+background = Background()
+
+
+@atexit.register
+def _report_last_error() -> None:
+    if (error := background.take_error()) is not None:
+        _logger.error("shardwise.save: the last checkpoint was not saved: %s", error)
+
+
+def wait() -> None:
+    """Wait for the checkpoint that `shardwise.save` with ``async_=True`` writes; nothing if none is under way.
+
+    Raises:
+        Exception: the one that made it fail, once; the previous checkpoint is whole.
+    """
+    if (error := background.take_error()) is not None:
+        raise error

@@ -1,0 +1,172 @@
+"""The directories of checkpoints: a checkpoint is complete under its own name, or it is not there.
+
+A root holds ``checkpoint-000007``, or ``checkpoint-000007-step-1200`` where the step was told, numbered in the order in
+which they were saved: a run that goes back to an older checkpoint and trains on from there is newer than what it left
+behind, whatever its step. A draft is hidden, and becomes a checkpoint by being renamed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+MANIFEST = "shardwise.json"
+"""Written last: a directory without it is not a checkpoint."""
+DCP_METADATA = ".metadata"
+
+_CHECKPOINT = re.compile(r"checkpoint-([0-9]+)(?:-step-[0-9]+)?")
+_DRAFT = re.compile(r"\.unfinished-([0-9]+)")
+_DOOMED = ".deleted-"
+
+
+def latest(directory: str | os.PathLike[str]) -> Path | None:
+    """The newest complete checkpoint that `shardwise.save` wrote into ``directory``.
+
+    Half-written checkpoints, temporary data and everything else there is passed over. It says nothing about other
+    processes: one that saves now is seen when it has finished.
+
+    Returns:
+        Its path, below ``directory``; None if there is none, or no such directory.
+    """
+    found = checkpoints_in(Path(directory))
+    return found[-1] if found else None
+
+
+def checkpoints_in(root: Path) -> list[Path]:
+    """The complete checkpoints in ``root``, oldest first."""
+    numbered = [(int(match[1]), name) for name in _names_in(root) if (match := _CHECKPOINT.fullmatch(name))]
+    return [root / name for _, name in sorted(numbered) if (root / name / MANIFEST).is_file()]
+
+
+def is_name_of_ours(name: str) -> bool:
+    """Whether a directory of this name is a checkpoint of `shardwise.save`, or was to become one."""
+    return bool(_CHECKPOINT.fullmatch(name) or _DRAFT.fullmatch(name) or name.startswith(_DOOMED))
+
+
+def _names_in(root: Path) -> list[str]:
+    try:
+        return os.listdir(root)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+class Draft:
+    """A checkpoint that is being written; one rank holds it for all.
+
+    Args:
+        root: directory for checkpoints, made if it does not exist. What interrupted saves left there is removed.
+        step: part of the checkpoint's name, if not None.
+
+    Raises:
+        OSError: if the directory cannot be made or written.
+    """
+
+    def __init__(self, root: Path, step: int | None):
+        root.mkdir(parents=True, exist_ok=True)
+        with _locked(root):
+            _clean(root)
+            matches = (_CHECKPOINT.fullmatch(name) or _DRAFT.fullmatch(name) for name in _names_in(root))
+            number = 1 + max((int(match[1]) for match in matches if match), default=0)
+            self.path = root / f".unfinished-{number:06d}"
+            self.path.mkdir()
+            # Held while it is written, so that another run's save does not take it for a dead one's.
+            self._lock = _take_lock(self.path)
+        self.final = root / (f"checkpoint-{number:06d}" + ("" if step is None else f"-step-{step}"))
+
+    def commit(self) -> None:
+        """Make it a checkpoint; what is in it must be on the disk already.
+
+        Raises:
+            OSError: if it cannot be renamed.
+        """
+        sync_directory(self.path)
+        self.path.rename(self.final)
+        sync_directory(self.final.parent)
+        self._unlock()
+
+    def discard(self) -> None:
+        """Remove it; what cannot be removed now, the next save removes."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        lock, self._lock = self._lock, None
+        _release(lock)
+
+
+def prune(root: Path, keep: int) -> None:
+    """Delete all but the newest ``keep`` checkpoints; warns of those that cannot be deleted."""
+    for path in checkpoints_in(root)[:-keep]:
+        doomed = root / (_DOOMED + path.name)
+        try:
+            # One that is half deleted must not look like a checkpoint.
+            path.rename(doomed)
+            shutil.rmtree(doomed)
+        except OSError as error:
+            warnings.warn(f"shardwise.save could not delete the old checkpoint {path}: {error}", stacklevel=2)
+
+
+def _clean(root: Path) -> None:
+    for name in _names_in(root):
+        path = root / name
+        if name.startswith(_DOOMED):
+            shutil.rmtree(path, ignore_errors=True)
+        elif _DRAFT.fullmatch(name):
+            lock = _take_lock(path)
+            if lock is not None:
+                shutil.rmtree(path, ignore_errors=True)
+                _release(lock)
+
+
+def sync_directory(path: Path) -> None:
+    """Have the names in a directory written to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# -- Locks: the kernel lets go of them when their process ends, however it ends
+
+
+def _take_lock(path: Path) -> int | None:
+    """Lock a directory without waiting; None if somebody else has it. File systems without locks never say so."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except OSError:
+        pass
+    return descriptor
+
+
+def _release(lock: int | None) -> None:
+    if lock is None:
+        return
+    with suppress(OSError):
+        # Closing would not do where a child process, forked meanwhile, has the file too.
+        fcntl.flock(lock, fcntl.LOCK_UN)
+    os.close(lock)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    descriptor = os.open(path, os.O_RDONLY)
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        _release(descriptor)

@@ -1,0 +1,117 @@
+"""What goes into a checkpoint: leaves of the tree ``{"model", "optimizer", "scheduler", "extra", "rng"}``."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+
+from .integrity import is_plain, raw
+from .model_state import model_state
+from .names import parameter_names, plain_name
+from .objects import Path, Pickled, capture, is_kept_by_leaves, leaves, pickled, warn_of_unsafe
+from .optimizer_state import optimizer_state
+from .rng import random_states
+
+MODEL, OPTIMIZER, SCHEDULER, EXTRA, RNG = "model", "optimizer", "scheduler", "extra", "rng"
+EXTRA_TENSORS = "extra_tensors"
+"""Sharded tensors in what users add."""
+RANKS = "ranks"
+"""Above what a rank has otherwise than the first that has it: ``ranks.3.rng.torch``."""
+
+
+@torch.no_grad()
+def contents(
+    model: nn.Module | None, optimizers: Sequence[Optimizer], scheduler: Any, extra: Any
+) -> dict[Path, torch.Tensor | Pickled]:
+    """This rank's leaves: its tensors, and objects pickled as they are now.
+
+    Of a tensor that several ranks replicate one of them has a leaf, so that they share the writing.
+
+    Raises:
+        StateError: naming parameters without values.
+        TypeError: if an object cannot be pickled.
+        ValueError: if an optimizer has parameters that the model does not have.
+    """
+    found: dict[Path, Any] = {}
+    # First, before anything here could draw a number.
+    found.update({(RNG, name): state for name, state in random_states().items()})
+    if model is not None:
+        found.update({(MODEL, name): value for name, value in model_state(model).items()})
+        if optimizers:
+            found.update(leaves(optimizer_state(optimizers, parameter_names(model)), (OPTIMIZER,)))
+    sharded: dict[str, DTensor] = {}
+    if scheduler is not None:
+        captured = capture(scheduler, sharded, (SCHEDULER,))
+        found.update(leaves(captured, (SCHEDULER,)) if is_kept_by_leaves(captured) else [((SCHEDULER,), captured)])
+    if extra is not None:
+        found[EXTRA,] = capture(extra, sharded)
+    found.update({(EXTRA_TENSORS, name): tensor for name, tensor in sharded.items()})
+    loads: dict[tuple[DeviceMesh, tuple[int, ...]], list[int]] = {}
+    return {path: _leaf(path, value) for path, value in found.items() if _is_own(value, loads)}
+
+
+def _leaf(path: Path, value: Any) -> torch.Tensor | Pickled:
+    if isinstance(value, torch.Tensor) and path[0] != RNG:  # a generator's state is an object in which ranks differ
+        return value.detach()
+    where = ".".join(map(str, path))
+    item = pickled(value, where)
+    if path[0] in (SCHEDULER, EXTRA):
+        warn_of_unsafe(item, where)
+    return item
+
+
+def _is_own(value: Any, loads: dict[tuple[DeviceMesh, tuple[int, ...]], list[int]]) -> bool:
+    """Whether this rank, and not another one that has the same, writes ``value``.
+
+    Args:
+        value: a leaf.
+        loads: bytes that each replica on some axes of a mesh writes so far; the same on all of them.
+    """
+    if not isinstance(value, DTensor) or (coordinate := value.device_mesh.get_coordinate()) is None:
+        return True
+    mesh, replica, count = value.device_mesh, 0, 1
+    axes = tuple(axis for axis, placement in enumerate(value.placements) if isinstance(placement, Replicate))
+    for axis in axes:
+        replica, count = replica * mesh.size(axis) + coordinate[axis], count * mesh.size(axis)
+    load = loads.setdefault((mesh, axes), [0] * count)
+    writer = load.index(min(load))
+    load[writer] += value.numel() * value.itemsize
+    return writer == replica
+
+
+def digests(items: Mapping[Path, torch.Tensor | Pickled], model: nn.Module | None) -> dict[Path, int]:
+    """A checksum of everything in which ranks may differ: pickled objects, and buffers of ``model``."""
+    found = {path: zlib.crc32(item.data) for path, item in items.items() if isinstance(item, Pickled)}
+    names = [plain_name(model, name) for name, _ in model.named_buffers()] if model is not None else []
+    for name in names:
+        item = items.get((MODEL, name))
+        if isinstance(item, torch.Tensor) and is_plain(item):
+            found[MODEL, name] = zlib.crc32(raw(item.cpu()))
+    return found
+
+
+def apart(
+    items: Mapping[Path, torch.Tensor | Pickled], all_digests: Sequence[Mapping[Path, int]], rank: int
+) -> dict[Path, torch.Tensor | Pickled]:
+    """``items`` of ``rank``; what differs from that of the first rank that has it gets a path of its own.
+
+    Args:
+        items: of this rank.
+        all_digests: of every rank.
+        rank: position of this rank among them.
+    """
+    common: dict[Path, int] = {}
+    for own in reversed(all_digests):
+        common.update(own)
+    mine = all_digests[rank]
+    return {
+        (RANKS, str(rank), *path) if path in mine and mine[path] != common[path] else path: item
+        for path, item in items.items()
+    }

@@ -1,0 +1,181 @@
+"""Whole state dicts of sharded models, with one tensor at a time beside what is kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from .matching import Match, WeightsError, match
+from .peers import Peers
+from .progress import Progress
+from .weights import ModelWeights, weights_of
+
+BLOCK_BYTES = 2**24
+"""That are broadcast at a time, rounded up to whole rows."""
+
+
+@torch.no_grad()
+def full_state_dict(model: nn.Module, *, cpu: bool = True, rank0_only: bool = True) -> dict[str, Any]:
+    """The model's state dict with whole plain tensors, none of which shares memory with the model.
+
+    All ranks that hold the model call this. A rank needs memory for what it keeps and for one whole tensor.
+
+    Args:
+        model: with units or without, and with values.
+        cpu: whether the tensors are on the host; otherwise on the device that the model computes on.
+        rank0_only: whether the first rank alone keeps them; the others get an empty dict.
+
+    Returns:
+        The keys of ``model.state_dict()``, in its order. Names of a tied parameter have the same tensor.
+
+    Raises:
+        ValueError: naming tensors without values, on all ranks.
+    """
+    state = weights_of(model, of_world=True)
+    with state.peers.together():
+        state.check_values()
+    keeps = state.peers.is_first or not rank0_only
+    values: dict[str, Any] = {name: value for name, (_, value) in state.objects.items()}
+    with Progress("Gathering", sum(w.nbytes for w in state.weights), shown=state.peers.is_first) as progress:
+        for weight in state.weights:
+            whole = weight.gather()
+            if keeps:
+                kept = whole.cpu() if cpu else whole
+                live = weight.local
+                shared = kept.device == live.device and kept.data_ptr() == live.data_ptr()
+                values.update(dict.fromkeys(weight.names, kept.clone() if shared else kept))
+            del whole
+            progress.advance(weight.nbytes)
+    return {name: values[name] for name in state.names} if keeps else {}
+
+
+@dataclass(frozen=True)
+class _Description:
+    """Shape and dtype of a tensor that another rank has."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@torch.no_grad()
+def load_full_state_dict(model: nn.Module, sd: Mapping[str, Any] | None, *, broadcast_from_rank0: bool = True) -> None:
+    """Load a state dict with whole plain tensors; all ranks that hold the model call this.
+
+    Each rank keeps its shards; beside them it needs memory for a block of rows. Values are converted to the dtypes
+    that the model has, and parameters on the meta device get memory, as the same objects. Nothing is written before
+    everything was checked.
+
+    Args:
+        model: with units or without.
+        sd: tensors by the names of ``model.state_dict()``; of a tied parameter one name is enough.
+        broadcast_from_rank0: whether the first rank's ``sd`` counts and the others' are not looked at (``{}`` or
+            None); otherwise every rank has it, and nothing is communicated.
+
+    Raises:
+        ValueError: (also a RuntimeError) listing all missing, unexpected and mis-shaped names, and values that are no
+            whole tensors, together; on all ranks.
+        TypeError: if ``sd`` is no dict.
+    """
+    loading = weights_of(model, of_world=broadcast_from_rank0)
+    peers = loading.peers
+    has_values = peers.is_first or not broadcast_from_rank0
+    with peers.together():
+        tensors, objects, problems = _sort(loading, sd) if has_values else ({}, {}, [])
+    described = {name: _Description(tuple(value.shape), value.dtype) for name, value in tensors.items()}
+    if broadcast_from_rank0:
+        described, objects, problems = peers.exchange((described, objects, problems))[0]
+    with peers.together():
+        matches, _ = match(loading, described, "the state dict", objects=objects, problems=problems)
+        if has_values:
+            _check_ties(matches, tensors)
+        for found in matches:
+            found.weight.check_region()
+    with peers.together():
+        for found in matches:
+            found.weight.prepare_memory(loading.device)
+    total = sum(found.weight.nbytes for found in matches)
+    with Progress("Loading", total, shown=peers.is_first) as progress:
+        for found in matches:
+            if broadcast_from_rank0:
+                _spread(found, tensors.get(found.stored[0]), peers)
+            else:
+                found.weight.write_rows(tensors[found.stored[0]], 0)
+            progress.advance(found.weight.nbytes)
+    for found in matches:
+        found.weight.accept_values()
+    for name, value in objects.items():
+        if (owner := loading.objects[name][0]) is not None:
+            owner.set_extra_state(value)
+
+
+def _sort(
+    loading: ModelWeights, sd: Mapping[str, Any] | None
+) -> tuple[dict[str, torch.Tensor], dict[str, Any], list[str]]:
+    """The tensors and the other objects of a state dict, and what is wrong with them.
+
+    Raises:
+        TypeError: if it is no dict.
+    """
+    if not isinstance(sd, Mapping):
+        raise TypeError(f"the state dict must be a dict on every rank whose values count, not {type(sd).__name__}")
+    tensors = {n: v for n, v in sd.items() if isinstance(v, torch.Tensor) and n not in loading.objects}
+    wrong = {
+        "keys that are not strings": [n for n in sd if not isinstance(n, str)],
+        "keys of DTensors (give whole tensors: full_tensor())": [
+            n for n, v in tensors.items() if isinstance(v, DTensor)
+        ],
+        "keys of tensors on the meta device": [n for n, v in tensors.items() if v.is_meta],
+    }
+    problems = [f"{kind}: {', '.join(map(repr, names))}" for kind, names in wrong.items() if names]
+    return tensors, {name: value for name, value in sd.items() if name not in tensors}, problems
+
+
+def _check_ties(matches: list[Match], tensors: Mapping[str, torch.Tensor]) -> None:
+    """
+    Raises:
+        WeightsError: naming tied parameters that have several names with different values.
+    """
+    different = []
+    for found in matches:
+        first, *others = found.stored
+        different += [
+            f"{first!r} and {other!r}"
+            for other in others
+            if not _equal(tensors[first], tensors[other], found.weight.dtype)
+        ]
+    if different:
+        raise WeightsError(
+            "the state dict does not fit the model, which ties what has different values there: "
+            f"{', '.join(different)}; untie them before fully_shard, or leave one out"
+        )
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether two tensors of one shape have the same bits once converted to ``dtype``."""
+    if a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.dtype is b.dtype:
+        return True
+    bits_a, bits_b = (tensor.to(b.device, dtype).reshape(-1).view(torch.uint8) for tensor in (a, b))
+    return torch.equal(bits_a, bits_b)
+
+
+def _spread(found: Match, value: torch.Tensor | None, peers: Peers) -> None:
+    """Give every rank its part of the first rank's ``value``."""
+    weight = found.weight
+    shape = weight.shape or (1,)
+    if not math.prod(shape):
+        return
+    count = max(1, BLOCK_BYTES * shape[0] // weight.nbytes)
+    for start in range(0, shape[0], count):
+        size = min(count, shape[0] - start)
+        block = torch.empty((size, *shape[1:]), dtype=weight.dtype, device=peers.device)
+        if value is not None:
+            block.copy_(value.reshape(shape)[start : start + size])
+        # As bytes: not every backend knows every dtype.
+        peers.broadcast(block.view(-1).view(torch.uint8))
+        weight.write_rows(block, start)

@@ -1,0 +1,251 @@
+"""Checksums of a checkpoint's files: taken while they are written, kept in its manifest, compared before it is read."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from .atomic import MANIFEST
+
+BLOCK = 16 * 2**20
+"""Bytes that a checksum covers: ranks share the checking of a file by blocks."""
+PIECE = 2**20
+"""Bytes read at once: what was just read is still in the processor's cache when its checksum is taken."""
+FORMAT = 1
+
+
+class CheckpointError(RuntimeError, OSError):
+    """A checkpoint could not be written or read; the message names the file or directory and what is wrong with it."""
+
+
+class CorruptFileError(CheckpointError, ValueError):
+    """Files of a checkpoint are not as they were saved; the message names them. Nothing was loaded."""
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is a run of numbers, and nothing more."""
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def raw(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a plain tensor on the host; its own memory if it is contiguous, else a copy."""
+    run = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return memoryview(run.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class FileSum:
+    """What a file must be.
+
+    Args:
+        size: bytes.
+        blocks: CRC-32 of each `BLOCK` bytes, the last of what is left.
+    """
+
+    size: int
+    blocks: tuple[int, ...]
+
+
+class RunningSum:
+    """The `FileSum` of a file that is still being written."""
+
+    def __init__(self) -> None:
+        self.size, self._blocks = 0, [0]
+
+    def add(self, data: memoryview) -> None:
+        """The next bytes, 1-D and contiguous."""
+        while data:
+            room = BLOCK - self.size % BLOCK
+            part, data = data[:room], data[room:]
+            self._blocks[-1] = zlib.crc32(part, self._blocks[-1])
+            self.size += len(part)
+            if len(part) == room:
+                self._blocks.append(0)
+
+    def result(self) -> FileSum:
+        """Of all bytes so far."""
+        return FileSum(self.size, tuple(self._blocks if self.size % BLOCK else self._blocks[:-1]))
+
+
+class SummingStream(io.RawIOBase):
+    """A file that is written from its start to its end, and whose checksums are taken on the way.
+
+    Args:
+        file: opened for writing.
+        advance: called with the number of bytes written.
+    """
+
+    def __init__(self, file: BinaryIO, advance: Callable[[int], None]):
+        self._file, self._advance, self._sum = file, advance, RunningSum()
+        self.error: OSError | None = None
+        """The first one. When its stream fails, torch's serialization mostly raises something else."""
+
+    @property
+    def sum(self) -> FileSum:
+        """Of all that was written so far."""
+        return self._sum.result()
+
+    def write(self, data: Any) -> int:
+        """Write all of ``data``."""
+        view = memoryview(data).cast("B")
+        # Not in smaller pieces: the page cache takes in large ones at once.
+        for start in range(0, len(view), BLOCK):
+            piece = view[start : start + BLOCK]
+            self._sum.add(piece)
+            with self._noting_errors():
+                self._file.write(piece)
+            self._advance(len(piece))
+        return len(view)
+
+    def flush(self) -> None:
+        """Hand everything to the operating system."""
+        with self._noting_errors():
+            self._file.flush()
+
+    @contextmanager
+    def _noting_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.error = self.error or error
+            raise
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._sum.size
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint consists of.
+
+    Args:
+        world_size: ranks that saved it.
+        files: by name.
+        unusual: keys of tensors that are not stored as one contiguous run of numbers.
+    """
+
+    world_size: int
+    files: dict[str, FileSum]
+    unusual: list[str]
+
+    def write(self, directory: Path) -> None:
+        """Write it into ``directory`` and to the disk."""
+        files = {name: {"size": file.size, "crc32": list(file.blocks)} for name, file in sorted(self.files.items())}
+        body = {
+            "format": FORMAT,
+            "world_size": self.world_size,
+            "block": BLOCK,
+            "files": files,
+            "unusual": self.unusual,
+        }
+        text = json.dumps(body)
+        with open(directory / MANIFEST, "w") as file:
+            # Its own checksum on a line of its own.
+            file.write(f"{text}\n{zlib.crc32(text.encode())}\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    @staticmethod
+    def read(directory: Path) -> Manifest:
+        """Of a checkpoint.
+
+        Raises:
+            CorruptFileError: if it is not as it was written.
+            CheckpointError: if it is of a later version of this library.
+        """
+        path = directory / MANIFEST
+        try:
+            text, _, own_sum = path.read_bytes().partition(b"\n")
+            if own_sum != b"%d\n" % zlib.crc32(text):
+                raise ValueError("its checksum differs")
+            body = json.loads(text)
+            if body["format"] != FORMAT or body["block"] != BLOCK:
+                raise CheckpointError(
+                    f"{path} has format {body['format']}, which this version of shardwise cannot read"
+                )
+            files = {name: FileSum(file["size"], tuple(file["crc32"])) for name, file in body["files"].items()}
+            return Manifest(body["world_size"], files, body["unusual"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise CorruptFileError(f"{path} is damaged: {error}") from error
+
+
+def sum_file(path: Path) -> FileSum:
+    """Of a file as it is now."""
+    running = RunningSum()
+    with open(path, "rb", buffering=0) as file:
+        while data := file.read(PIECE):
+            running.add(memoryview(data))
+    return running.result()
+
+
+def find_damage(
+    directory: Path, manifest: Manifest, part: int, parts: int, advance: Callable[[int], None]
+) -> dict[str, str]:
+    """Compare one of ``parts`` equal parts of a checkpoint's bytes with its manifest; the first also compares sizes.
+
+    Args:
+        directory: of the checkpoint.
+        manifest: of the checkpoint.
+        part: which, from 0.
+        parts: of about the same number of bytes.
+        advance: called with the number of bytes compared.
+
+    Returns:
+        What is wrong, by name of the file.
+    """
+    damage = {}
+    if part == 0:
+        damage = {
+            name: problem for name, file in manifest.files.items() if (problem := _wrong_size(directory / name, file))
+        }
+    blocks = [(name, index) for name, file in manifest.files.items() for index in range(len(file.blocks))]
+    share = blocks[part * len(blocks) // parts : (part + 1) * len(blocks) // parts]
+    by_file: dict[str, list[int]] = {}
+    for name, index in share:
+        by_file.setdefault(name, []).append(index)
+    for name, indices in by_file.items():
+        try:
+            if name not in damage and not _matches(directory / name, manifest.files[name], indices, advance):
+                damage[name] = "its contents are not those that were saved (the checksum differs)"
+        except OSError as error:
+            damage[name] = f"it cannot be read: {error.strerror}"
+    return damage
+
+
+def _wrong_size(path: Path, file: FileSum) -> str | None:
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        return f"it cannot be read: {error.strerror}"
+    return None if size == file.size else f"it has {size:,} bytes and was saved with {file.size:,}"
+
+
+def _matches(path: Path, file: FileSum, indices: Iterable[int], advance: Callable[[int], None]) -> bool:
+    """Whether blocks of a file have the checksums that they were saved with."""
+    buffer = memoryview(bytearray(PIECE))
+    with open(path, "rb", buffering=0) as stream:
+        for index in indices:
+            stream.seek(index * BLOCK)
+            left, value = BLOCK, 0
+            while left and (count := stream.readinto(buffer[: min(PIECE, left)])):
+                value = zlib.crc32(buffer[:count], value)
+                left -= count
+                advance(count)
+            if value != file.blocks[index]:
+                return False
+    return True

@@ -1,0 +1,242 @@
+"""What a checkpoint holds beside tensors: numbers, containers, whatever users add; pickled at the time of saving."""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import decimal
+import fractions
+import functools
+import io
+import pathlib
+import sys
+import uuid
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+Path = tuple[str | int, ...]
+"""Where a leaf is in a tree of dicts and lists: keys (as strings) and positions."""
+
+SHARDED = "__shardwise_sharded__"
+"""Key of the one-item dict that stands for a sharded tensor in a pickled tree; the item is the tensor's name."""
+
+
+@dataclass(frozen=True)
+class Pickled:
+    """An object as it was when it was pickled."""
+
+    data: bytes
+
+
+def pickled(value: Any, where: str) -> Pickled:
+    """``value`` as it is now.
+
+    Args:
+        value: anything that can be pickled.
+        where: what it is called in messages.
+
+    Raises:
+        TypeError: if it cannot be pickled.
+    """
+    stream = io.BytesIO()
+    try:
+        torch.save(value, stream)
+    except Exception as error:  # pickling runs code of the object's own
+        raise TypeError(f"{where} cannot be saved, since it cannot be pickled: {error}") from error
+    return Pickled(stream.getvalue())
+
+
+def warn_of_unsafe(item: Pickled, where: str) -> None:
+    """Warn if `unpickled` will not take ``item`` without being told to."""
+    with safe_globals(_safe_types()):
+        unsafe = get_unsafe_globals_in_checkpoint(io.BytesIO(item.data))
+    if unsafe:
+        warnings.warn(
+            f"{where} has objects of {', '.join(unsafe)}: to load them, shardwise.load needs weights_only=False, or "
+            "torch.serialization.add_safe_globals with these types",
+            stacklevel=2,
+        )
+
+
+def unpickled(stream: io.BytesIO, where: str, weights_only: bool) -> Any:
+    """The object that `pickled` took, its tensors on the devices they had, or on the CPU where there is none such.
+
+    Args:
+        stream: of what was pickled.
+        where: what it is called in messages.
+        weights_only: whether to refuse everything that is not a tensor, a number, a string, an array, a date, or a
+            container of such, because unpickling other objects runs code that the file names.
+
+    Raises:
+        ValueError: if it has such objects.
+    """
+    with safe_globals(_safe_types() if weights_only else []):
+        try:
+            return torch.load(stream, weights_only=weights_only, map_location=_place)
+        except UnpicklingError as error:
+            if not weights_only:
+                raise
+            stream.seek(0)
+            unsafe = get_unsafe_globals_in_checkpoint(stream)
+            raise ValueError(
+                f"{where} has objects ({', '.join(unsafe) or error}) whose loading runs code that the checkpoint "
+                "names: if you trust it, pass weights_only=False, or allow their types by "
+                "torch.serialization.add_safe_globals"
+            ) from error
+
+
+def _place(storage: Any, location: str) -> Any:
+    kind = location.split(":")[0]
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    # Not the saved index: this rank's device need not have the number of that of the rank that saved.
+    return storage.to(device=accelerator) if accelerator is not None and kind == accelerator.type else storage
+
+
+@functools.cache
+def _safe_types() -> list[Any]:
+    """Types whose construction runs no code but theirs; beside what `torch.load` takes anyhow."""
+    builtin = [bool, bytes, dict, float, frozenset, int, list, range, set, slice, str, tuple]
+    dates = [datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone]
+    others = [decimal.Decimal, fractions.Fraction, uuid.UUID, uuid.SafeUUID]
+    paths = [pathlib.PosixPath, pathlib.PurePosixPath, pathlib.WindowsPath, pathlib.PureWindowsPath]
+    arrays: list[Any] = []
+    if "numpy" in sys.modules:
+        import numpy as np
+
+        rebuild: list[Any] = [np.empty(0).__reduce__()[0], np.float64(0).__reduce__()[0]]
+        arrays = [np.ndarray, np.dtype, *rebuild, *{type(np.dtype(code)) for code in np.typecodes["All"]}]
+    return [*builtin, *dates, *others, *paths, *arrays]
+
+
+# -- Trees
+
+
+def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """The leaves of a tree as `torch.distributed.checkpoint` sees them: it looks into mappings, and into lists that
+    have tensors or mappings in them; empty mappings vanish."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from leaves(item, (*path, str(key)))
+    elif _is_list_of_more(value):
+        for index, item in enumerate(value):
+            yield from leaves(item, (*path, index))
+    else:
+        yield path, value
+
+
+def _is_list_of_more(value: Any) -> bool:
+    return isinstance(value, list) and any(
+        isinstance(item, (Mapping, torch.Tensor)) or _is_list_of_more(item) for item in value
+    )
+
+
+def tree_of(items: Iterable[tuple[Path, Any]]) -> Any:
+    """The tree that has these leaves; what was another kind of mapping is a dict."""
+    children: dict[str | int, list[tuple[Path, Any]]] = {}
+    for path, value in items:
+        if not path:
+            return value
+        children.setdefault(path[0], []).append((path[1:], value))
+    built = {key: tree_of(below) for key, below in children.items()}
+    return [built[key] for key in sorted(built)] if built and all(isinstance(key, int) for key in built) else built
+
+
+def is_kept_by_leaves(value: Any) -> bool:
+    """Whether `tree_of` its `leaves` is equal to ``value``."""
+    if isinstance(value, Mapping):
+        plain = type(value) is dict and bool(value) and all(type(key) is str for key in value)
+        return plain and all(map(is_kept_by_leaves, value.values()))
+    return not _is_list_of_more(value) or all(map(is_kept_by_leaves, value))
+
+
+# -- What users add
+
+
+def is_stateful(value: Any) -> bool:
+    """Whether it has a state of its own to save: a scheduler, a data loader, a gradient scaler, an average."""
+    methods = (getattr(value, name, None) for name in ("state_dict", "load_state_dict"))
+    return not isinstance(value, type) and all(callable(method) for method in methods)
+
+
+def capture(value: Any, sharded: dict[str, DTensor], path: Path = ()) -> Any:
+    """``value`` with state dicts in the place of objects that have such, and marks in the place of sharded tensors.
+
+    Args:
+        value: a tree of dicts, lists and tuples.
+        sharded: receives the sharded tensors, by the names in their marks.
+        path: of ``value`` in the whole tree.
+    """
+    if is_stateful(value):
+        value = value.state_dict()
+    if isinstance(value, DTensor):
+        name = ".".join(map(str, path))
+        while name in sharded:
+            name += "_"
+        sharded[name] = value
+        return {SHARDED: name}
+    return _map_items(value, lambda key, item: capture(item, sharded, (*path, key)))
+
+
+def release(value: Any, sharded: Mapping[str, torch.Tensor]) -> Any:
+    """What `capture` gave, with the tensors of ``sharded`` in the place of their marks."""
+    if isinstance(value, dict) and value.keys() == {SHARDED}:
+        return sharded[value[SHARDED]]
+    return _map_items(value, lambda _, item: release(item, sharded))
+
+
+def _map_items(value: Any, function: Callable[[Any, Any], Any]) -> Any:
+    if isinstance(value, dict):
+        items = {key: function(key, item) for key, item in value.items()}
+        if all(new is old for new, old in zip(items.values(), value.values(), strict=True)):
+            return value
+        return items if type(value) is not collections.OrderedDict else collections.OrderedDict(items)
+    if isinstance(value, (list, tuple)):
+        parts = [function(index, item) for index, item in enumerate(value)]
+        if all(new is old for new, old in zip(parts, value, strict=True)):
+            return value
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
+
+
+def restore(given: Any, loaded: Any, where: str) -> Any:
+    """Put what was loaded into what the caller has: objects with a state take theirs, dicts and lists are filled.
+
+    Args:
+        given: what the caller passed.
+        loaded: of the same form, with state dicts in the place of objects.
+        where: what it is called in messages.
+
+    Returns:
+        ``given`` if it could be filled, else ``loaded``.
+
+    Raises:
+        ValueError: if the checkpoint has nothing for an object with a state.
+    """
+    if is_stateful(given):
+        given.load_state_dict(loaded)
+        return given
+    if isinstance(given, dict) and isinstance(loaded, Mapping):
+        for key, item in given.items():
+            if key not in loaded and is_stateful(item):
+                raise ValueError(f"{where} of the checkpoint has no {key!r}; it has {', '.join(map(repr, loaded))}")
+        for key, item in loaded.items():
+            given[key] = restore(given.get(key), item, f"{where}[{key!r}]")
+        return given
+    if isinstance(given, list) and isinstance(loaded, list) and len(given) == len(loaded):
+        given[:] = _restore_items(given, loaded, where)
+        return given
+    if isinstance(given, tuple) and isinstance(loaded, (list, tuple)) and len(given) == len(loaded):
+        return tuple(_restore_items(given, loaded, where))
+    return loaded
+
+
+def _restore_items(given: Sequence[Any], loaded: Sequence[Any], where: str) -> list[Any]:
+    pairs = enumerate(zip(given, loaded, strict=True))
+    return [restore(old, new, f"{where}[{index}]") for index, (old, new) in pairs]

@@ -1,0 +1,253 @@
+"""State and param groups of optimizers by the names of parameters, as torch's checkpoint functions write them.
+
+torch's own functions step an optimizer that has no state yet, to learn what it will have: a checkpoint of it then
+says that one step was made. Here an optimizer is saved as it is, and what it will have is read from the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ..core.device import local_of, respec, spec_of, wrap_local
+from .objects import Path, tree_of
+from .reading import StoredData, listed
+
+Names = Mapping[torch.Tensor, Sequence[str]]
+"""Of each parameter; several if it is tied."""
+STATE, GROUPS, PARAMETERS = "state", "param_groups", "params"
+
+
+def optimizers_in(value: Optimizer | Iterable[Optimizer] | Mapping[Any, Optimizer] | None) -> list[Optimizer]:
+    """One optimizer, or several in a container, as a list.
+
+    Raises:
+        TypeError: if there is something else.
+    """
+    if value is None:
+        return []
+    given = [value] if isinstance(value, Optimizer) else list(value.values() if isinstance(value, Mapping) else value)
+    for item in given:
+        if not isinstance(item, Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of such, not {type(item).__name__}")
+    return given
+
+
+def optimizer_state(optimizers: Sequence[Optimizer], names: Names) -> dict[str, Any]:
+    """State by parameter name, and the param groups of all ``optimizers`` one after the other.
+
+    Raises:
+        ValueError: naming the optimizer, if it has parameters that the model does not have.
+    """
+    state: dict[Any, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for optimizer in optimizers:
+        own = optimizer.state_dict()
+        name_of: dict[Any, str] = {}
+        for group, packed in zip(optimizer.param_groups, own[GROUPS], strict=True):
+            own_names = _names_of(optimizer, group[PARAMETERS], names)
+            name_of.update(zip(packed[PARAMETERS], own_names, strict=True))
+            groups.append({**packed, PARAMETERS: own_names})
+        state.update({name_of.get(key, key): value for key, value in own[STATE].items()})
+    return {STATE: state, GROUPS: groups}
+
+
+def _names_of(optimizer: Optimizer, parameters: Sequence[torch.Tensor], names: Names) -> list[str]:
+    unknown = [tuple(parameter.shape) for parameter in parameters if parameter not in names]
+    if unknown:
+        raise ValueError(
+            f"{type(optimizer).__name__} has {len(unknown)} parameters that are not the model's, of shapes "
+            f"{', '.join(map(str, unknown[:5]))}: make it after fully_shard from model.parameters(), call "
+            "shardwise.repoint(optimizer), or pass one module that has all of its parameters"
+        )
+    return [names[parameter][0] for parameter in parameters]
+
+
+def optimizer_paths(stored: StoredData, preferred: Sequence[str]) -> dict[str, Path]:
+    """Keys of a checkpoint's optimizer, and where they are in its tree, from "state" or "param_groups" on.
+
+    Args:
+        stored: the checkpoint's data.
+        preferred: what its keys may begin with; another prefix is taken if there is only one.
+
+    Raises:
+        ValueError: if there is no optimizer, or more than one.
+    """
+    found = {key[: key.index(f"{GROUPS}.")] for key in stored.kinds if f".{GROUPS}." in f".{key}"}
+    known = [prefix for prefix in preferred if prefix in found]
+    if not found:
+        raise ValueError(f"the checkpoint has no optimizer; it has {stored.tops()}")
+    if not known and len(found) > 1:
+        raise ValueError(f"the checkpoint has optimizers under {listed(found)}, none of them called 'optimizer'")
+    below = stored.below((known or [*found])[0])
+    return {key: path for key, path in below.items() if path and str(path[0]).partition(".")[0] in (STATE, GROUPS)}
+
+
+class SavedOptimizer:
+    """What a checkpoint has of optimizers.
+
+    Args:
+        paths: where each of its keys is in the saved tree, from "state" or "param_groups" on.
+        objects: values of the keys that are not tensors.
+        tensors: what is known about the others.
+        names: of the model's parameters.
+    """
+
+    def __init__(
+        self,
+        paths: Mapping[str, Path],
+        objects: Mapping[str, Any],
+        tensors: Mapping[str, TensorStorageMetadata],
+        names: Names,
+    ):
+        self._names = names
+        self._parameters = {name: parameter for parameter, own in names.items() for name in own}
+        self._objects, self._tensors = objects, tensors
+        self._state_paths: dict[str, Path] = {}
+        self._group_paths: dict[str, Path] = {}
+        for key, path in paths.items():
+            if path[0] in (STATE, GROUPS):
+                (self._state_paths if path[0] == STATE else self._group_paths)[key] = path[1:]
+            elif isinstance(path[0], str):
+                self._add_flattened(key, *path[0].partition("."))
+
+    def _add_flattened(self, key: str, kind: str, _: str, rest: str) -> None:
+        """A key of ``flatten_optimizer_state_dict=True``: state and settings of every parameter, by dotted names."""
+        fitting = [name for name in self._parameters if rest.startswith(name + ".")]
+        if not fitting:
+            return
+        name = max(fitting, key=len)
+        path = name, rest[len(name) + 1 :]
+        (self._state_paths if kind == STATE else self._group_paths)[key] = path
+
+    # -- Which saved group is which
+
+    def _saved_groups(self, values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        tree = tree_of((path, values[key]) for key, path in self._group_paths.items())
+        if isinstance(tree, list):
+            yield from tree
+            return
+        for name, settings in tree.items():
+            yield {**settings, PARAMETERS: [name]}
+
+    def _matching(self, optimizers: Sequence[Optimizer], values: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
+        """For each group of each optimizer the saved settings of its parameters.
+
+        Raises:
+            ValueError: if a group has other parameters than every saved one.
+        """
+        saved = list(self._saved_groups(values))
+        by_parameters: dict[frozenset[torch.Tensor | str], list[dict[str, Any]]] = {}
+        for group in saved:
+            known = frozenset(self._parameters.get(name, name) for name in group[PARAMETERS])
+            by_parameters.setdefault(known, []).append(group)
+        found: list[list[dict[str, Any]]] = []
+        for optimizer in optimizers:
+            found.append([])
+            for index, group in enumerate(optimizer.param_groups):
+                _names_of(optimizer, group[PARAMETERS], self._names)
+                parameters = frozenset(group[PARAMETERS])
+                fitting = by_parameters.get(parameters) or self._by_parameter(by_parameters, parameters)
+                if not fitting:
+                    raise ValueError(self._mismatch(optimizer, index, saved))
+                # Groups without parameters all look alike: they are taken in their order.
+                found[-1].append(fitting.pop(0) if len(fitting) > 1 else fitting[0])
+        return found
+
+    @staticmethod
+    def _by_parameter(
+        by_parameters: Mapping[frozenset[torch.Tensor | str], list[dict[str, Any]]], parameters: frozenset[torch.Tensor]
+    ) -> list[dict[str, Any]]:
+        """The settings of the first of ``parameters``, where every parameter was saved with its own."""
+        alone = [by_parameters.get(frozenset([parameter])) for parameter in parameters]
+        return alone[0] if alone and alone[0] and all(alone) else []
+
+    def _mismatch(self, optimizer: Optimizer, index: int, saved: Sequence[Mapping[str, Any]]) -> str:
+        own = {self._names[parameter][0] for parameter in optimizer.param_groups[index][PARAMETERS]}
+        nearest = max((set(group[PARAMETERS]) for group in saved), key=lambda names: len(own & names), default=set())
+        return (
+            f"param group {index} of {type(optimizer).__name__} has other parameters than any of the {len(saved)} "
+            f"groups that were saved; the nearest one lacks {listed(sorted(own - nearest)) or 'nothing'} and also has "
+            f"{listed(sorted(nearest - own)) or 'nothing'}: make the optimizer with the param groups that it was saved "
+            "with"
+        )
+
+    # -- Loading
+
+    def check(self, optimizers: Sequence[Optimizer]) -> None:
+        """
+        Raises:
+            ValueError: if ``optimizers`` have other param groups than were saved.
+        """
+        self._matching(optimizers, {**self._objects, **dict.fromkeys(self._tensors)})
+
+    def targets(self, optimizers: Sequence[Optimizer]) -> dict[str, torch.Tensor]:
+        """Memory for the saved tensors: what ``optimizers`` have, where it fits, and new tensors elsewhere."""
+        held: dict[torch.Tensor, Any] = {}
+        for optimizer in optimizers:
+            held.update(optimizer.state)
+        found = {}
+        for key, path in (*self._state_paths.items(), *self._group_paths.items()):
+            if key in self._tensors:
+                parameter = self._parameters.get(str(path[0])) if key in self._state_paths else None
+                current = held.get(parameter, {}) if parameter is not None else {}
+                found[key] = _target(self._tensors[key], parameter, current.get(path[1]) if len(path) == 2 else None)
+        return found
+
+    def load(self, optimizers: Sequence[Optimizer], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Give ``optimizers`` the saved state and settings; ``tensors`` are `targets`, with values."""
+        values = {**self._objects, **tensors}
+        state = tree_of((path, values[key]) for key, path in self._state_paths.items()) if self._state_paths else {}
+        by_parameter = {self._parameters.get(name, name): value for name, value in state.items()}
+        for optimizer, groups in zip(optimizers, self._matching(optimizers, values), strict=True):
+            _load(optimizer, groups, by_parameter)
+
+
+def _target(saved: TensorStorageMetadata, parameter: torch.Tensor | None, existing: Any) -> torch.Tensor:
+    dtype, size = saved.properties.dtype, saved.size
+    if isinstance(existing, torch.Tensor) and existing.dtype == dtype and existing.shape == size:
+        return existing.detach()
+    like = existing if isinstance(existing, DTensor) and existing.shape == size else parameter
+    if like is None or like.shape != size or not size:
+        return torch.empty(size, dtype=dtype, device="cpu")
+    if isinstance(like, DTensor):
+        return wrap_local(torch.empty_like(local_of(like), dtype=dtype), respec(spec_of(like), dtype=dtype))
+    return torch.empty_like(like, dtype=dtype)
+
+
+def _load(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]) -> None:
+    packed_groups, packed_state, position = [], {}, 0
+    for group, settings in zip(optimizer.param_groups, groups, strict=True):
+        count = len(group[PARAMETERS])
+        packed = {key: _on_device_of(group.get(key), value) for key, value in settings.items() if key != "param_names"}
+        packed_groups.append({**packed, PARAMETERS: list(range(position, position + count))})
+        for index, parameter in enumerate(group[PARAMETERS], start=position):
+            if parameter in state:
+                packed_state[index] = state[parameter]
+        position += count
+    others = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
+    optimizer.load_state_dict({STATE: {**packed_state, **others}, GROUPS: packed_groups})
+    _undo_casts(optimizer, state)
+
+
+def _on_device_of(current: Any, value: Any) -> Any:
+    """A setting that is a tensor (a learning rate on the device) goes to where it is now."""
+    both = isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor)
+    return value.to(current.device) if both else value
+
+
+def _undo_casts(optimizer: Optimizer, state: Mapping[Any, Any]) -> None:
+    """`Optimizer.load_state_dict` casts state to its parameter's dtype, which loses what a wider one held."""
+    for parameter, saved in state.items():
+        current = optimizer.state.get(parameter, {}) if isinstance(parameter, torch.Tensor) else {}
+        for key, value in saved.items() if isinstance(saved, Mapping) else ():
+            now = current.get(key)
+            if not isinstance(value, torch.Tensor) or not isinstance(now, torch.Tensor) or key == "step":
+                continue
+            if now.dtype != value.dtype and now.shape == value.shape:
+                current[key] = value.to(now.device)

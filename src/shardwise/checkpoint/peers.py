@@ -1,0 +1,125 @@
+"""Peers: the ranks that hold one model between them, and how they agree when each has worked by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..core.device import mesh_device
+
+T = TypeVar("T")
+
+
+class Peers:
+    """The ranks of a mesh, or this process alone. The first is the one with the lowest rank.
+
+    Args:
+        mesh: any number of axes; None for this process alone.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None = None):
+        self.ranks, self.position = [0], 0
+        self.device = torch.device("cpu")
+        self._axes: list[tuple[dist.ProcessGroup, int, bool]] = []
+        if mesh is not None:
+            self._read(mesh)
+
+    def _read(self, mesh: DeviceMesh) -> None:
+        own = mesh.get_coordinate()
+        assert own is not None, "this rank is not part of the mesh that its model is on"
+        self.ranks = sorted(mesh.mesh.flatten().tolist())
+        self.position = self.ranks.index(dist.get_rank())
+        self.device = mesh_device(mesh)
+        first = (mesh.mesh == self.ranks[0]).nonzero()[0].tolist()
+        for axis in range(mesh.ndim):
+            if mesh.size(axis) > 1:
+                # What goes out from the first rank goes along one axis after the other.
+                takes_part = list(own[axis + 1 :]) == first[axis + 1 :]
+                self._axes.append((mesh.get_group(axis), first[axis], takes_part))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first."""
+        return self.position == 0
+
+    def exchange(self, value: T) -> list[T]:
+        """All ranks' values (picklable), in the order of their ranks."""
+        known = {self.ranks[self.position]: value}
+        for group, _, _ in self._axes:
+            gathered: list[dict[int, T]] = [{}] * group.size()
+            dist.all_gather_object(gathered, known, group=group)
+            known = {rank: given for part in gathered for rank, given in part.items()}
+        return [known.get(rank, value) for rank in self.ranks]
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Give every rank the first rank's ``tensor``, contiguous and on `device`."""
+        for group, source, takes_part in self._axes:
+            if takes_part:
+                dist.broadcast(tensor, group=group, group_src=source)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """What a rank does inside by itself, without collectives, succeeds on all ranks or raises on all.
+
+        Raises:
+            Exception: the one of the first rank that failed, on every rank.
+        """
+        own: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            own = error
+        failures = zip(self.ranks, self.exchange(_portable(own)), strict=True)
+        rank, first = next(((rank, failure) for rank, failure in failures if failure is not None), (0, None))
+        if first is None:
+            return
+        if own is not None and (type(own), str(own)) == (type(first), str(first)):
+            raise own
+        first.add_note(f"shardwise: this happened on rank {rank}")
+        raise first from own
+
+
+def _portable(error: Exception | None) -> Exception | None:
+    """``error`` as it can be sent to other processes."""
+    if error is None:
+        return None
+    with contextlib.suppress(Exception):  # an error's own way of being pickled may fail in any way
+        copy = pickle.loads(pickle.dumps(error))
+        if type(copy) is type(error) and str(copy) == str(error):
+            return error
+    return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def common_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh | None:
+    """Of several meshes the one that has all their ranks; None without any.
+
+    Raises:
+        ValueError: if none has.
+    """
+    if not meshes:
+        return None
+    largest = max(meshes, key=lambda mesh: mesh.size())
+    ranks = set(largest.mesh.flatten().tolist())
+    for mesh in meshes:
+        if not ranks.issuperset(mesh.mesh.flatten().tolist()):
+            raise ValueError(
+                f"the model's parameters are on {largest} and on {mesh}, and neither has all ranks of the other: load "
+                "and save the parts of the model one by one"
+            )
+    return largest
+
+
+def world_mesh() -> DeviceMesh | None:
+    """All ranks of the default process group; None if there is none."""
+    if not dist.is_initialized():
+        return None
+    world, accelerator = dist.group.WORLD, torch.accelerator.current_accelerator()
+    assert world is not None
+    on_host = accelerator is None or dist.get_backend() in ("gloo", "mpi", "fake")
+    return DeviceMesh.from_group(world, "cpu" if accelerator is None or on_host else accelerator.type)

@@ -1,0 +1,57 @@
+"""A progress bar for what takes long."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import ExitStack
+from typing import Any
+
+PATIENCE = 1.0
+"""Seconds until the bar appears: what is done by then needs none."""
+
+
+class Progress:
+    """A context whose bar on stderr shows how many of ``total`` bytes are done, if stderr is a terminal.
+
+    Args:
+        label: what is done.
+        total: bytes.
+        shown: whether this rank is the one that shows it.
+    """
+
+    def __init__(self, label: str, total: int, *, shown: bool):
+        self.label, self.total = label, total
+        self._done = 0
+        self._starts_at = time.monotonic() + PATIENCE
+        self._shown = shown and sys.stderr.isatty()
+        self._stack = ExitStack()
+        self._bar: Any = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def advance(self, count: int) -> None:
+        """``count`` more bytes are done."""
+        self._done += count
+        if self._shown and self._bar is None and time.monotonic() > self._starts_at:
+            self._bar = self._stack.enter_context(bar) if (bar := _make_bar()) is not None else None
+            self._shown = self._bar is not None
+            if self._shown:
+                self._bar.add_task(self.label, total=self.total)
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=self._done)
+
+
+def _make_bar() -> Any:
+    try:  # an optional dependency, and not one to import before it is needed
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+        from rich.progress import Progress as RichProgress
+    except ImportError:
+        return None
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    return RichProgress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)

@@ -1,0 +1,157 @@
+"""From a checkpoint back into a training run: first everything is checked, then it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from .contents import EXTRA, EXTRA_TENSORS, MODEL, OPTIMIZER, RANKS, RNG, SCHEDULER
+from .model_state import Misfit, SavedModel
+from .names import parameter_names
+from .objects import capture, release, restore, tree_of
+from .optimizer_state import SavedOptimizer, optimizer_paths
+from .reading import StoredData
+from .rng import seed_from, set_random_state
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to load into.
+
+    Args:
+        model: or None.
+        optimizers: of the model's parameters.
+        scheduler: an object with a state, a container of such, or None.
+        extra: what is filled, or None.
+        rng: whether to continue with the saved states of random number generators.
+    """
+
+    model: nn.Module | None
+    optimizers: Sequence[Optimizer]
+    scheduler: Any
+    extra: Any
+    rng: bool
+
+
+class Restoring:
+    """One load, in steps that may each fail on any rank.
+
+    Args:
+        stored: the checkpoint's data.
+        saved_by: number of ranks that saved it; None if it was not `shardwise.save`.
+        rank: of this process.
+        world_size: ranks that load it.
+        wanted: what to load into.
+
+    Raises:
+        ValueError: if the checkpoint does not have something that is wanted.
+    """
+
+    def __init__(self, stored: StoredData, saved_by: int | None, rank: int, world_size: int, wanted: Wanted):
+        self._stored, self._saved_by, self._rank, self._wanted = stored, saved_by, rank, wanted
+        self._has_own = saved_by == world_size
+        self._values: dict[str, Any] = {}
+        self._model = SavedModel(stored, wanted.model, f"{MODEL}.") if wanted.model is not None else None
+        self._optimizer_paths = optimizer_paths(stored, (f"{OPTIMIZER}.", "optim.")) if wanted.optimizers else {}
+        for name, value in ((SCHEDULER, wanted.scheduler), (EXTRA, wanted.extra)):
+            if value is not None and not stored.below(f"{name}."):
+                raise ValueError(f"the checkpoint has no {name}; it has {stored.tops()}")
+        self._rng_keys = list(stored.below(f"{RNG}.")) if wanted.rng and saved_by is not None else []
+        self._read_objects()
+        self._optimizer = self._check_optimizer()
+
+    @property
+    def misfit(self) -> Misfit:
+        """Where the model differs from the saved one."""
+        return self._model.misfit() if self._model is not None else Misfit()
+
+    def _own(self, key: str) -> str:
+        """The key of what this rank saved under ``key``, if it had something of its own there."""
+        own = f"{RANKS}.{self._rank}.{key}"
+        return own if self._has_own and own in self._stored.kinds else key
+
+    def _read_objects(self) -> None:
+        """Read what is not a tensor."""
+        keys = [*self._stored.below(f"{EXTRA}."), *self._optimizer_paths]
+        keys += self._model.keys() if self._model is not None else []
+        keys += self._stored.below(f"{SCHEDULER}.") if self._wanted.scheduler is not None else []
+        for key in self._rng_keys:
+            keys += [key, f"{RANKS}.{self._rank}.{key}"]
+        objects = set(self._stored.objects())
+        read: dict[str, Any] = {self._own(key): None for key in keys if key in objects}
+        self._stored.read(read, lambda _: None)
+        self._values = {key: read[self._own(key)] for key in keys if key in objects}
+
+    def _check_optimizer(self) -> SavedOptimizer | None:
+        wanted, tensors = self._wanted, self._stored.tensors()
+        if wanted.model is None or not wanted.optimizers:
+            return None
+        own = {key: tensors[key] for key in self._optimizer_paths if key in tensors}
+        saved = SavedOptimizer(self._optimizer_paths, self._values, own, parameter_names(wanted.model))
+        saved.check(wanted.optimizers)
+        return saved
+
+    # -- Reading
+
+    def read(self, advance: Callable[[int], None]) -> None:
+        """Read the tensors, into the model's and the optimizers' own memory where they have it.
+
+        Args:
+            advance: called with the number of bytes read.
+        """
+        targets = self._model.targets() if self._model is not None else {}
+        if self._optimizer is not None:
+            targets.update(self._optimizer.targets(self._wanted.optimizers))
+        # What the caller's objects hold now says how the new values are sharded.
+        held: dict[str, DTensor] = {}
+        capture(self._wanted.extra, held)
+        capture(self._wanted.scheduler, held, (SCHEDULER,))
+        tensors = self._stored.tensors()
+        for prefix in (f"{EXTRA_TENSORS}.", f"{EXTRA}.", f"{SCHEDULER}."):
+            for key in self._stored.below(prefix):
+                if key in tensors:
+                    like, size = held.get(key.removeprefix(f"{EXTRA_TENSORS}.")), tensors[key].size
+                    empty = torch.empty(size, dtype=tensors[key].properties.dtype, device="cpu")
+                    targets[key] = like.detach() if like is not None and like.shape == size else empty
+        self._stored.read({self._own(key): tensor for key, tensor in targets.items()}, advance)
+        self._values.update(targets)
+
+    # -- Handing over
+
+    def hand_over(self) -> Any:
+        """Let everything take what was read; gives what users added."""
+        wanted = self._wanted
+        if self._model is not None:
+            self._model.load(self._values)
+        if self._optimizer is not None:
+            self._optimizer.load(wanted.optimizers, self._values)
+        if wanted.scheduler is not None:
+            restore(wanted.scheduler, self._tree(SCHEDULER), SCHEDULER)
+        extra = self._tree(EXTRA)
+        extra = extra if wanted.extra is None else restore(wanted.extra, extra, EXTRA)
+        # Last, since anything above may draw numbers.
+        for key in self._rng_keys:
+            self._restore_rng(key)
+        return extra
+
+    def _tree(self, top: str) -> Any:
+        """What was saved under ``top``; None if nothing was."""
+        prefix = f"{EXTRA_TENSORS}."
+        sharded = {key.removeprefix(prefix): value for key, value in self._values.items() if key.startswith(prefix)}
+        items = [(path, self._values[key]) for key, path in self._stored.below(f"{top}.").items()]
+        return release(tree_of(items), sharded) if items else None
+
+    def _restore_rng(self, key: str) -> None:
+        name = key.removeprefix(f"{RNG}.")
+        is_new = self._saved_by is not None and self._rank >= self._saved_by
+        ranks_differ = any(other.startswith(f"{RANKS}.") and other.endswith(f".{key}") for other in self._stored.kinds)
+        if is_new and ranks_differ:
+            seed_from(name, self._values[key], self._rank)
+        else:
+            set_random_state(name, self._values.get(f"{RANKS}.{self._rank}.{key}", self._values[key]))

@@ -1,0 +1,274 @@
+"""The verbs: save and load a training run, at any number of ranks."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ..core.device import local_of, not_inference
+from .asynchronous import background, host_copies
+from .atomic import DCP_METADATA, MANIFEST, Draft, checkpoints_in, is_name_of_ours, latest, prune
+from .contents import apart, contents, digests
+from .integrity import CheckpointError, CorruptFileError, Manifest, find_damage
+from .model_state import check_fit
+from .objects import Pickled, is_stateful
+from .optimizer_state import optimizers_in
+from .progress import Progress
+from .ranks import SavingRanks, saving_ranks
+from .reading import StoredData
+from .restoring import Restoring, Wanted
+from .writing import Leaves, naming, write_leaves
+
+Optimizers = Optimizer | Iterable[Optimizer] | Mapping[Any, Optimizer]
+
+
+def save(
+    directory: str | os.PathLike[str],
+    *,
+    model: nn.Module | None = None,
+    optimizer: Optimizers | None = None,
+    scheduler: Any = None,
+    extra: Any = None,
+    async_: bool = False,
+    step: int | None = None,
+    keep: int | None = None,
+) -> Path:
+    """Save a training run as a new checkpoint in ``directory``.
+
+    ``directory`` is the root of many checkpoints: each call writes a new one beside those that are there, as a hidden
+    draft, has it written to the disk and then renames it. A process killed at any moment leaves the checkpoints of
+    before whole, and `latest` finds the newest complete one. What killed saves left behind, the next save removes.
+
+    A collective: all ranks of the default process group call it, between optimizer steps (unreduced gradients are not
+    saved). A checkpoint is a directory of `torch.distributed.checkpoint` with the keys ``model`` and ``optimizer`` as
+    `torch.distributed.checkpoint.state_dict` makes them, so plain DCP and FSDP2 programs can load it. Beside the
+    arguments the states of the random number generators of every rank are saved.
+
+    Args:
+        directory: seen by all ranks; made if it does not exist.
+        model: sharded or not.
+        optimizer: of ``model``'s parameters; or several, in a list or dict. It is saved as it is: before its first
+            step it has no state.
+        scheduler: has ``state_dict`` and ``load_state_dict``; or a container of such.
+        extra: anything that can be pickled: numbers, containers, objects. Objects with ``state_dict`` and
+            ``load_state_dict`` in its dicts, lists and tuples (data loaders, gradient scalers, `shardwise.EMA`) are
+            saved by their state. Ranks may differ in it; sharded tensors are saved sharded.
+        async_: return as soon as everything is copied to the host's memory, and write beside training. The next
+            save waits for this one and raises what made it fail; so does `wait`. The process does not end before.
+        step: a number for the name of the checkpoint.
+        keep: delete all but the newest ``keep`` checkpoints, once this one is complete; by default none is deleted.
+
+    Returns:
+        The path of the checkpoint, below ``directory``; with ``async_`` it will be there later.
+
+    Raises:
+        CheckpointError: on all ranks, if one of them cannot write; the draft is removed and everything else is whole.
+        StateError: if parameters have no values yet.
+        TypeError: for an argument of a wrong type, or what cannot be pickled.
+        ValueError: if the optimizer has parameters that ``model`` does not have, or a number is out of range.
+    """
+    root = Path(os.path.abspath(directory))
+    ranks, failed = saving_ranks(), background.take_error()
+    draft: Draft | None = None
+    try:
+        with ranks.together():
+            if failed is not None:
+                raise failed
+            _check_numbers(step, keep)
+            leaves: Leaves = contents(_module(model), _optimizers(model, optimizer), _scheduler(scheduler), extra)
+            leaves = host_copies(leaves) if async_ else leaves
+            draft = _new_draft(root, step) if ranks.is_first else None
+        paths = (draft.path, draft.final) if draft is not None else None
+        exchanged = ranks.exchange((digests(leaves, model), paths))
+    except BaseException:
+        _abandon(draft, ranks)
+        raise
+    leaves = apart(leaves, [own for own, _ in exchanged], ranks.position)
+    path, final = cast(tuple[Path, Path], exchanged[0][1])
+    work = functools.partial(_write, path, leaves, ranks, draft, keep, shown=not async_)
+    if async_:
+        background.start(work)
+    else:
+        work()
+    return final
+
+
+def _write(path: Path, leaves: Leaves, ranks: SavingRanks, draft: Draft | None, keep: int | None, shown: bool) -> None:
+    """Fill a draft, which the first rank holds, and make it a checkpoint."""
+    total = sum(map(_size, leaves.values()))
+    try:
+        with Progress("Saving", total, shown=shown and ranks.is_first) as progress:
+            manifest = write_leaves(path, leaves, ranks, progress.advance)
+        with ranks.together(), naming(path):
+            if draft is not None and manifest is not None:
+                manifest.write(path)
+                draft.commit()
+                if keep is not None:
+                    prune(draft.final.parent, keep)
+    except BaseException:
+        _abandon(draft, ranks)
+        raise
+
+
+def _abandon(draft: Draft | None, ranks: SavingRanks) -> None:
+    """Remove a draft, before any rank goes on."""
+    if draft is not None:
+        draft.discard()
+    # It may be that what failed is the communication.
+    with suppress(Exception):
+        ranks.exchange(None)
+
+
+def load(
+    directory: str | os.PathLike[str],
+    *,
+    model: nn.Module | None = None,
+    optimizer: Optimizers | None = None,
+    scheduler: Any = None,
+    extra: Any = None,
+    rng: bool = True,
+    strict: bool = True,
+    weights_only: bool = True,
+) -> Any:
+    """Load a checkpoint into what a training run consists of, at any number of ranks, in place.
+
+    A collective: all ranks of the default process group call it. All bytes of a checkpoint of `save` are compared
+    with their checksums first, by all ranks together, each a part: a damaged one changes nothing. Checkpoints that
+    `torch.distributed.checkpoint` wrote (those of FSDP2 programs, whole state dicts, optimizers flattened or not) are
+    loaded too, without checksums; the model is looked for under ``model`` first, the optimizer under ``optimizer``
+    and ``optim``.
+
+    Args:
+        directory: a root, of which the newest complete checkpoint is loaded, or a checkpoint.
+        model: may be sharded in another way than it was saved, or not at all; parameters on the meta device get
+            memory. Its dtypes stay.
+        optimizer: with the param groups that it was saved with, in any order; or several. Its state becomes the one
+            saved, whatever it had.
+        scheduler: as saved.
+        extra: what to fill: objects with ``load_state_dict`` take their state, dicts get the saved items.
+        rng: whether to continue with the saved states of random number generators. At the world size that saved,
+            every rank has its own ones again. At another one rank ``r`` has those of the saved rank ``r``, and
+            further ranks have streams of their own, seeded from those of rank 0 and their number; a generator
+            that was in the same state on all ranks is so again.
+        strict: whether names that only the model or only the checkpoint has are an error.
+        weights_only: whether to refuse objects whose loading runs code that the checkpoint names: all but tensors,
+            numbers, strings, arrays, dates, paths, containers of such, and types allowed by
+            `torch.serialization.add_safe_globals`.
+
+    Returns:
+        The saved ``extra``: the object that was passed, filled, or what was saved, with state dicts in the place of
+        objects that have them; None if nothing was saved. Where ranks differed, a rank has its own at the world size
+        that saved, and that of rank 0 at another one.
+
+    Raises:
+        CorruptFileError: naming the files that are not as they were saved.
+        CheckpointError: if it cannot be read.
+        FileNotFoundError: if there is no checkpoint.
+        TypeError: for an argument of a wrong type.
+        ValueError: listing what the checkpoint does not have, or what does not fit.
+    """
+    ranks = saving_ranks()
+    background.finish()
+    with ranks.together():
+        wanted = Wanted(_module(model), _optimizers(model, optimizer), _scheduler(scheduler), extra, rng)
+        found = _find(Path(os.path.abspath(directory))) if ranks.is_first else None
+    path, manifest = cast(tuple[Path, Manifest | None], ranks.exchange(found)[0])
+    share = sum(file.size for file in manifest.files.values()) // ranks.size if manifest is not None else 0
+    with Progress("Loading", 2 * share, shown=ranks.is_first) as progress, torch.no_grad(), not_inference():
+        if manifest is not None:
+            _check_files(path, manifest, ranks, progress)
+        with ranks.together():
+            stored = StoredData.open(path, None if manifest is None else manifest.unusual, weights_only)
+            saved_by = manifest.world_size if manifest is not None else None
+            restoring = Restoring(stored, saved_by, ranks.position, ranks.size, wanted)
+        check_fit(ranks.exchange(restoring.misfit), strict)
+        with ranks.together():
+            restoring.read(progress.advance)
+        with ranks.together():
+            result = restoring.hand_over()
+    return result
+
+
+def _check_files(path: Path, manifest: Manifest, ranks: SavingRanks, progress: Progress) -> None:
+    """
+    Raises:
+        CorruptFileError: on all ranks, naming all files that one of them found damaged.
+    """
+    found = ranks.exchange(find_damage(path, manifest, ranks.position, ranks.size, progress.advance))
+    damage = {name: problem for own in reversed(found) for name, problem in own.items()}
+    if not damage:
+        return
+    others = [other.name for other in checkpoints_in(path.parent) if other != path]
+    raise CorruptFileError(
+        "; ".join(f"{path / name} is damaged: {problem}" for name, problem in sorted(damage.items()))
+        + (f". Nothing was loaded; beside it there are {', '.join(others)}" if others else ". Nothing was loaded")
+    )
+
+
+def _find(path: Path) -> tuple[Path, Manifest | None]:
+    """The checkpoint that ``path`` means; without a manifest it is of others."""
+    if not (path / MANIFEST).is_file():
+        if (path / DCP_METADATA).is_file() and not is_name_of_ours(path.name):
+            return path, None
+        if (newest := latest(path)) is None:
+            raise _nothing_in(path)
+        path = newest
+    return path, Manifest.read(path)
+
+
+def _nothing_in(path: Path) -> OSError:
+    if is_name_of_ours(path.name) and path.is_dir():
+        return CheckpointError(f"{path} has no {MANIFEST}, so it is not a complete checkpoint")
+    there = f"there are only {', '.join(sorted(os.listdir(path))[:10])}" if path.is_dir() else "no such directory"
+    return FileNotFoundError(f"no complete checkpoint in {path}: {there}")
+
+
+def _new_draft(root: Path, step: int | None) -> Draft:
+    try:
+        return Draft(root, step)
+    except OSError as error:
+        raise CheckpointError(f"no checkpoint can be written into {root}: {error}") from error
+
+
+def _check_numbers(step: int | None, keep: int | None) -> None:
+    for name, value, least in (("step", step, 0), ("keep", keep, 1)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise TypeError(f"{name} must be an int or None, not {value!r}")
+        if value is not None and value < least:
+            raise ValueError(f"{name} must be at least {least}, not {value}")
+
+
+def _module(model: nn.Module | None) -> nn.Module | None:
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a module, not {type(model).__name__}")
+    return model
+
+
+def _optimizers(model: nn.Module | None, optimizer: Optimizers | None) -> list[Optimizer]:
+    optimizers = optimizers_in(optimizer)
+    if optimizers and model is None:
+        raise ValueError("an optimizer is saved by the names of its parameters: pass the model that has them too")
+    return optimizers
+
+
+def _scheduler(scheduler: Any) -> Any:
+    items = scheduler.values() if isinstance(scheduler, dict) else scheduler
+    for item in items if isinstance(items, Iterable) else [scheduler]:
+        if item is not None and not is_stateful(item):
+            raise TypeError(f"scheduler must have state_dict and load_state_dict, or contain such; not {item!r}")
+    return scheduler
+
+
+def _size(leaf: torch.Tensor | Pickled) -> int:
+    if isinstance(leaf, Pickled):
+        return len(leaf.data)
+    return local_of(leaf).nbytes if isinstance(leaf, DTensor) else leaf.nbytes

@@ -1,0 +1,336 @@
+"""The tensors of a model's state dict: by which names, which part of each this rank holds, and how values get in."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ..core.buffer import ShardedBuffer, join_chunks
+from ..core.device import local_of, mesh_device, not_inference, region_of, spec_of
+from ..core.errors import StateError
+from ..core.module import unit_of
+from ..core.parameter import Place
+from ..core.shards import Shards
+from ..core.slot import Slot
+from .names import state_names
+from .peers import Peers, common_mesh, world_mesh
+
+
+class Region(NamedTuple):
+    """A box of a whole tensor: for each tensor dim, where it starts and how long it is, in elements."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def gather_one(buffer: ShardedBuffer, index: int) -> torch.Tensor:
+    """One whole tensor in the dtype of the shards, on the device that computes; all ranks of the axis call this.
+
+    In memory of its own, unless there is nothing to gather. Not through DTensor, which stages: this takes the memory
+    of one tensor, and of two if it is cut unevenly or not on dim 0.
+    """
+    tensor = buffer.layout.tensors[index]
+    if tensor.world_size == 1:
+        return buffer.local_view(index).to(buffer.device)
+    own = buffer.local.narrow(0, tensor.local_offset, tensor.chunk_numel).to(buffer.device)
+    gathered = own.new_empty(tensor.world_size * tensor.chunk_numel)
+    if not tensor.chunk_numel:
+        return gathered.view(tensor.shape)
+    for work in buffer.comm.all_gather([gathered], [own]):
+        work.wait()
+    if tensor.is_even and tensor.dim == 0:
+        return gathered.view(tensor.shape)
+    if tensor.dim == 0:
+        return gathered[: tensor.numel].view(tensor.shape).clone()
+    whole = own.new_empty(tensor.shape)
+    join_chunks(tensor, gathered, whole.view(-1))
+    return whole
+
+
+@dataclass(eq=False)
+class Weight:
+    """One tensor of a model's state dict, under one name or several.
+
+    Args:
+        names: of the state dict; several for a tied parameter.
+        tensor: what is registered, of the whole shape; a DTensor if it is sharded.
+        places: modules and names that it is registered under; none for what a module's hook made.
+        slot: where its unit keeps it, if it belongs to one.
+        shards: of its unit.
+        extra_of: the module whose extra state it is, if it is one.
+    """
+
+    names: list[str]
+    tensor: torch.Tensor
+    places: list[tuple[nn.Module, str]]
+    slot: Slot | None = None
+    shards: Shards | None = None
+    extra_of: nn.Module | None = None
+    _fresh: torch.Tensor | None = None
+    """Memory for a tensor on the meta device that no unit manages; registered once it has values."""
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That it is kept in."""
+        return self.tensor.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def has_values(self) -> bool:
+        """Whether it is off the meta device, and something was written since."""
+        if self.slot is not None:
+            return self.slot.has_values and not self.slot.buffer.local.is_meta
+        return not self.tensor.is_meta
+
+    @property
+    def can_be_written(self) -> bool:
+        """Whether it is part of the model, not something that a hook made for the state dict."""
+        return bool(self.places) or self.extra_of is not None
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's part, to read from and to write into."""
+        if self.slot is not None:
+            return self.slot.local
+        tensor = self._fresh if self._fresh is not None else self.tensor
+        return local_of(tensor).detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+    @cached_property
+    def region(self) -> Region:
+        """Which part of the whole tensor this rank holds (see `check_region`)."""
+        if self.slot is not None:
+            return _region_of_slot(self.names[0], self.slot)
+        if not isinstance(self.tensor, DTensor):
+            return Region((0,) * len(self.shape), self.shape)
+        _check_box(self.names[0], self.tensor.placements)
+        return Region(*region_of(spec_of(self.tensor)))
+
+    def check_region(self) -> None:
+        """
+        Raises:
+            ValueError: if what this rank holds need not be one box of the tensor.
+        """
+        _ = self.region
+
+    @property
+    def replica(self) -> tuple[int, int] | None:
+        """Which of how many copies of the same region this rank holds; None if every rank has the whole tensor."""
+        if not isinstance(self.tensor, DTensor):
+            return None
+        index, count, mesh = 0, 1, self.tensor.device_mesh
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None
+        for axis, placement in enumerate(self.tensor.placements):
+            if isinstance(placement, Replicate):
+                index, count = index * mesh.size(axis) + coordinate[axis], count * mesh.size(axis)
+        return index, count
+
+    @torch.no_grad()
+    def gather(self) -> torch.Tensor:
+        """The whole tensor; all ranks that share it call this. On the device of its mesh, and may be the live one."""
+        if not isinstance(self.tensor, DTensor):
+            return self.local
+        if self.slot is not None:
+            gathered = gather_one(self.slot.buffer, self.slot.index)
+            return gathered if self.slot.parallel is None else self.slot.parallel.unsharded(gathered).full_tensor()
+        # Around the local tensor, since attributes of the parameter may be its owner's.
+        local, spec = self.local, spec_of(self.tensor)
+        shape, stride = torch.Size(self.shape), torch.empty(self.shape, device="meta").stride()
+        whole = DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride)
+        return whole.full_tensor()
+
+    @torch.no_grad()
+    def write_rows(self, rows: torch.Tensor, start: int) -> None:
+        """Keep this rank's part of ``rows``: the rows (on dim 0) from ``start`` on of the whole tensor."""
+        (offsets, sizes), target = self.region, self.local
+        if not self.shape:
+            target.copy_(rows.reshape(()))
+            return
+        first, end = max(start, offsets[0]), min(start + rows.shape[0], offsets[0] + sizes[0])
+        if first >= end:
+            return
+        rows = rows.narrow(0, first - start, end - first)
+        for dim in range(1, len(sizes)):
+            rows = rows.narrow(dim, offsets[dim], sizes[dim])
+        target.narrow(0, first - offsets[0], end - first).copy_(rows)
+
+    # -- Loading
+
+    def prepare_memory(self, device: torch.device) -> None:
+        """Give it memory to load into, if it has none; ``device`` is for what no unit manages.
+
+        Until `accept_values` a forward of its unit is refused.
+        """
+        if self.slot is not None and self.shards is not None:
+            self.shards.leave_meta()
+            self.slot.has_values = False
+        elif self.tensor.is_meta or self.extra_of is not None:
+            with not_inference():
+                self._fresh = torch.empty_like(self.tensor.detach(), device=device)
+
+    def accept_values(self) -> None:
+        """`local` has been written: let everything see it."""
+        if self.slot is not None and self.shards is not None:
+            self.slot.has_values = True
+            self.shards.note_write()
+        if self._fresh is None:
+            return
+        if self.extra_of is not None:
+            self.extra_of.set_extra_state(self._fresh)
+        elif isinstance(self.tensor, nn.Parameter):
+            self.tensor = _with_values(self.tensor, self._fresh, self.places)
+        else:
+            self.tensor = self._fresh
+            for module, name in self.places:
+                module._buffers[name] = self._fresh
+        self._fresh = None
+
+
+def _with_values(
+    parameter: nn.Parameter, values: torch.Tensor, places: Sequence[tuple[nn.Module, str]]
+) -> nn.Parameter:
+    """``parameter``, until now on the meta device, with ``values``: the same object if that is possible."""
+    with not_inference():
+        replacement = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    replacement.__dict__.update(parameter.__dict__)
+    try:
+        # Not another object: optimizers may hold this one.
+        torch.utils.swap_tensors(parameter, replacement)
+        return parameter
+    except RuntimeError:  # somebody has a weak reference to it
+        for module, name in places:
+            Place(module, name).put(replacement)
+        return replacement
+
+
+def _region_of_slot(name: str, slot: Slot) -> Region:
+    tensor, rank = slot.buffer.layout.tensors[slot.index], slot.buffer.comm.rank
+    start: tuple[int, ...] = (0,) * len(tensor.shape)
+    if slot.parallel is not None:
+        _check_box(name, slot.parallel.original.placements)
+        start, _ = region_of(slot.parallel.original)
+    offsets = [offset + tensor.start(rank) * (dim == tensor.dim) for dim, offset in enumerate(start)]
+    return Region(tuple(offsets), tensor.local_shape(rank))
+
+
+def _check_box(name: str, placements: Iterable[object]) -> None:
+    if any(type(placement) not in (Shard, Replicate) for placement in placements):
+        raise ValueError(
+            f"{name!r} is placed {tuple(placements)}, of which a rank need not hold one box: only Shard and Replicate "
+            "can be loaded and saved"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class ModelWeights:
+    """What a model's state dict has.
+
+    Args:
+        model: that it is of.
+        weights: its tensors, each once, however many names it has.
+        objects: what is not a tensor (extra state), by name, with the module that it belongs to.
+        names: all, in the order of the state dict.
+        peers: the ranks that hold the model.
+        device: for tensors on the meta device that no unit manages.
+    """
+
+    model: nn.Module
+    weights: list[Weight]
+    objects: dict[str, tuple[nn.Module | None, Any]]
+    names: list[str]
+    peers: Peers
+    device: torch.device
+
+    def check_values(self) -> None:
+        """
+        Raises:
+            StateError: naming the tensors that are on the meta device, or without values.
+        """
+        empty = [weight.names[0] for weight in self.weights if not weight.has_values]
+        if empty:
+            raise StateError(
+                f"{', '.join(map(repr, empty))} are still on the meta device or without values: initialize or load "
+                "them first"
+            )
+
+
+def weights_of(model: nn.Module, *, plain_names: bool = False, of_world: bool = False) -> ModelWeights:
+    """Find the tensors of ``model``'s state dict.
+
+    Args:
+        model: with units, with DTensors from elsewhere, or plain.
+        plain_names: whether names are those of the model as it was written, without wrappers around its modules;
+            otherwise they are the keys of its state dict.
+        of_world: whether a plain model belongs to all ranks together; otherwise to this process alone.
+
+    Raises:
+        TypeError: if it is not a module.
+        ValueError: if it is on several meshes of which none has all ranks.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model must be a module, not {type(model).__name__}")
+    slots = _slots_of(model)
+    places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for module in model.modules():
+        for name, registered in (*module._parameters.items(), *module._buffers.items()):
+            places[id(registered)].append((module, name))
+    weights: dict[int, Weight] = {}
+    objects: dict[str, tuple[nn.Module | None, Any]] = {}
+    state = model.state_dict(keep_vars=True)
+    named = state_names(model, state) if plain_names else {key: key for key in state}
+    for name, key in named.items():
+        value, extra_of = state[key], _owner_of_extra_state(model, key)
+        if not isinstance(value, torch.Tensor):
+            objects[name] = extra_of, value
+        elif id(value) in weights:
+            weights[id(value)].names.append(name)
+        else:
+            slot, shards = slots.get(id(value), (None, None))
+            weights[id(value)] = Weight([name], value, places[id(value)], slot, shards, extra_of)
+    found = list(weights.values())
+    mesh = common_mesh(list(dict.fromkeys(w.tensor.device_mesh for w in found if isinstance(w.tensor, DTensor))))
+    if mesh is not None:
+        device = mesh_device(mesh)
+    else:
+        device = next((w.tensor.device for w in found if not w.tensor.is_meta), torch.device("cpu"))
+    peers = Peers(world_mesh() if mesh is None and of_world else mesh)
+    return ModelWeights(model, found, objects, list(named), peers, device)
+
+
+def _slots_of(model: nn.Module) -> dict[int, tuple[Slot, Shards]]:
+    """The units' slots by the identity of the parameters that are registered for them."""
+    slots = {}
+    for unit in dict.fromkeys(unit for module in model.modules() if (unit := unit_of(module)) is not None):
+        for group in unit.groups:
+            group.reshard()
+            if not group.shards.is_adopted:
+                group.adopt_registered()
+            slots.update({id(slot.sharded): (slot, group.shards) for slot in group.slots})
+    return slots
+
+
+def _owner_of_extra_state(model: nn.Module, name: str) -> nn.Module | None:
+    path, _, last = name.rpartition(".")
+    if last != "_extra_state":
+        return None
+    try:
+        return model.get_submodule(path)
+    except AttributeError:  # a hook renamed it
+        return None

@@ -1,0 +1,152 @@
+"""Leaves to files, by `torch.distributed.checkpoint`'s planner and in its format.
+
+Its planning is used as it is. What is ours: checksums are taken of what is written anyway, and tensors are written from
+where they are, without the copy and the slow checksum that torch's serialization makes and nothing compares.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path as FilePath
+from typing import Any, BinaryIO, cast
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.serialization import get_crc32_options, set_crc32_options
+
+from .atomic import DCP_METADATA
+from .integrity import CheckpointError, FileSum, Manifest, SummingStream, is_plain, raw, sum_file
+from .objects import Path, Pickled
+from .ranks import SavingRanks
+
+Leaves = Mapping[Path, Any]
+"""What this rank gives to a checkpoint: tensors and `Pickled` objects."""
+
+
+def key_of(path: Path) -> str:
+    """The name by which `torch.distributed.checkpoint` knows a leaf."""
+    return ".".join(map(str, path))
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Plans leaves that are flat already. What several ranks have alike is written by the lowest of them, so that
+    buffers in which ranks differ all come from the same rank."""
+
+    def __init__(self, leaves: Leaves):
+        super().__init__(dedup_save_to_lowest_rank=True)
+        self._leaves = leaves
+        self.unusual: list[str] = []
+        """Keys of tensors that are more than a run of numbers, which torch pickles in a way of its own."""
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        self.state_dict = {key_of(path): value for path, value in self._leaves.items()}
+        self.mappings = {key_of(path): path for path in self._leaves}
+        self.is_coordinator = is_coordinator
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        value = self.lookup_object(write_item.index)
+        if isinstance(value, Pickled):
+            return io.BytesIO(value.data)
+        tensor = cast(torch.Tensor, value).detach()
+        if is_plain(tensor):
+            return _alone_in_storage(tensor)
+        self.unusual.append(write_item.index.fqn)
+        return tensor
+
+
+def _alone_in_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, contiguous, and on the host the same memory if it can be, as a tensor whose storage has nothing
+    else: DCP copies any other before it writes it."""
+    if not tensor.numel():
+        return tensor
+    if tensor.device.type != "cpu":
+        return tensor.resolve_conj().resolve_neg().contiguous()
+    return torch.frombuffer(raw(tensor), dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
+
+
+class _SummingFileSystem(FileSystem):
+    """Files whose checksums are known when they are written."""
+
+    def __init__(self, advance: Callable[[int], None]):
+        self._advance = advance
+        self.sums: dict[str, FileSum] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with cast(BinaryIO, open(path, mode)) as file, SummingStream(file, self._advance) as stream:
+            try:
+                yield stream
+            except Exception as error:
+                raise (stream.error or error) from error
+        self.sums[os.path.basename(path)] = stream.sum
+
+
+def write_leaves(
+    directory: FilePath, leaves: Leaves, ranks: SavingRanks, advance: Callable[[int], None]
+) -> Manifest | None:
+    """Write what all ranks give, together, and wait until it is on the disk.
+
+    Args:
+        directory: that exists and is empty; all ranks see it.
+        leaves: of this rank; sharded tensors are on all ranks that hold a part, replicated ones need not be.
+        ranks: that write it.
+        advance: called with the number of bytes written.
+
+    Returns:
+        What was written, on the first rank; None on the others.
+
+    Raises:
+        CheckpointError: on all ranks, if one of them cannot write.
+    """
+    planner, files = _SavePlanner(leaves), _SummingFileSystem(advance)
+    writer = FileSystemWriter(directory, sync_files=True)
+    writer.fs = files
+    with ranks.together():
+        planner.set_up_planner({}, None, ranks.is_first)
+        writer.set_up_storage_writer(ranks.is_first, rank=ranks.position, use_collectives=True)
+        plan = planner.create_local_plan()
+    plans, metadata = ranks.gather(plan), None
+    with ranks.together():
+        if plans is not None:
+            plans, metadata = planner.create_global_plan(plans)
+            plans = writer.prepare_global_plan(plans)
+    plan = planner.finish_plan(ranks.scatter(plans))
+    with ranks.together(), naming(directory), _without_inner_checksums():
+        results = writer.write_data(plan, planner).value()
+    gathered, manifest = ranks.gather((results, dict(files.sums), planner.unusual)), None
+    with ranks.together(), naming(directory):
+        if gathered is not None and metadata is not None:
+            writer.finish(metadata, [results for results, _, _ in gathered])
+            sums = {name: total for _, own, _ in gathered for name, total in own.items()}
+            sums[DCP_METADATA] = sum_file(directory / DCP_METADATA)
+            manifest = Manifest(ranks.size, sums, sorted({key for _, _, own in gathered for key in own}))
+    return manifest
+
+
+@contextmanager
+def naming(directory: FilePath) -> Iterator[None]:
+    """Raise errors of the operating system as a `CheckpointError` that names the directory."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"writing a checkpoint into {directory} failed: {error}; all ranks must see the same directory"
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"writing a checkpoint into {directory} failed: {error}") from error
+
+
+@contextmanager
+def _without_inner_checksums() -> Iterator[None]:
+    # They take most of the time of saving, `torch.load` does not look at them, and the manifest has better ones.
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)

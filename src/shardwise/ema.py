@@ -1,0 +1,218 @@
+"""An exponential average of a model's parameters, sharded as they are."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from .checkpoint.names import parameter_names
+from .core.device import copy_each, local_of, move_each, not_inference, respec, shard_like, spec_of, wrap_local
+from .core.errors import StateError
+from .core.module import unit_of
+from .core.parameter import owner_of
+
+
+class EMA:
+    """Keeps ``average = decay * average + (1 - decay) * parameter`` of a model's trainable parameters.
+
+    Each rank averages its shards: no communication, and memory of one more set of shards. What is frozen when it is
+    made, and all buffers, are not averaged: a swapped model uses them as they are.
+
+        ema = shardwise.EMA(model, 0.999)
+        ...
+        optimizer.step()
+        ema.update()
+        ...
+        with ema.swap():
+            evaluate(model)
+        ...
+        shardwise.save(directory, model=model, optimizer=optimizer, extra={"ema": ema})
+        shardwise.load(directory, model=model, optimizer=optimizer, extra={"ema": ema})
+
+    Args:
+        model: sharded or not; its parameters have values, which the average starts from.
+        decay: between 0 (the average follows at once) and 1 (it never changes).
+        dtype: of the average, such as float32 for parameters in bfloat16, whose own resolution is too coarse for
+            small changes; by default that of each parameter.
+
+    Raises:
+        StateError: if parameters are on the meta device, or without values.
+        ValueError: if ``decay`` is out of range, or ``dtype`` is not a floating-point one.
+    """
+
+    def __init__(self, model: nn.Module, decay: float = 0.999, *, dtype: torch.dtype | None = None):
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"EMA takes a module, not {type(model).__name__}")
+        _check_decay(decay)
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"dtype={dtype}: an average needs a floating-point dtype")
+        self.decay, self.updates = float(decay), 0
+        self._model = model
+        _register_sharded(model)
+        self._names: dict[str, list[str]] = {}
+        self._averages: dict[str, torch.Tensor] = {}
+        self._kept: list[torch.Tensor] | None = None
+        with torch.no_grad(), not_inference():
+            for parameter, names in parameter_names(model).items():
+                if parameter.requires_grad and parameter.is_floating_point():
+                    self._names[names[0]] = names
+                    self._averages[names[0]] = _copy_of(names[0], parameter, dtype or parameter.dtype)
+
+    # -- Averaging
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the average towards the parameters as they are now; call it after each optimizer step.
+
+        Raises:
+            RuntimeError: while they are swapped.
+            StateError: if the model does not have the parameters any more that the average was made of.
+        """
+        self._check_not_swapped("update()")
+        parameters = self._parameters()
+        averages = self._locals(self._averages.values())
+        values = [
+            local if local.dtype == a.dtype else local.to(a.dtype)
+            for a, local in zip(averages, self._locals(parameters), strict=True)
+        ]
+        move_each(averages, values, 1.0 - self.decay)
+        self.updates += 1
+
+    def swap(self) -> Swapped:
+        """Exchange the model's parameters with their averages; the next call exchanges them back.
+
+        Returns:
+            A context manager that exchanges them back at its end, if that has not been done by then:
+            ``with ema.swap(): ...``. Meanwhile the average stays as it is, and so does its state dict; but what is
+            saved of the model is averaged.
+
+        Raises:
+            StateError: if the model does not have the parameters any more that the average was made of.
+        """
+        parameters = self._parameters()
+        locals_ = self._locals(parameters)
+        with torch.no_grad(), not_inference():
+            if self._kept is None:
+                kept = [local.clone() for local in locals_]
+                copy_each(locals_, self._locals(self._averages.values()))
+                self._kept = kept
+            else:
+                copy_each(locals_, self._kept)
+                self._kept = None
+        for owner in {id(owner): owner for p in parameters if (owner := owner_of(p)) is not None}.values():
+            owner.note_write()
+        return Swapped(self)
+
+    @property
+    def is_swapped(self) -> bool:
+        """Whether the model has the averages now."""
+        return self._kept is not None
+
+    def _check_not_swapped(self, action: str) -> None:
+        if self.is_swapped:
+            raise RuntimeError(f"EMA.{action} was called while the model has the averages: swap() back first")
+
+    def _parameters(self) -> list[torch.Tensor]:
+        """Those that are averaged, as they are registered now, in the order of the averages."""
+        _register_sharded(self._model)
+        by_name = {name: p for p, names in parameter_names(self._model).items() for name in names}
+        found = []
+        for name, average in self._averages.items():
+            parameter = by_name.get(name)
+            if parameter is None or parameter.shape != average.shape:
+                now = "is not there any more" if parameter is None else f"has shape {tuple(parameter.shape)} now"
+                raise StateError(f"parameter {name!r} of the averaged model {now}: make a new EMA")
+            found.append(parameter)
+        return found
+
+    @staticmethod
+    def _locals(tensors: Any) -> list[torch.Tensor]:
+        return [local_of(t).detach() if isinstance(t, DTensor) else t.detach() for t in tensors]
+
+    # -- Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """``decay``, ``updates`` (their number) and ``averages`` by parameter name, DTensors where those are."""
+        return {"decay": self.decay, "updates": self.updates, "averages": dict(self._averages)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave, at any world size.
+
+        Args:
+            state: its averages are DTensors sharded as the parameters are, or whole tensors.
+
+        Raises:
+            RuntimeError: while they are swapped.
+            ValueError: if it has other parameters than this average, or of other shapes.
+        """
+        self._check_not_swapped("load_state_dict()")
+        given = state["averages"]
+        if given.keys() != self._averages.keys():
+            missing, unknown = (
+                sorted(a - b) for a, b in ((self._averages.keys(), given.keys()), (given.keys(), self._averages.keys()))
+            )
+            raise ValueError(f"the saved average does not fit: it lacks {missing[:5]} and also has {unknown[:5]}")
+        for name, average in self._averages.items():
+            value = given[name]
+            if value.shape != average.shape:
+                raise ValueError(
+                    f"the saved average of {name!r} has shape {tuple(value.shape)}, not {tuple(average.shape)}"
+                )
+        for name, average in self._averages.items():
+            value = given[name]
+            if isinstance(average, DTensor):
+                if not isinstance(value, DTensor):
+                    value = shard_like(value, average)
+                elif value.placements != average.placements or value.device_mesh != average.device_mesh:
+                    value = value.redistribute(average.device_mesh, average.placements)
+            for target, source in zip(self._locals([average]), self._locals([value]), strict=True):
+                target.copy_(source)
+        _check_decay(state["decay"])
+        self.decay, self.updates = state["decay"], state["updates"]
+
+
+class Swapped:
+    """Exchanges back at the end of a ``with`` block."""
+
+    def __init__(self, ema: EMA):
+        self._ema = ema
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._ema.is_swapped:
+            self._ema.swap()
+
+
+def _check_decay(decay: float) -> None:
+    if isinstance(decay, bool) or not isinstance(decay, (int, float)):
+        raise TypeError(f"decay must be a number, not {decay!r}")
+    if not 0.0 <= decay <= 1.0:
+        raise ValueError(f"decay must be between 0 and 1, not {decay}")
+
+
+def _register_sharded(model: nn.Module) -> None:
+    """Let all units have their sharded parameters registered, and check that they have values."""
+    for module in model.modules():
+        if (unit := unit_of(module)) is not None:
+            for group in unit.groups:
+                group.reshard()
+                group.shards.check_materialized()
+
+
+def _copy_of(name: str, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if parameter.is_meta:
+        raise StateError(
+            f"parameter {name!r} is on the meta device, so there is nothing to average: initialize it first"
+        )
+    if not isinstance(parameter, DTensor):
+        return parameter.detach().to(dtype, copy=True)
+    return wrap_local(local_of(parameter).detach().to(dtype, copy=True), respec(spec_of(parameter), dtype=dtype))

@@ -1,0 +1,212 @@
+"""The verb `materialize`: values for everything in a model that has none."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..core.errors import StateError
+from .agreement import require_same, share_states
+from .context import MARKS
+from .fast import FastReplay
+from .initializers import InitFn, record_initializers
+from .record import Origin, Record, View
+from .replay import Replay, Sink, States
+from .streams import Position, default_generators, derived_seed, digest, marked_position, seeded_state
+from .targets import Target, find_shards, find_targets, modules_of, write_each
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
+Work = dict[Record, list[tuple[Target, View]]]
+
+
+def materialize(
+    model: AnyModule, *, seed: int | None = None, init_fn: InitFn | None = None, fast: bool = False
+) -> AnyModule:
+    """Give every parameter and buffer of ``model`` that is on the meta device memory and values, in place.
+
+    Of a model built under `init_on_meta` the values are, bit for bit, those of ``torch.manual_seed(seed); Model()``
+    in one process, at any world size. A model that others put on the meta device, and tensors that the constructor
+    left uninitialized, get theirs from ``init_fn``, or from the modules' own ``reset_parameters()`` (or
+    ``_reset_parameters()``) and ``_init_weights(module)``: inner modules before outer ones, drawing on the host, alike
+    at any world size. What has values already (say, from a checkpoint) stays. Memory: the shards and one tensor with
+    what its own initializer needs.
+
+    A collective: all ranks of the model's meshes call it, and end with parts of one model.
+
+    Args:
+        model: sharded or not, or a part of a model.
+        seed: by default the first rank's generators as they were when the context was entered (without recorded
+            history: as they are now).
+        init_fn: called with each module whose own parameters or buffers have no recorded history; writes them in
+            place, whole. What it leaves is initialized by the module itself.
+        fast: draw each tensor from a stream of random numbers of its own, of which each rank makes only its part.
+            The values are then the same at any world size, but not those of the plain constructor.
+
+    Without ``seed`` the program's generators end where the constructor would have left them, if nothing was drawn from
+    them since; with a seed, or ``fast``, they end where they were before the constructor.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: for an argument of a wrong type.
+        StateError: naming what nothing initializes, or why the recorded history does not hold; nothing is changed then.
+    """
+    _check_arguments(model, seed, init_fn)
+    shards = find_shards(model)
+    names = {module: name for name, module in modules_of(model, shards)}
+    targets = find_targets([(name, module) for module, name in names.items()], shards)
+    if not targets:
+        return model
+    meshes = list({id(mesh): mesh for target in targets if (mesh := target.mesh) is not None}.values())
+    with _Generators() as generators:
+        work = _work(names, targets, init_fn, seed)
+        generators.find_followers(list(work), seed)
+        starts = _starts(list(work), meshes, seed, fast)
+        for owner in shards:
+            owner.leave_meta()
+        states = States(starts)
+        for record, members in work.items():
+            if fast:
+                FastReplay(record, states).run(members, _random_buffers(names, record))
+            else:
+                buffers = _random_buffers(names, record) if any(map(states.is_replaced, starts)) else {}
+                Replay(record, states).run({**write_each(members), **buffers})
+        for owner in shards:
+            owner.mark_stale()
+        for target in targets:
+            target.forget_history()
+        generators.settle(states, is_continued=seed is None and not fast)
+    return model
+
+
+def _check_arguments(model: object, seed: object, init_fn: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"materialize takes a module, not {type(model).__name__}")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise TypeError(f"seed must be an int or None, not {seed!r}")
+    if isinstance(seed, int) and not -(2**63) <= seed < 2**64:
+        raise ValueError(f"seed={seed}: torch's generators take seeds of 64 bits")
+    if init_fn is not None and not callable(init_fn):
+        raise TypeError(f"init_fn must be a function of a module, not {type(init_fn).__name__}")
+
+
+def _work(names: Mapping[nn.Module, str], targets: Sequence[Target], init_fn: InitFn | None, seed: int | None) -> Work:
+    """Each record that has to be replayed, in the order of their contexts, and what it gives values to."""
+    by_record: Work = defaultdict(list)
+    without: list[Target] = []
+    for target in targets:
+        if (origin := target.origin()) is None:
+            without.append(target)
+        else:
+            by_record[origin.record].append((target, origin.view))
+    work = dict(sorted(by_record.items(), key=lambda item: item[0].serial))
+    if without:
+        # As if the initializers ran right after the last constructor, or after seeding.
+        entry = list(work)[-1].exit if work else None
+        if entry is None and seed is not None:
+            host = torch.device("cpu")
+            entry = Position(host, state=seeded_state(host, seed), is_entry=True)
+        record, views = record_initializers(names, without, init_fn, entry)
+        work[record] = list(zip(without, views, strict=True))
+    return work
+
+
+def _starts(
+    records: Sequence[Record], meshes: Sequence[DeviceMesh], seed: int | None, fast: bool
+) -> dict[Position, torch.Tensor]:
+    """The states from which the streams that the program had before the constructors are to start, on all ranks."""
+    drawn = (op.before.start for record in records for op in record.ops if op.before is not None)
+    own = {start: start.state for start in drawn if start.is_entry and start.state is not None}
+    used = {start: state for start, state in own.items() if _values_were_used(records, start)}
+    require_same(meshes, records, (seed, fast, [digest(state) for state in used.values()]))
+    starts = share_states(meshes, own) if seed is None else _seeded(own, seed)
+    for start, state in used.items():
+        if not torch.equal(starts[start], state) and not fast:
+            raise StateError(
+                f"materialize(seed={seed}): the constructor used values of random tensors (by item(), masks or numpy, "
+                "or kept them outside of parameters and buffers), so what it did is right for the seed only that it "
+                "ran with: call torch.manual_seed(seed) before init_on_meta, and materialize without seed"
+            )
+    return starts
+
+
+def _values_were_used(records: Sequence[Record], start: Position) -> bool:
+    flagged = [record for record in records if record.values_were_used]
+    return any(op.before is not None and op.before.start is start for record in flagged for op in record.ops)
+
+
+def _seeded(own: Mapping[Position, torch.Tensor], seed: int) -> dict[Position, torch.Tensor]:
+    """What ``torch.manual_seed(seed)`` gives; where the program changed generators between constructors, theirs stay
+    different from each other."""
+    found: dict[tuple[torch.device, bytes], int] = {}
+    starts: dict[Position, torch.Tensor] = {}
+    for start, state in own.items():
+        key = start.device, digest(state)
+        number = found.setdefault(key, sum(device == start.device for device, _ in found))
+        starts[start] = seeded_state(start.device, seed if not number else derived_seed(seed, number))
+    return starts
+
+
+def _random_buffers(names: Mapping[nn.Module, str], record: Record) -> dict[int, Sink]:
+    """What gives buffers with random values, which nobody wrote since, other ones."""
+    sinks: dict[int, Sink] = {}
+    for module in names:
+        for name, origin in (module.__dict__.get(MARKS) or {}).items():
+            buffer = module._buffers.get(name)
+            if buffer is None or not isinstance(origin, Origin) or origin.record is not record:
+                continue
+            if buffer._version == origin.version and tuple(buffer.shape) == origin.view.size:
+                sinks[origin.view.storage] = _copier(buffer, origin.view)
+    return sinks
+
+
+def _copier(buffer: torch.Tensor, view: View) -> Sink:
+    def write(memory: torch.UntypedStorage) -> None:
+        buffer.detach().copy_(view.on(memory))
+
+    return write
+
+
+class _Generators:
+    """The program's generators: those that stand where recorded constructors left them are moved to where these would
+    really have left them; what the program did with others since is not touched."""
+
+    def __init__(self) -> None:
+        self._saved = [(generator, generator.get_state()) for generator in default_generators()]
+        self._before = [marked_position(generator) for generator, _ in self._saved]
+        self._followers: list[torch.Generator] = []
+
+    def __enter__(self) -> _Generators:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        """Those that follow nothing, after an error all, are as they were."""
+        for generator, state in self._saved:
+            if error is not None or generator not in self._followers:
+                generator.set_state(state)
+
+    def find_followers(self, records: Sequence[Record], seed: int | None) -> None:
+        """Find those that ``records`` drew from, and nobody since."""
+        starts = {position.start for record in records for position in record.entry}
+        ops = {op for record in records for op in record.ops}
+        continues = seed is None and not any(record.is_of_constructor for record in records)
+        for (generator, _), position in zip(self._saved, self._before, strict=True):
+            if continues or (position is not None and (position.start in starts or position.draw in ops)):
+                self._followers.append(generator)
+        self._followers += [generator for record in records for generator in record.generators.values()]
+
+    def settle(self, states: States, *, is_continued: bool) -> None:
+        """Move the followers on, or back to where they were before the constructors."""
+        for generator in self._followers:
+            if (position := marked_position(generator)) is not None:
+                start = position.start
+                is_back = start.is_entry and not (is_continued and not states.is_replaced(start))
+                state = start.state if is_back else states.at(position)
+                assert state is not None
+                generator.set_state(state)

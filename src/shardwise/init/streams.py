@@ -1,0 +1,122 @@
+"""Streams of random numbers from which nothing is drawn yet.
+
+A draw that is only recorded leaves a mark in its generator: a state by which whatever comes next (another draw,
+another context, `torch.set_rng_state` of a state that was saved in between) is known to follow that draw. So a
+constructor may seed, save and restore generators as it likes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from .record import Op
+
+
+class Position:
+    """A point in a stream: its start, or after a draw.
+
+    Args:
+        state: of the generator at the start; None after a draw.
+        device: of the generator.
+        is_entry: whether this start is the state that the program had when recording began, which another seed
+            replaces; the constructor's own ``torch.manual_seed`` makes a start that stays.
+        previous: the position from which ``draw`` drew.
+        draw: the operator that drew last.
+    """
+
+    __slots__ = ("__weakref__", "_start", "device", "draw", "draws", "is_entry", "previous", "state")
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        state: torch.Tensor | None = None,
+        is_entry: bool = False,
+        previous: Position | None = None,
+        draw: Op | None = None,
+    ):
+        self.device, self.state, self.is_entry, self.previous, self.draw = device, state, is_entry, previous, draw
+        self._start = previous.start if previous is not None else None
+        self.draws: int = previous.draws + 1 if previous is not None else 0
+
+    @property
+    def start(self) -> Position:
+        """Where this position's stream starts."""
+        return self._start or self
+
+
+_marked: weakref.WeakValueDictionary[bytes, Position] = weakref.WeakValueDictionary()
+"""From the digest of a mark's state to the position that it stands for."""
+
+_newest: dict[torch.device, Position] = {}
+"""Keeps the position at which a default generator was left, also when the model that drew last is gone."""
+
+
+def digest(state: torch.Tensor) -> bytes:
+    """Of a generator's state (1-D, bytes), or of any tensor on the host."""
+    return hashlib.blake2b(state.numpy().tobytes(), digest_size=16).digest()
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator of ``device`` that operators without one draw from."""
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    index = device.index if device.index is not None else module.current_device()
+    generator: torch.Generator = module.default_generators[index]
+    return generator
+
+
+def default_generators() -> list[torch.Generator]:
+    """Those of the host and of the accelerators in use."""
+    used = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    return [torch.default_generator, *used]
+
+
+def position_of(generator: torch.Generator, *, is_entry: bool = False) -> Position:
+    """Where ``generator`` is: at a mark, or at the start of a stream of its own."""
+    state = generator.get_state()
+    return _marked.get(digest(state)) or Position(generator.device, state=state, is_entry=is_entry)
+
+
+def marked_position(generator: torch.Generator) -> Position | None:
+    """The position whose mark ``generator`` is at, if it is at one."""
+    return _marked.get(digest(generator.get_state()))
+
+
+def leave_mark(generator: torch.Generator, position: Position) -> None:
+    """Let ``generator`` stand at ``position`` without having drawn anything."""
+    # The same on every rank and in every run where the states before are the same.
+    seed = int.from_bytes(digest(generator.get_state())[:7], "little")
+    generator.manual_seed(seed)
+    _marked[digest(generator.get_state())] = position
+    if generator is torch.default_generator or generator.device.type != "cpu":
+        _newest[generator.device] = position
+
+
+def seeded_state(device: torch.device, seed: int) -> torch.Tensor:
+    """The state that ``torch.manual_seed(seed)`` gives the generators of ``device``."""
+    return torch.Generator(device).manual_seed(seed).get_state()
+
+
+def derived_seed(*parts: object) -> int:
+    """A seed that depends on all of ``parts``."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=7).digest(), "little")
+
+
+@contextmanager
+def preserved_generators() -> Iterator[None]:
+    """Default generators are afterwards as they were before."""
+    states = [(generator, generator.get_state()) for generator in default_generators()]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)

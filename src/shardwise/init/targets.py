@@ -1,0 +1,258 @@
+"""What in a model has no values yet, and how each of these tensors gets them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ..core.device import local_of, shard_like, spec_of, wrap_local
+from ..core.errors import StateError
+from ..core.parameter import Place, owner_of
+from ..core.shards import Shards
+from ..core.slot import Slot
+from .context import MARK, MARKS, become
+from .record import Origin, View
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a tensor is registered."""
+
+    module: nn.Module
+    name: str
+    is_buffer: bool = False
+
+    def get(self) -> torch.Tensor:
+        """What is registered now."""
+        registered = (self.module._buffers if self.is_buffer else self.module._parameters)[self.name]
+        assert registered is not None
+        return registered
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Register ``tensor``."""
+        if self.is_buffer:
+            self.module._buffers[self.name] = tensor
+        else:
+            Place(self.module, self.name).put(tensor)  # type: ignore[arg-type]
+
+    def origin(self) -> Origin | None:
+        """The history of what is registered, if `init_on_meta` recorded one."""
+        own: Origin | None = self.get().__dict__.get(MARK)
+        marks: dict[str, Origin | None] = self.module.__dict__.get(MARKS) or {}
+        return own or marks.get(self.name)
+
+    def forget(self) -> None:
+        """Drop the history."""
+        self.get().__dict__.pop(MARK, None)
+        marks = self.module.__dict__.get(MARKS) or {}
+        marks.pop(self.name, None)
+        if not marks:
+            self.module.__dict__.pop(MARKS, None)
+
+
+Blocks = Callable[[int, int], Iterator[tuple[int, torch.Tensor]]]
+"""``blocks(start, stop)`` gives these elements of a tensor in pieces (1-D), each with where it begins after start."""
+
+
+class Target(ABC):
+    """A parameter or buffer without values.
+
+    Args:
+        name: its full name.
+        sites: where it is registered; several for a tied one.
+    """
+
+    def __init__(self, name: str, sites: list[Site]):
+        self.name, self.sites = name, sites
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return tuple(self.sites[0].get().shape)
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The ranks that hold parts of it, or copies."""
+        registered = self.sites[0].get()
+        return registered.device_mesh if isinstance(registered, DTensor) else None
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device | None:
+        """Where this rank keeps it; None for where its values are made."""
+
+    @abstractmethod
+    def write(self, whole: torch.Tensor) -> None:
+        """Take what this rank keeps of ``whole``, in the dtype and on the device that it is to have."""
+
+    def write_elements(self, blocks: Blocks) -> None:
+        """Take what this rank keeps of ``blocks``."""
+        parts = [values for _, values in blocks(0, math.prod(self.shape))]
+        whole = torch.cat(parts) if parts else torch.empty(0, dtype=self.sites[0].get().dtype)
+        self.write(whole.view(self.shape))
+
+    def origin(self) -> Origin | None:
+        """The history that gives its values.
+
+        Raises:
+            StateError: if somebody wrote it while it had no memory, which had no effect.
+        """
+        origin = next((origin for site in self.sites if (origin := site.origin()) is not None), None)
+        if origin is None or tuple(origin.view.size) != self.shape or not origin.record.is_written(origin.view.storage):
+            return None
+        registered = self.sites[0].get()
+        if not isinstance(registered, DTensor) and registered._version:
+            raise StateError(
+                f"parameter {self.name!r} was written after init_on_meta and before it had memory, so that nothing was "
+                "stored: initialize it inside the context, or after materialize"
+            )
+        return origin
+
+    def forget_history(self) -> None:
+        """It has values."""
+        for site in self.sites:
+            site.forget()
+
+
+class SlotTarget(Target):
+    """A sharded parameter."""
+
+    def __init__(self, name: str, sites: list[Site], slot: Slot):
+        super().__init__(name, sites)
+        self.slot = slot
+
+    @property
+    def device(self) -> torch.device:
+        return self.slot.local.device
+
+    @torch.no_grad()
+    def write_elements(self, blocks: Blocks) -> None:
+        tensor, rank = self.slot.buffer.layout.tensors[self.slot.index], self.slot.buffer.comm.rank
+        if self.slot.parallel is not None or not tensor.is_contiguous_cut:
+            super().write_elements(blocks)
+            return
+        row = math.prod(tensor.shape[1:])
+        start, local = tensor.start(rank) * row, self.slot.local.view(-1)
+        for first, values in blocks(start, start + local.numel()):
+            local[first : first + values.numel()].copy_(values)
+        self.slot.has_values = True
+
+    def write(self, whole: torch.Tensor) -> None:
+        if self.slot.parallel is None:
+            self.slot.write(whole)
+            return
+        sharded = self.slot.sharded
+        assert isinstance(sharded, DTensor)
+        with torch.no_grad():
+            self.slot.local.copy_(local_of(shard_like(whole, sharded)))
+        self.slot.has_values = True
+
+
+class WholeTarget(Target):
+    """A parameter or buffer that is not sharded.
+
+    Args:
+        device: where it is to be; None for where its values are made.
+    """
+
+    def __init__(self, name: str, sites: list[Site], device: torch.device | None):
+        super().__init__(name, sites)
+        self._device = device
+
+    @property
+    def device(self) -> torch.device | None:
+        return self._device
+
+    def write(self, whole: torch.Tensor) -> None:
+        old = self.sites[0].get()
+        value = whole.detach().to(dtype=old.dtype, device=self.device)
+        if isinstance(old, DTensor):  # cut by another parallelism alone
+            empty = torch.empty_like(local_of(old), device=value.device)
+            value = shard_like(value, wrap_local(empty, spec_of(old)))
+        if not self.sites[0].is_buffer:
+            value = nn.Parameter(value, old.requires_grad)
+        become(old, value, self.sites)
+
+
+def find_shards(model: nn.Module) -> list[Shards]:
+    """The shards that parameters of ``model`` belong to."""
+    parameters = (parameter for module in model.modules() for parameter in module._parameters.values())
+    owners = (owner_of(parameter) for parameter in parameters if parameter is not None)
+    return list(dict.fromkeys(owner for owner in owners if isinstance(owner, Shards)))
+
+
+def modules_of(model: nn.Module, shards: list[Shards]) -> list[tuple[str, nn.Module]]:
+    """``model``'s modules, children before the modules that contain them, and those that share units with them."""
+    found: dict[nn.Module, str] = {}
+    _visit("", model, found)
+    for owner in shards:
+        for slot in owner.slots:
+            for place in slot.places:
+                module = place.module()
+                if module is not None and module not in found:
+                    found[module] = slot.name.rpartition(".")[0]
+    return [(name, module) for module, name in found.items()]
+
+
+def _visit(name: str, module: nn.Module, found: dict[nn.Module, str]) -> None:
+    for child_name, child in module.named_children():
+        if child not in found:
+            _visit(f"{name}.{child_name}" if name else child_name, child, found)
+    found[module] = name
+
+
+def find_targets(modules: list[tuple[str, nn.Module]], shards: list[Shards]) -> list[Target]:
+    """All parameters and buffers of ``modules`` without values."""
+    names = {module: name for name, module in modules}
+
+    def full(site: Site) -> str:
+        return f"{names[site.module]}.{site.name}" if names.get(site.module) else site.name
+
+    targets: list[Target] = []
+    for owner in shards:
+        for slot in owner.slots:
+            if slot.buffer.local.is_meta or not slot.has_values:
+                alive = [(place.module(), place.name) for place in slot.places]
+                sites = [Site(module, name) for module, name in alive if module is not None]
+                targets.append(SlotTarget(full(sites[0]), sites, slot))
+    device = shards[0].mesh.device if shards else None
+    plain: dict[int, list[Site]] = {}
+    for _, module in modules:
+        for site in sites_of(module):
+            tensor = site.get()
+            if owner_of(tensor) is None and _is_meta(tensor):
+                plain.setdefault(id(tensor), []).append(site)
+    targets += [WholeTarget(full(sites[0]), sites, device) for sites in plain.values()]
+    return targets
+
+
+def sites_of(module: nn.Module) -> Iterator[Site]:
+    """Where ``module`` itself has parameters and buffers."""
+    yield from (Site(module, name) for name, value in module._parameters.items() if value is not None)
+    yield from (Site(module, name, True) for name, value in module._buffers.items() if value is not None)
+
+
+def _is_meta(tensor: torch.Tensor) -> bool:
+    return (local_of(tensor) if isinstance(tensor, DTensor) else tensor).is_meta
+
+
+def write_each(members: Sequence[tuple[Target, View]]) -> dict[int, Callable[[torch.UntypedStorage], None]]:
+    """For each storage of a record, what writes it to the targets that it has the values of."""
+    by_storage: dict[int, list[tuple[Target, View]]] = defaultdict(list)
+    for target, view in members:
+        by_storage[view.storage].append((target, view))
+
+    def write(found: list[tuple[Target, View]], memory: torch.UntypedStorage) -> None:
+        for target, view in found:
+            target.write(view.on(memory))
+
+    return {storage: functools.partial(write, found) for storage, found in by_storage.items()}

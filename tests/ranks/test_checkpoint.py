@@ -1,0 +1,833 @@
+"""Training checkpoints on several ranks: other world sizes, torch's own checkpoints, failures of one rank."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import math
+import multiprocessing
+import os
+import random
+import signal
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import shardwise
+from shardwise import Placements
+from shardwise.checkpoint import CheckpointError, latest, load, save, wait
+from shardwise.checkpoint.asynchronous import background
+from shardwise.checkpoint.integrity import SummingStream
+
+from ..models import Transformer, inputs_for, wrap
+from .harness import on_ranks
+from .truth import batch, whole
+
+WIDTH = 7
+
+
+class Scale(nn.Module):
+    """A parameter of another dtype than the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight.float().sum()
+
+
+class Net(nn.Module):
+    """Shards of all kinds at world sizes 1 to 4: uneven, empty, tied, frozen, of two dtypes; buffers and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.layers[2].weight = self.layers[0].weight
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.narrow = nn.Linear(WIDTH, 1)
+        self.frozen = nn.Linear(WIDTH, 2).requires_grad_(False)
+        self.scale = Scale()
+        self.dropout = nn.Dropout(0.3)
+        self.register_buffer("temporary", torch.zeros(2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = self.dropout(torch.tanh(layer(x)))
+        x = self.norm(x)
+        return self.narrow(x) + self.scale(self.frozen(x).sum())
+
+
+def make(seed: int = 1) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def world_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def sharded(
+    verb: Any = shardwise.fully_shard, seed: int = 1, mesh: DeviceMesh | None = None, **options: Any
+) -> nn.Module:
+    model = make(seed)
+    mesh = world_mesh() if mesh is None else mesh
+    verb([model.layers[0], model.layers[2]], mesh=mesh, **options)
+    verb(model.layers[1], mesh=mesh, **options)
+    if verb is torch_fully_shard:  # which wants one dtype in a unit
+        verb(model.scale, mesh=mesh, **options)
+    verb(model, mesh=mesh, **options)
+    return model
+
+
+def make_optimizer(model: nn.Module, kind: str = "adamw") -> torch.optim.Optimizer:
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    matrices, vectors = ([p for p in trainable if (p.ndim > 1) == flag] for flag in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1, "note": ("custom", 3)}, {"params": vectors, "lr": 3e-2}]
+    if kind == "sgd":
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True)
+    return torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.95), amsgrad=True)
+
+
+class Run:
+    """A model with everything that a checkpoint holds."""
+
+    def __init__(self, kind: str = "adamw", verb: Any = shardwise.fully_shard, seed: int = 1, **options: Any):
+        self.model = sharded(verb, seed, **options)
+        self.optimizer = make_optimizer(self.model, kind)
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 4, 5], gamma=0.5)
+        self.done = 0
+        for seeds in (torch.manual_seed, random.seed, np.random.seed):
+            seeds(1000 * seed + (dist.get_rank() if dist.is_initialized() else 0))
+
+    def steps(self, count: int = 2) -> list[float]:
+        rank, losses = dist.get_rank() if dist.is_initialized() else 0, []
+        for _ in range(count):
+            noise = random.random() + np.random.rand()  # noqa: NPY002  (the generator that is saved)
+            loss = (self.model(batch(self.done, rank, 4, WIDTH)) * noise).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+            self.done += 1
+            losses.append(loss.item())
+        return losses
+
+    def save(self, root: Path, **options: Any) -> Path:
+        extra = {"done": self.done, "own": dist.get_rank(), "tensor": torch.arange(5), 3: ("x", {4: None}), "empty": {}}
+        return save(root, model=self.model, optimizer=self.optimizer, scheduler=self.scheduler, extra=extra, **options)
+
+    def load(self, path: Path, **options: Any) -> Any:
+        extra = load(path, model=self.model, optimizer=self.optimizer, scheduler=self.scheduler, **options)
+        self.done = extra["done"]
+        return extra
+
+    def state(self) -> dict[str, Any]:
+        """Everything whole, by name."""
+        names = {p: name for name, p in self.model.named_parameters()}
+        found: dict[str, Any] = {name: whole(value) for name, value in self.model.state_dict().items()}
+        for parameter, own in self.optimizer.state.items():
+            for key, value in own.items():
+                found[f"{names[parameter]}/{key}"] = whole(value) if isinstance(value, torch.Tensor) else value
+        for index, group in enumerate(self.optimizer.param_groups):
+            for key, value in group.items():
+                found[f"{index}/{key}"] = [names[p] for p in value] if key == "params" else value
+        return {**found, "scheduler": copy.deepcopy(self.scheduler.state_dict())}
+
+
+def assert_same(ours: dict[str, Any], truth: dict[str, Any]) -> None:
+    assert ours.keys() == truth.keys()
+    for key, value in ours.items():
+        if isinstance(value, torch.Tensor):
+            assert value.dtype == truth[key].dtype, key
+            assert torch.equal(value, truth[key]), key
+        else:
+            assert value == truth[key], key
+
+
+@contextmanager
+def shared_directory() -> Iterator[Path]:
+    """One temporary directory for all ranks."""
+    own = tempfile.TemporaryDirectory()
+    names: list[Any] = [own.name]
+    dist.broadcast_object_list(names)
+    yield Path(names[0])
+    dist.barrier()
+    own.cleanup()
+
+
+@contextmanager
+def world_of(size: int, directory: Path, name: str) -> Iterator[bool]:
+    """Of the ranks of a larger world the first ``size`` as a world of their own; gives whether this rank is one."""
+    rank = int(os.environ["RANK"])
+    if rank < size:
+        rendezvous = f"file://{directory / f'rendezvous-{name}-{size}'}"
+        limit = timedelta(seconds=60)
+        dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=size, timeout=limit)
+    yield rank < size
+    if rank < size:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+SIZES = (1, 2, 3, 4)
+
+
+@on_ranks(4, kind=["adamw", "sgd"])
+def test_every_pair_of_world_sizes(kind: str) -> None:
+    """What one world size saves each other one restores, and the same one trains on as if nothing had happened."""
+    names: list[Any] = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(names)
+    directory = Path(names[0])
+    dist.destroy_process_group()
+    losses, randoms = {}, {}
+    for size in SIZES:
+        with world_of(size, directory, "save") as takes_part:
+            if takes_part:
+                run = Run(kind)
+                run.steps(3)
+                run.save(directory / str(size))
+                randoms[size] = random.getstate()
+                torch.save(run.state(), directory / f"{size}-{dist.get_rank()}.pt")
+                losses[size] = run.steps(3)
+    for size in reversed(SIZES):
+        with world_of(size, directory, "load") as takes_part:
+            for saved in SIZES if takes_part else ():
+                own = dist.get_rank() if size == saved else 0
+                truth = torch.load(directory / f"{saved}-{own}.pt", weights_only=False)
+                run = Run(kind, seed=2)
+                run.steps(saved % 2)  # with and without optimizer state before
+                extra = run.load(directory / str(saved))
+                assert_same(run.state(), truth)
+                expected = {"done": 3, "own": own, "tensor": torch.arange(5), 3: ("x", {4: None}), "empty": {}}
+                assert torch.equal(extra.pop("tensor"), expected.pop("tensor"))  # type: ignore[arg-type]
+                assert extra == expected
+                if size == saved:
+                    assert random.getstate() == randoms[size]
+                    again = run.steps(3)
+                    assert again == losses[size], f"world size {size}: {again} is not {losses[size]}"
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory / 'end'}", rank=int(os.environ["RANK"]), world_size=len(SIZES)
+    )
+
+
+# -- Other ways of sharding
+
+
+def mesh_and_options(name: str) -> tuple[DeviceMesh, dict[str, Any]]:
+    if name == "hsdp":
+        return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")), {}
+    if name == "offload":
+        return world_mesh(), {"offload_policy": shardwise.CPUOffloadPolicy()}
+    return world_mesh(), {"placements": getattr(Placements, name)}
+
+
+def elements_by_file(path: Path) -> dict[str, int]:
+    """Elements of tensors that each file of a checkpoint has, but for buffers in which ranks differ."""
+    metadata, found = FileSystemReader(path).read_metadata(), defaultdict(int)
+    for index, where in metadata.storage_data.items():
+        chunks = getattr(metadata.state_dict_metadata[index.fqn], "chunks", ())
+        if not index.fqn.startswith("ranks."):
+            sizes = (math.prod(chunk.sizes) for chunk in chunks if chunk.offsets == index.offset)
+            found[where.relative_path] += max(sizes, default=0)
+    return dict(found)
+
+
+def check_forward(model: nn.Module, truth: dict[str, Any]) -> None:
+    """A model computes what a plain one with these values does."""
+    with torch.random.fork_rng():
+        plain = Net().eval()
+    plain.load_state_dict({name: truth[name] for name in plain.state_dict()})
+    x = batch(7, dist.get_rank(), 4, WIDTH)
+    torch.testing.assert_close(model.eval()(x), plain(x))
+    model.train()
+
+
+@on_ranks(4)
+def test_between_strategies() -> None:
+    """Each writes every byte once, whatever it replicates, and loads what the one before it has saved."""
+    strategies = ["zero3", "ddp", "zero1", "hsdp", "zero2", "offload", "zero3"]
+    with shared_directory() as directory:
+        truth: dict[str, Any] = {}
+        for index, name in enumerate(strategies):
+            mesh, options = mesh_and_options(name)
+            run = Run(seed=index, mesh=mesh, **options)
+            if index:
+                run.steps(1)  # some keep what they gathered, which is of the past now
+                run.load(directory)
+                assert_same(run.state(), truth)  # each rank's own buffers, too
+                check_forward(run.model, truth)
+            run.steps(1)
+            truth = run.state()
+            path = run.save(directory)
+            shares = elements_by_file(path)
+            assert sum(shares.values()) == sum(v.numel() for v in truth.values() if isinstance(v, torch.Tensor))
+            assert len(shares) == 4
+            assert max(shares.values()) < 3 * min(shares.values()), f"{name}: unequal shares of the writing: {shares}"
+
+
+def parallel_model(shard: bool, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    model = Transformer(layers=2)
+    if not shard:
+        wrap(model, shardwise.fully_shard, mesh=world_mesh())
+        return model
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    for layer in model.layers:
+        parallelize_module(layer, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    wrap(model, shardwise.fully_shard, mesh=mesh["data"])
+    return model
+
+
+@on_ranks(4, first=[True, False])
+def test_with_tensor_parallelism(first: bool) -> None:
+    with shared_directory() as directory:
+        model = parallel_model(first, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model(inputs_for(model, 0)).square().mean().backward()
+        optimizer.step()
+        save(directory, model=model, optimizer=optimizer)
+        other = parallel_model(not first, 2)
+        other_optimizer = torch.optim.AdamW(other.parameters())
+        load(directory, model=other, optimizer=other_optimizer)
+        for (name, ours), theirs in zip(other.named_parameters(), model.parameters(), strict=True):
+            assert torch.equal(whole(ours), whole(theirs)), name
+            for key in ("exp_avg", "exp_avg_sq", "step"):
+                assert torch.equal(whole(other_optimizer.state[ours][key]), whole(optimizer.state[theirs][key])), name
+        other(inputs_for(other, 1)).square().mean().backward()
+        other_optimizer.step()
+
+
+@on_ranks(1, 2)
+def test_into_a_model_on_the_meta_device() -> None:
+    with shared_directory() as directory:
+        run = Run()
+        run.steps(2)
+        run.save(directory)
+        with torch.device("meta"):
+            model = Net()
+        shardwise.fully_shard(model.layers[1], mesh=world_mesh())
+        shardwise.fully_shard(model, mesh=world_mesh())
+        optimizer = make_optimizer(model)
+        parameters = list(model.parameters())
+        with pytest.raises(ValueError, match=r"does not have 'narrow\.bias'.*'layers\.0\.weight' has shape"):
+            load(directory, model=wrong_model())
+        with pytest.raises(ValueError, match="meta device"):
+            save(directory, model=model)
+        load(directory, model=model, optimizer=optimizer)
+        assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+        for name, value in run.model.state_dict().items():
+            assert torch.equal(whole(model.state_dict()[name]), whole(value)), name
+        assert optimizer.state[parameters[0]]["step"] == 2
+        model.temporary = torch.zeros(2)
+        model.eval()
+        run.model.eval()
+        x = batch(0, 0, 4, WIDTH)
+        assert torch.equal(model(x), run.model(x))
+
+
+def wrong_model() -> nn.Module:
+    model = Net()
+    model.layers[0] = nn.Linear(WIDTH, WIDTH + 1)
+    model.narrow = nn.Linear(WIDTH, 1, bias=False)
+    model.more = nn.Linear(2, 2)
+    return shardwise.fully_shard(model, mesh=world_mesh())
+
+
+# -- torch's own checkpoints
+
+
+@on_ranks(2, 3, kind=["adamw", "sgd"])
+def test_plain_dcp_loads_ours_into_fsdp2(kind: str) -> None:
+    with shared_directory() as directory:
+        run = Run(kind)
+        run.steps(2)
+        path = run.save(directory)
+        theirs = Run(kind, torch_fully_shard, seed=2)
+        state = {
+            "model": get_model_state_dict(theirs.model),
+            "optimizer": get_optimizer_state_dict(theirs.model, theirs.optimizer),
+        }
+        dcp.load(state, checkpoint_id=path)
+        set_model_state_dict(theirs.model, state["model"])
+        set_optimizer_state_dict(theirs.model, theirs.optimizer, state["optimizer"])
+        theirs.scheduler.load_state_dict(run.scheduler.state_dict())
+        first: list[Any] = [run.state()]
+        dist.broadcast_object_list(first)  # torch knows no buffers in which ranks differ
+        assert_same(theirs.state(), first[0])
+
+
+@on_ranks(2)
+def test_fsdp2_models_saved_and_loaded_by_ours() -> None:
+    with shared_directory() as directory:
+        theirs = Run(verb=torch_fully_shard)
+        theirs.steps(2)
+        theirs.save(directory)
+        state, losses = theirs.state(), theirs.steps(2)
+        for verb in (shardwise.fully_shard, torch_fully_shard):
+            other = Run(verb=verb, seed=2)
+            other.load(directory)
+            assert_same(other.state(), state)
+            check_forward(other.model, state)
+            again = other.steps(2)
+            assert again == losses, f"{verb.__module__}: {again} is not {losses}"
+
+
+@on_ranks(2, 3)
+def test_stages_of_a_pipeline() -> None:
+    """Each rank has a part of the model and an optimizer of its own."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def stage(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        part = nn.ModuleDict({f"layer{rank}": nn.Linear(3, 2 + rank), f"norm{rank}": nn.LayerNorm(2 + rank)})
+        optimizer = torch.optim.AdamW(part.parameters(), lr=0.1 * (rank + 1))
+        part[f"norm{rank}"](part[f"layer{rank}"](torch.randn(4, 3))).square().mean().backward()
+        optimizer.step()
+        return part, optimizer
+
+    model, optimizer = stage(10 + rank)
+    with shared_directory() as directory:
+        save(directory, model=model, optimizer=optimizer)
+        other, other_optimizer = stage(20 + rank)
+        load(directory, model=other, optimizer=other_optimizer)
+        assert other_optimizer.param_groups[0]["lr"] == 0.1 * (rank + 1)
+        for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
+            assert torch.equal(other_optimizer.state[ours]["exp_avg"], optimizer.state[theirs]["exp_avg"])
+        if rank == size - 1:
+            del other[f"norm{rank}"]
+        with pytest.raises(ValueError, match=rf"the model does not have 'norm{size - 1}\.weight'"):
+            load(directory, model=other)
+
+
+@on_ranks(2)
+def test_distributed_data_parallel() -> None:
+    """A model of torch's own wrapper, into a sharded one and back."""
+    run = Run()
+    model = DistributedDataParallel(make(3))
+    optimizer = make_optimizer(model)
+    model(batch(0, 0, 4, WIDTH)).square().mean().backward()
+    optimizer.step()
+    with shared_directory() as directory:
+        save(directory, model=model, optimizer=optimizer)
+        load(directory, model=run.model, optimizer=run.optimizer)
+        names = dict(model.module.named_parameters())
+        for name, value in run.model.named_parameters():
+            assert torch.equal(whole(value), names[name]), name
+        save(directory, model=run.model, optimizer=run.optimizer)
+        other = DistributedDataParallel(make(4))
+        loaded = make_optimizer(other)
+        load(directory, model=other, optimizer=loaded)
+        for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
+            for key, value in optimizer.state[theirs].items():
+                assert torch.equal(loaded.state[ours][key], value), key
+
+
+def nested(run: Run, *names: str, flat: bool = False) -> dict[str, Any]:
+    """The state of a run as torch's functions give it, under other names."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    optimizer = get_optimizer_state_dict(run.model, run.optimizer, options=options)
+    state = {names[-2]: get_model_state_dict(run.model), names[-1]: optimizer}
+    for name in reversed(names[:-2]):
+        state = {name: state}
+    return state
+
+
+@on_ranks(2, 3, layout=["usual", "flattened", "application", "model"])
+def test_ours_loads_what_plain_dcp_saved_of_fsdp2(layout: str) -> None:
+    with shared_directory() as directory:
+        theirs = Run("adamw", torch_fully_shard)
+        theirs.steps(2)
+        states = {
+            "usual": lambda: nested(theirs, "model", "optimizer"),
+            "flattened": lambda: nested(theirs, "model", "optimizer", flat=True),
+            "application": lambda: nested(theirs, "app", "model", "optim"),
+            "model": lambda: get_model_state_dict(theirs.model),
+        }
+        dcp.save(states[layout](), checkpoint_id=directory / "theirs")
+        run = Run(seed=2)
+        if layout == "model":
+            with pytest.raises(ValueError, match=r"has no optimizer; it has 'layers\.0\.weight', "):
+                load(directory / "theirs", model=run.model, optimizer=run.optimizer)
+            load(directory / "theirs", model=run.model)
+            names = dict(theirs.model.named_parameters())
+            assert_same(*({name: run.state()[name] for name in names} for run in (run, theirs)))
+            return
+        assert load(directory / "theirs", model=run.model, optimizer=run.optimizer) is None
+        run.scheduler.load_state_dict(theirs.scheduler.state_dict())
+        ours, truth = run.state(), theirs.state()
+        for name in ("norm.running_mean", "norm.running_var"):  # of any rank
+            del ours[name], truth[name]
+        if layout == "flattened":  # where every parameter has settings of its own, there is no order of groups
+            assert ours.pop("0/note") == truth.pop("0/note")
+        assert_same(ours, truth)
+
+
+# -- What differs between ranks
+
+
+@on_ranks(3)
+def test_objects_with_a_state_and_ranks_that_differ() -> None:
+    class Loader:
+        def __init__(self, position: int):
+            self.position = position
+
+        def state_dict(self) -> dict[str, int]:
+            return {"position": self.position}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.position = state["position"]
+
+    rank = dist.get_rank()
+    with shared_directory() as directory:
+        model = sharded()
+        extra = {"loader": Loader(10 + rank), "all": ["same"], "shards": (dict(model.named_parameters()), 5)}
+        save(directory, model=model, extra=extra)
+        own = Loader(0)
+        given: dict[str, Any] = {"loader": own, "mine": 1}
+        loaded = load(directory, extra=given)
+        assert loaded is given
+        assert given["loader"] is own
+        assert own.position == 10 + rank
+        assert given["mine"] == 1
+        assert given["all"] == ["same"]
+        assert given["shards"][1] == 5
+        for name, value in model.named_parameters():  # nothing here says how they should be sharded
+            assert torch.equal(given["shards"][0][name], whole(value))
+        with pytest.raises(
+            ValueError, match=r"extra of the checkpoint has no 'other'; it has 'loader', 'all', 'shards'"
+        ):
+            load(directory, extra={"other": own})
+
+
+@on_ranks(4)
+def test_random_numbers_at_another_world_size() -> None:
+    names: list[Any] = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(names)
+    directory = Path(names[0])
+    dist.destroy_process_group()
+    with world_of(2, directory, "save") as takes_part:
+        if takes_part:
+            for kind in ("same", "differ"):
+                torch.manual_seed(5 if kind == "same" else dist.get_rank())
+                save(directory / kind)
+    drawn: dict[str, list[Any]] = {"same": [], "differ": []}
+    for size in (4, 1):
+        with world_of(size, directory, "load") as takes_part:
+            for kind in drawn if takes_part else ():
+                for repetition in range(2):
+                    torch.manual_seed(99 + repetition)
+                    load(directory / kind)
+                    every: list[Any] = [None] * size
+                    dist.all_gather_object(every, torch.rand(1).item())
+                    drawn[kind].append(every)
+    if int(os.environ["RANK"]) == 0:
+        expected = [torch.rand(1, generator=torch.Generator().manual_seed(seed)).item() for seed in (0, 1, 5)]
+        for kind in drawn:
+            four, again, one, _ = drawn[kind]
+            assert four == again
+            assert one == four[:1]
+        assert drawn["same"][0] == [expected[2]] * 4
+        assert drawn["differ"][0][:2] == expected[:2]
+        assert len(set(drawn["differ"][0])) == 4
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory / 'end'}", rank=int(os.environ["RANK"]), world_size=4
+    )
+
+
+# -- Saving beside training
+
+
+@on_ranks(1, 2, 3)
+def test_asynchronous_saves_hold_the_values_of_the_call() -> None:
+    with shared_directory() as directory:
+        run = Run()
+        run.steps(2)
+        truth, own = run.state(), random.getstate()
+        release = threading.Event()
+        slow = slow_writes(release)
+        path = run.save(directory, async_=True)
+        assert latest(directory) is None
+        assert not path.exists()
+        run.scheduler.milestones.clear()
+        ahead = run.steps(3)  # and the scheduler, the optimizer's settings and the buffers with them
+        run.optimizer.param_groups[0]["note"] = "changed"
+        release.set()
+        slow.close()
+        wait()
+        assert latest(directory) == path
+        again = Run(seed=2)
+        again.load(directory)
+        assert_same(again.state(), truth)
+        assert random.getstate() == own
+        again.scheduler.milestones.clear()
+        assert again.steps(3) == ahead
+
+
+def slow_writes(release: threading.Event) -> ExitStack:
+    """Let nothing be written until ``release``."""
+    original = SummingStream.write
+
+    def write(self: SummingStream, data: Any) -> int:
+        assert release.wait(60)
+        return original(self, data)
+
+    return patched(SummingStream, "write", write)
+
+
+def patched(owner: Any, name: str, value: Any) -> ExitStack:
+    stack = ExitStack()
+    patch = pytest.MonkeyPatch()
+    patch.setattr(owner, name, value)
+    stack.callback(patch.undo)
+    return stack
+
+
+@on_ranks(2)
+def test_a_save_waits_for_the_one_before_and_outlives_the_process_group() -> None:
+    names: list[Any] = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(names)
+    directory = Path(names[0])
+    model = sharded()
+    first = save(directory, model=model, async_=True)
+    second = save(directory, model=model, async_=True)
+    assert latest(directory) == first
+    wait()
+    assert latest(directory) == second
+    release = threading.Event()
+    with slow_writes(release):
+        save(directory, model=model, async_=True, keep=1)
+        dist.destroy_process_group()
+        release.set()
+        wait()
+    assert not first.exists()
+    assert not second.exists()
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", init_method=f"file://{directory / 'again'}", rank=rank, world_size=2)
+    newest = latest(directory)
+    assert newest is not None
+    assert newest.name == "checkpoint-000003"
+    load(directory, model=sharded(seed=2))
+
+
+# -- Failures
+
+
+def full_disk_on(rank: int, after: int = 2000) -> ExitStack:
+    """Let writing fail on one rank, after some bytes, as on a full disk."""
+    original, written = SummingStream.write, [0]
+
+    def write(self: SummingStream, data: Any) -> int:
+        written[0] += len(memoryview(data).cast("B"))
+        if written[0] > after:
+            self.error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise self.error
+        return original(self, data)
+
+    return patched(SummingStream, "write", write) if dist.get_rank() == rank else ExitStack()
+
+
+def save_and_wait(run: Run, directory: Path, async_: bool) -> None:
+    run.save(directory, async_=async_, keep=1)
+    assert async_, "the error was not raised by save"
+    run.steps(1)
+    wait()
+
+
+@on_ranks(3, async_=[False, True])
+def test_a_full_disk_on_one_rank_fails_on_all(async_: bool) -> None:
+    with shared_directory() as directory:
+        run = Run()
+        run.steps(1)
+        good, truth = run.save(directory), run.state()
+        run.steps(1)
+        with full_disk_on(1), pytest.raises(OSError, match=rf"into {directory}.*No space left on device") as caught:
+            save_and_wait(run, directory, async_)
+        assert isinstance(caught.value, CheckpointError)
+        assert os.listdir(directory) == [good.name]
+        wait()  # raises an error once
+        other = Run(seed=2)
+        other.load(directory)
+        assert_same(other.state(), truth)
+        if async_:
+            with full_disk_on(2):
+                run.save(directory, async_=True)
+                background.finish()
+            with pytest.raises(CheckpointError, match="No space left"):
+                run.save(directory)
+        assert run.save(directory, keep=1) == latest(directory)
+        dist.barrier()
+        assert len(os.listdir(directory)) == 1
+
+
+@on_ranks(2)
+def test_errors_of_one_rank_are_raised_on_all() -> None:
+    class Unpicklable:
+        def __reduce__(self) -> Any:
+            raise RuntimeError("not this one")
+
+    rank = dist.get_rank()
+    with shared_directory() as directory:
+        model = sharded()
+        with pytest.raises(TypeError, match="extra cannot be saved, since it cannot be pickled: not this one"):
+            save(directory, model=model, extra=Unpicklable() if rank else None)
+        assert os.listdir(directory) == []
+        dist.barrier()
+        save(directory, model=model)
+        with pytest.raises(ValueError, match="the checkpoint has no extra"):
+            load(directory, model=model, extra={} if rank else None)
+        blocked = directory / "file"
+        if rank == 0:
+            blocked.write_text("")
+        with pytest.raises(CheckpointError, match=f"no checkpoint can be written into {blocked}"):
+            save(blocked, model=model)
+        with pytest.raises(
+            FileNotFoundError, match=f"no complete checkpoint in {directory / 'none'}: no such directory"
+        ):
+            load(directory / "none", model=model)
+
+
+@on_ranks(2, damage=["flip", "truncate", "remove"])
+def test_damaged_files_are_named_and_change_nothing(damage: str) -> None:
+    with shared_directory() as directory:
+        run = Run()
+        run.steps(1)
+        path = run.save(directory)
+        other = Run(seed=2)
+        before = other.state()
+        generator = random.Random(5)
+        for name in sorted(os.listdir(path)):
+            file = path / name
+            data = file.read_bytes()
+            for _ in range(1 if damage == "remove" else 6):
+                position, bit = generator.randrange(len(data)), generator.randrange(8)
+                dist.barrier()
+                if dist.get_rank() == 0:
+                    file.unlink()
+                    if damage == "flip":
+                        changed = bytes([data[position] ^ (1 << bit)])
+                        file.write_bytes(data[:position] + changed + data[position + 1 :])
+                    elif damage == "truncate":
+                        file.write_bytes(data[:position])
+                dist.barrier()
+                if name == "shardwise.json" and damage == "remove":
+                    with pytest.raises(FileNotFoundError):
+                        other.load(directory)
+                    match = "shardwise.json, so it is not a complete checkpoint"
+                else:
+                    match = f"{path / name} is damaged.*"
+                with pytest.raises(CheckpointError, match=match):
+                    other.load(path)
+                dist.barrier()
+                if dist.get_rank() == 0:
+                    file.write_bytes(data)
+        dist.barrier()
+        assert_same(other.state(), before)
+        other.load(directory)
+        assert_same(other.state(), run.state())
+
+
+# -- Killed processes
+
+
+def endless_saves(directory: str) -> None:
+    """Save and save again, each time a model all of whose values are the number of the step."""
+    model = shardwise.fully_shard(nn.Linear(30, 31), mesh=world_mesh())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    first = step = 1 + (load(directory) if latest(directory) is not None else 0)
+    while True:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(step)
+        save(directory, model=model, optimizer=optimizer, extra=step, async_=step % 3 == 2, keep=2)
+        if dist.get_rank() == 0 and step == first + 1:
+            Path(directory, "started").touch()
+        step += 1
+
+
+def failing_peer(directory: str) -> None:
+    """Rank 1 dies while it saves; the others say how long it took them to see it."""
+    model = sharded()
+    save(directory, model=model)
+    if dist.get_rank() == 1:
+        SummingStream.write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, method-assign]
+    start = time.monotonic()
+    with pytest.raises(RuntimeError):
+        save(directory, model=model)
+    Path(directory, f"rank-{dist.get_rank()}").write_text(str(time.monotonic() - start))
+    os._exit(0)
+
+
+def on_two(body: Callable[[str], None], directory: Path) -> list[Any]:
+    """Start a body on two ranks that may be killed. Forked, since importing torch would take longest."""
+    rendezvous = f"file://{tempfile.mktemp()}"
+
+    def run(rank: int) -> None:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", rendezvous, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+        body(str(directory))
+
+    processes = [
+        multiprocessing.get_context("fork").Process(target=run, args=(rank,), daemon=True) for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def test_two_ranks_killed_while_they_save(tmp_path: Path) -> None:
+    model = nn.Linear(30, 31)
+    make_optimizer(model)  # imports what the forked ones need
+    generator, limit, seen = random.Random(3), time.monotonic() + 60, 0
+    for _ in range(6):
+        processes = on_two(endless_saves, tmp_path)
+        while not (tmp_path / "started").exists() and time.monotonic() < limit:
+            time.sleep(0.005)
+        (tmp_path / "started").unlink()
+        time.sleep(generator.uniform(0, 0.15))
+        for process in generator.sample(processes, 2):
+            process.kill()
+            process.join(30)
+        step = load(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
+        assert step > seen
+        assert all(torch.equal(p, torch.full_like(p, step)) for p in model.parameters())
+        seen = step
+    save(tmp_path, model=model, keep=1)
+    assert len(os.listdir(tmp_path)) == 1
+
+
+def test_the_others_see_a_rank_die(tmp_path: Path) -> None:
+    for process in on_two(failing_peer, tmp_path):
+        process.join(60)
+    assert float((tmp_path / "rank-0").read_text()) < 20
+    newest = latest(tmp_path)
+    assert newest is not None
+    assert newest.name == "checkpoint-000001"
+    load(tmp_path, model=Net())

@@ -1,0 +1,234 @@
+"""Whole state dicts against plain models, torch's own and torch's loading."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardwise
+from shardwise.checkpoint import full_state
+from shardwise.checkpoint.full_state import full_state_dict, load_full_state_dict
+
+from ..models import MLP, MODELS, Transformer, build, inputs_for, wrap
+from .harness import on_ranks
+from .test_safetensors import (
+    Counted,
+    Mixed,
+    assert_equal,
+    assert_raises_alike,
+    assert_state,
+    by_torch,
+    highest_memory,
+    ignore_some,
+    make_mixed,
+    mesh_of_all,
+    not_at_all,
+    offload,
+    on_meta,
+    shard_and_replicate,
+    shard_on_last_dim,
+    shard_plainly,
+    tensor_parallel,
+)
+
+SHARDINGS = [shard_plainly, shard_on_last_dim, shard_and_replicate, offload, ignore_some, by_torch, not_at_all]
+
+
+def of_rank_zero(state: dict[str, Any]) -> dict[str, Any]:
+    return state if dist.get_rank() == 0 else {}
+
+
+@on_ranks(1, 2, 3, 4)
+def test_round_trip_of_models() -> None:
+    for name in MODELS:
+        truth = build(name, 1).state_dict()
+        source = wrap(build(name, 1), shardwise.fully_shard, mesh=mesh_of_all())
+        state = full_state_dict(source)
+        assert list(state) == list(of_rank_zero(truth))
+        assert_equal(state, of_rank_zero(truth))
+        assert all(type(value) is torch.Tensor for value in state.values())
+        for target in (build(name, 2), on_meta(MODELS[name])):
+            wrap(target, shardwise.fully_shard, mesh=mesh_of_all())
+            parameters = list(target.parameters())
+            load_full_state_dict(target, state)
+            assert_state(target, truth)
+            assert all(a is b for a, b in zip(parameters, target.parameters(), strict=True))
+            inputs = inputs_for(target, 0)
+            with torch.no_grad():
+                assert torch.equal(target.eval()(inputs), build(name, 1).eval()(inputs))
+
+
+@on_ranks(2, preset=["ddp", "zero1", "zero2", "zero3"])
+def test_every_preset(preset: str) -> None:
+    model = wrap(build("mlp", 2), shardwise.fully_shard, mesh=mesh_of_all(), placements=preset)
+    model(inputs_for(model, 0))
+    truth = build("mlp", 1)
+    load_full_state_dict(model, truth.state_dict(), broadcast_from_rank0=False)
+    with torch.no_grad():
+        assert torch.equal(model(inputs_for(model, 0)), truth(inputs_for(model, 0)))
+    assert_equal(full_state_dict(model), of_rank_zero(dict(truth.state_dict())))
+
+
+@on_ranks(2, 4, sharding=SHARDINGS)
+def test_everything_that_a_unit_may_have(sharding: Callable[[nn.Module], nn.Module]) -> None:
+    truth = make_mixed(1).state_dict()
+    source = sharding(make_mixed(1))
+    everywhere = full_state_dict(source, rank0_only=False)
+    assert_equal(everywhere, dict(truth))
+    assert everywhere["first.weight"].data_ptr() == everywhere["second.weight"].data_ptr()
+    first = full_state_dict(source)
+    assert_equal(first, of_rank_zero(dict(truth)))
+    kept = {name: value.clone() for name, value in everywhere.items()}
+    for target, state, broadcast in (
+        (sharding(make_mixed(2)), first, True),
+        (sharding(on_meta(Mixed)), first or None, True),
+        (sharding(on_meta(Mixed)), everywhere, False),
+    ):
+        load_full_state_dict(target, state, broadcast_from_rank0=broadcast)
+        assert_state(target, truth)
+        assert target.first.weight is target.second.weight  # type: ignore[union-attr]
+    with torch.no_grad():
+        for tensor in (*source.parameters(), *source.buffers()):
+            tensor.zero_()
+    assert_equal(everywhere, kept)  # shares no memory with the model
+
+
+@on_ranks(4, rows=[8, 10])
+def test_beside_tensor_parallelism(rows: int) -> None:
+    def make(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return MLP((9, rows, 4, 6))
+
+    truth = dict(make(1).state_dict())
+    state = full_state_dict(tensor_parallel(make(1)))
+    assert_equal(state, of_rank_zero(truth))
+    for target in (tensor_parallel(make(2)), tensor_parallel(on_meta(lambda: make(2)))):
+        load_full_state_dict(target, state)
+        assert_state(target, truth)
+
+
+@on_ranks(2, 3)
+def test_like_torch() -> None:
+    model = wrap(Transformer(tied=True), shardwise.fully_shard, mesh=mesh_of_all())
+    theirs = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    assert_equal(full_state_dict(model), dict(theirs))
+
+
+@on_ranks(2)
+def test_converts_dtypes() -> None:
+    state = {name: value.double() for name, value in build("mlp", 1).state_dict().items()}
+    model = shard_plainly(build("mlp", 2).bfloat16())
+    load_full_state_dict(model, of_rank_zero(state))
+    assert_state(model, {name: value.bfloat16() for name, value in state.items()})
+
+
+@on_ranks(2, broadcast=[False, True])
+def test_one_error_lists_all_that_does_not_fit_and_nothing_is_written(broadcast: bool) -> None:
+    state: dict[Any, Any] = dict(build("mlp", 1).state_dict())
+    state["more"], state[3] = torch.zeros(1), torch.zeros(1)
+    del state["layers.0.weight"]
+    state["layers.0.bias"] = [0.0]
+    state["layers.1.bias"] = torch.zeros(1, 12)
+    state["layers.1.weight"] = torch.zeros(12, 17, device="meta")
+    state["layers.2.weight"] = shard_plainly(build("mlp")).layers[2].weight  # type: ignore[index, union-attr]
+    model = shard_plainly(build("mlp", 2))
+    given = of_rank_zero(state) if broadcast else state
+    message = assert_raises_alike(
+        ValueError, "does not fit", lambda: load_full_state_dict(model, given, broadcast_from_rank0=broadcast)
+    )
+    assert message.splitlines()[1:] == [
+        "  keys that are not strings: 3",
+        "  keys of DTensors (give whole tensors: full_tensor()): 'layers.2.weight'",
+        "  keys of tensors on the meta device: 'layers.1.weight'",
+        "  missing keys: 'layers.0.weight'",
+        "  unexpected keys: 'more', 3",
+        "  keys that are not tensors: 'layers.0.bias'",
+        "  mis-shaped keys: 'layers.1.bias' has shape (1, 12), in the model (12,)",
+    ]
+    assert_state(model, build("mlp", 2).state_dict())
+    for nothing in (None, [], 3):
+        assert_raises_alike(TypeError, "must be a dict", lambda nothing=nothing: load_full_state_dict(model, nothing))
+    assert_raises_alike(TypeError, "must be a module", lambda: load_full_state_dict(state, state))  # type: ignore[arg-type]
+    if not broadcast:
+        one = build("mlp", 1).state_dict() if dist.get_rank() == 0 else {}
+        action = lambda: load_full_state_dict(model, one, broadcast_from_rank0=False)  # noqa: E731
+        assert_raises_alike(ValueError, "missing keys", action)
+        assert_state(model, build("mlp", 2).state_dict())
+
+
+@on_ranks(2)
+def test_ties() -> None:
+    torch.manual_seed(1)
+    truth = dict(Transformer(tied=True).state_dict())
+    model = wrap(Transformer(tied=True), shardwise.fully_shard, mesh=mesh_of_all())
+    for left_out in ("embed.weight", "head.weight"):
+        load_full_state_dict(model, {name: value for name, value in truth.items() if name != left_out})
+        assert_state(model, truth)
+    equal = truth | {"head.weight": truth["embed.weight"].clone().fill_(float("nan"))}
+    equal["embed.weight"] = equal["head.weight"].clone()
+    load_full_state_dict(model, equal)
+    differ = truth | {"head.weight": truth["head.weight"] + 1}
+    match = "ties what has different values there: 'embed.weight' and 'head.weight'"
+    assert_raises_alike(ValueError, match, lambda: load_full_state_dict(model, of_rank_zero(differ)))
+
+
+@on_ranks(2)
+def test_without_values() -> None:
+    model = shard_plainly(on_meta(MLP))
+    assert_raises_alike(ValueError, r"layers\.0\.weight.* without values", lambda: full_state_dict(model))
+    load_full_state_dict(model, of_rank_zero(dict(build("mlp", 1).state_dict())))
+    assert_equal(full_state_dict(model), of_rank_zero(dict(build("mlp", 1).state_dict())))
+
+
+@on_ranks(2)
+def test_extra_state() -> None:
+    source = shard_plainly(nn.Sequential(Counted({"a": 1}), Counted(torch.tensor([2.0]))))
+    state = full_state_dict(source)
+    target = shard_plainly(nn.Sequential(Counted(None), Counted(torch.zeros(1))))
+    load_full_state_dict(target, state)
+    assert target[0].count == {"a": 1}  # type: ignore[index]
+    assert target[1].count == torch.tensor([2.0])  # type: ignore[index]
+    broken = of_rank_zero({name: value for name, value in state.items() if "extra" not in name})
+    match = r"missing keys: '1\._extra_state', '0\._extra_state'"
+    assert_raises_alike(ValueError, match, lambda: load_full_state_dict(target, broken))
+
+
+@on_ranks(2)
+def test_memory_stays_at_what_is_kept_and_one_tensor() -> None:
+    """Of eight tensors of 16 MiB."""
+    one, count, slack = 2**24, 8, 12 * 2**20
+    make = lambda: nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(count)))  # noqa: E731
+    model = shard_plainly(make())
+    kept: list[Any] = []
+    full_state_dict(model)
+    saving = highest_memory(lambda: kept.append(full_state_dict(model)))
+    result = count * one if dist.get_rank() == 0 else 0
+    assert saving <= result + 2 * one + slack, saving
+    target = shard_plainly(on_meta(make))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(full_state, "BLOCK_BYTES", 2**20)
+        loading = highest_memory(lambda: load_full_state_dict(target, kept[0]))
+    assert loading <= count * one / 2 + slack, loading
+    for ours, theirs in zip(target.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours.to_local(), theirs.to_local())  # type: ignore[attr-defined]
+
+
+@on_ranks(4)
+def test_a_mesh_of_some_of_the_ranks() -> None:
+    """The ranks of a mesh load and save by themselves; their first one stands for rank zero."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "data"))
+    stage = mesh.get_coordinate()[0]  # type: ignore[index]
+    model = shardwise.fully_shard(build("mlp", stage), mesh=mesh["data"])
+    state = full_state_dict(model)
+    expected = dict(build("mlp", stage).state_dict()) if mesh.get_coordinate()[1] == 0 else {}  # type: ignore[index]
+    assert_equal(state, expected)
+    if stage == 1:
+        load_full_state_dict(model, {name: value + 1 for name, value in state.items()})
+        assert_state(model, {name: value + 1 for name, value in build("mlp", 1).state_dict().items()})

@@ -1,0 +1,719 @@
+"""Training checkpoints of one process: crashes, damage, names, and everything that they hold beside a model."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import io
+import multiprocessing
+import os
+import pickle
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.optim import SGD, AdamW, lr_scheduler
+
+from shardwise.checkpoint import CheckpointError, CorruptFileError, latest, load, save
+from shardwise.checkpoint.atomic import Draft
+from shardwise.checkpoint.integrity import BLOCK, RunningSum, SummingStream
+from shardwise.checkpoint.objects import leaves, tree_of
+
+
+def make(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
+
+
+def train(model: nn.Module, *others: Any, steps: int = 2) -> list[float]:
+    """``others`` are optimizers and then schedulers, stepped in this order."""
+    losses = []
+    for _ in range(steps):
+        x = torch.randn(6, 4, dtype=next(model.parameters()).dtype)
+        loss = model(x).square().mean()
+        loss.backward()
+        for other in others:
+            other.step()
+        model.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def equal(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+
+
+# -- Crashes
+
+
+def fork(body: Callable[..., None], *args: Any) -> Any:
+    process = multiprocessing.get_context("fork").Process(target=body, args=args, daemon=True)
+    process.start()
+    return process
+
+
+def endless_saves(root: Path, seed: int) -> None:
+    """Save models whose values all are the number of the step, in different ways."""
+    model, step = nn.Linear(64, 65), load(root) if latest(root) is not None else 0
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    while True:
+        step += 1
+        for parameter in model.parameters():
+            parameter.data.fill_(step)
+        save(root, model=model, optimizer=optimizer, extra=step, keep=1 + (step + seed) % 3, async_=step % 4 == 3)
+
+
+@pytest.fixture
+def fast_path(tmp_path: Path) -> Iterator[Path]:
+    """A directory in memory, where there is one: what is killed here is a process, not the machine."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        yield Path(name)
+
+
+def test_fifty_kills_at_random_moments(fast_path: Path) -> None:
+    """The newest checkpoint always loads, is whole, and is never older than one that was seen before."""
+    tmp_path = fast_path
+    generator, seen = random.Random(1), 0
+    model = nn.Linear(64, 65)
+    save(tmp_path, model=model, optimizer=SGD(model.parameters(), lr=0.1), extra=0)  # and import what that needs
+    moments = Counter[str]()
+    for round_ in range(50):
+        process, before, limit = fork(endless_saves, tmp_path, round_), latest(tmp_path), time.monotonic() + 30
+        while latest(tmp_path) == before and time.monotonic() < limit:
+            time.sleep(0.001)
+        time.sleep(generator.uniform(0.0, 0.04))
+        os.kill(process.pid, signal.SIGKILL)
+        process.join(30)
+        names = os.listdir(tmp_path)
+        moments.update({kind: any(name.startswith(kind) for name in names) for kind in (".unfinished", ".deleted")})
+        newest = latest(tmp_path)
+        assert newest is not None
+        step = load(tmp_path, model=model)
+        assert step >= seen
+        if step:
+            assert all(torch.equal(p, torch.full_like(p, step)) for p in model.parameters())
+        seen = step
+    assert seen > 20
+    assert moments[".unfinished"] > 5, "hardly any save was interrupted"
+    newest = save(tmp_path, model=model, keep=1)
+    assert os.listdir(tmp_path) == [newest.name]
+
+
+def write_limited(root: Path, limit: int) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    try:
+        save(root, model=nn.Linear(300, 300))
+    except OSError as error:
+        os._exit(7 if isinstance(error, CheckpointError) and "File too large" in str(error) else 8)
+    os._exit(9)
+
+
+@pytest.mark.parametrize("limit", [100, 10_000, 300_000])
+def test_a_file_that_cannot_be_written_whole(tmp_path: Path, limit: int) -> None:
+    good = save(tmp_path, model=make())
+    process = fork(write_limited, tmp_path, limit)
+    process.join(30)
+    assert process.exitcode == 7
+    assert os.listdir(tmp_path) == [good.name]
+    load(tmp_path, model=make(1))
+
+
+def full_disk(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    written, original = [0], SummingStream.write
+
+    def write(self: SummingStream, data: Any) -> int:
+        written[0] += memoryview(data).nbytes
+        if written[0] > after:
+            self.error = OSError(28, "No space left on device")
+            raise self.error
+        return original(self, data)
+
+    monkeypatch.setattr(SummingStream, "write", write)
+
+
+@pytest.mark.parametrize("after", [0, 700, 2000, 5000])
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    model = make()
+    good = save(tmp_path, model=model)
+    with monkeypatch.context() as patch:
+        full_disk(patch, after)
+        with pytest.raises(CheckpointError, match=f"{tmp_path}.*No space left on device") as caught:
+            save(tmp_path, model=make(1), keep=1)
+        assert isinstance(caught.value, OSError)
+    assert os.listdir(tmp_path) == [good.name]
+    other = make(1)
+    load(tmp_path, model=other)
+    assert equal(other, model)
+    assert save(tmp_path, model=model).name == "checkpoint-000002"
+
+
+def test_directories_that_cannot_be_written(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    for root in (file, file / "below", Path("/proc/nowhere")):
+        with pytest.raises(CheckpointError, match=f"no checkpoint can be written into {root}"):
+            save(root, model=make())
+
+
+def hold_draft(root: Path, ready: Any) -> None:
+    draft = Draft(root, None)
+    (draft.path / "data").write_text("written by another run")
+    ready.set()
+    time.sleep(60)
+
+
+def test_the_draft_of_another_run_is_left_alone_until_it_is_dead(tmp_path: Path) -> None:
+    ready = multiprocessing.get_context("fork").Event()
+    other = fork(hold_draft, tmp_path, ready)
+    assert ready.wait(30)
+    assert save(tmp_path, model=make()).name == "checkpoint-000002"
+    assert (tmp_path / ".unfinished-000001" / "data").exists()
+    os.kill(other.pid, signal.SIGKILL)
+    other.join(30)
+    save(tmp_path, model=make())
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-000002", "checkpoint-000003"]
+
+
+# -- Damage
+
+
+def test_every_bit_counts(tmp_path: Path) -> None:
+    model = make()
+    path = save(tmp_path, model=model, extra=[1, 2])
+    generator, other = random.Random(2), make(1)
+    for file in sorted(path.iterdir()):
+        data = file.read_bytes()
+        for position in (0, len(data) - 1, *generator.sample(range(len(data)), 20)):
+            damaged = bytearray(data)
+            damaged[position] ^= 1 << generator.randrange(8)
+            file.write_bytes(damaged)
+            with pytest.raises(CorruptFileError, match=f"{file} is damaged"):
+                load(tmp_path, model=other)
+        for size in (0, 1, len(data) // 2, len(data) - 1):
+            file.write_bytes(data[:size])
+            with pytest.raises(CorruptFileError, match=f"{file} is damaged"):
+                load(tmp_path, model=other)
+        file.write_bytes(data)
+    assert equal(other, make(1)), "a damaged checkpoint changed the model"
+    assert load(tmp_path, model=other) == [1, 2]
+
+
+def test_the_message_says_what_else_there_is(tmp_path: Path) -> None:
+    first, second = (save(tmp_path, model=make()) for _ in range(2))
+    (second / "__0_0.distcp").unlink()
+    with pytest.raises(CorruptFileError, match=f"cannot be read.*Nothing was loaded; beside it there are {first.name}"):
+        load(tmp_path, model=make())
+    load(first, model=make())
+
+
+@pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK])
+def test_sums_do_not_depend_on_how_they_are_taken(size: int) -> None:
+    data, generator = memoryview(random.Random(size).randbytes(size)), random.Random(3)
+    whole, parts = RunningSum(), RunningSum()
+    whole.add(data)
+    while data:
+        step = generator.randrange(1, BLOCK)
+        parts.add(data[:step])
+        data = data[step:]
+    assert whole.result() == parts.result()
+    assert whole.result().size == size
+    assert len(whole.result().blocks) == -(-size // BLOCK)
+
+
+def test_a_damaged_checkpoint_of_plain_dcp(tmp_path: Path) -> None:
+    model = make()
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "theirs")
+    (file,) = (tmp_path / "theirs").glob("*.distcp")
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match=f"reading the checkpoint {tmp_path / 'theirs'} failed"):
+        load(tmp_path / "theirs", model=model)
+    (tmp_path / "theirs" / ".metadata").write_bytes(b"no pickle")
+    with pytest.raises(CorruptFileError, match=r"\.metadata is damaged"):
+        load(tmp_path / "theirs", model=model)
+
+
+# -- Names
+
+
+def test_the_newest_is_the_one_saved_last(tmp_path: Path) -> None:
+    assert latest(tmp_path / "none") is None
+    assert latest(tmp_path) is None
+    paths = [save(tmp_path, extra=step, step=step) for step in (9, 10, 100, 20)]
+    assert [path.name for path in paths][-1] == "checkpoint-000004-step-20"
+    assert latest(tmp_path) == latest(str(tmp_path)) == paths[-1]
+    assert load(tmp_path) == 20  # a run that went back to step 10
+    os.utime(paths[0])
+    shutil.rmtree(paths[-1])
+    assert latest(tmp_path) == paths[2]
+    assert load(paths[1]) == 10
+    assert load(str(paths[0])) == 9
+
+
+def test_junk_is_passed_over(tmp_path: Path) -> None:
+    good = save(tmp_path, extra=1)
+    for name in (
+        "checkpoint-000009",
+        "checkpoint-x",
+        "checkpoint-000007.tmp",
+        ".unfinished-000008",
+        "checkpoint-5-step-",
+    ):
+        shutil.copytree(good, tmp_path / name)
+    (tmp_path / "checkpoint-000009" / "shardwise.json").unlink()  # copied in part, say
+    (tmp_path / "checkpoint-000010").write_text("a file")
+    (tmp_path / "notes.txt").write_text("")
+    assert latest(tmp_path) == good
+    with pytest.raises(CheckpointError, match="is not a complete checkpoint"):
+        load(tmp_path / "checkpoint-000009")
+    assert save(tmp_path, extra=2, keep=1).name == "checkpoint-000011"
+    assert not good.exists()
+    assert (tmp_path / "checkpoint-000009").exists(), "what is no checkpoint of ours was deleted"
+    (tmp_path / "junk" / "a").mkdir(parents=True)
+    (tmp_path / "junk" / "b").write_text("")
+    with pytest.raises(FileNotFoundError, match=r"no complete checkpoint in .*: there are only a, b"):
+        load(tmp_path / "junk")
+
+
+def test_keeping_the_newest(tmp_path: Path) -> None:
+    for number in range(1, 6):
+        save(tmp_path, extra=number, keep=2)
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-000004", "checkpoint-000005"]
+    save(tmp_path, extra=6)
+    assert len(os.listdir(tmp_path)) == 3
+    for wrong, error in ((0, ValueError), (-1, ValueError), (True, TypeError), (1.5, TypeError)):
+        with pytest.raises(error, match="keep must be"):
+            save(tmp_path, keep=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="step must be at least 0"):
+        save(tmp_path, step=-1)
+    assert len(os.listdir(tmp_path)) == 3
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, extra=1)
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: (_ for _ in ()).throw(PermissionError("not yours")))
+    with pytest.warns(UserWarning, match="could not delete the old checkpoint .*checkpoint-000001: not yours"):
+        save(tmp_path, extra=2, keep=1)
+    assert load(tmp_path) == 2
+
+
+def test_relative_paths_and_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    path = save("link", extra=1)
+    assert path == tmp_path / "link" / "checkpoint-000001"
+    monkeypatch.chdir("/")
+    assert load(tmp_path / "real") == 1
+    assert load(path) == 1
+
+
+# -- Optimizers and schedulers
+
+
+def test_an_optimizer_before_its_first_step(tmp_path: Path) -> None:
+    """torch's own functions make one step here, and Adam's first steps then are other ones."""
+    model = make()
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    save(tmp_path, model=model, optimizer=optimizer)
+    assert not optimizer.state
+    truth = train(model, optimizer)
+    other = make(1)
+    stepped = AdamW(other.parameters(), lr=0.5)
+    train(other, stepped)
+    load(tmp_path, model=other, optimizer=stepped)
+    assert not stepped.state
+    assert train(other, stepped) == truth
+
+
+def test_state_in_a_wider_dtype_than_its_parameter(tmp_path: Path) -> None:
+    model = make(dtype=torch.bfloat16)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    train(model, optimizer)
+    for state in optimizer.state.values():
+        state["momentum_buffer"] = torch.randn(state["momentum_buffer"].shape)
+        state["nested"] = {"a": torch.randn(3, 2), "b": [torch.arange(3), {"c": None}]}
+    save(tmp_path, model=model, optimizer=optimizer)
+    other = make(1, dtype=torch.bfloat16)
+    loaded = SGD(other.parameters(), lr=1.0)
+    load(tmp_path, model=other, optimizer=loaded)
+    for ours, theirs in zip(loaded.state.values(), optimizer.state.values(), strict=True):
+        assert ours["momentum_buffer"].dtype == torch.float32
+        assert torch.equal(ours["momentum_buffer"], theirs["momentum_buffer"])
+        assert torch.equal(ours["nested"]["a"].float(), theirs["nested"]["a"].bfloat16().float())
+        assert ours["nested"]["b"][1] == {"c": None}
+
+
+def test_settings_of_param_groups(tmp_path: Path) -> None:
+    model = make()
+    first, second = list(model[0].parameters()), list(model[2].parameters())
+    groups = [{"params": first, "lr": torch.tensor(0.25), "name": "first", "more": [1, {"a": 2}]}, {"params": second}]
+    optimizer = AdamW(groups, lr=0.1, capturable=False, amsgrad=True)
+    optimizer.add_param_group({"params": []})
+    train(model, optimizer)
+    save(tmp_path, model=model, optimizer=optimizer)
+    other = make(1)
+    swapped = [{"params": []}, {"params": list(other[2].parameters())}, {"params": [other[0].bias, other[0].weight]}]
+    loaded = AdamW(swapped, lr=torch.tensor(7.0), betas=(0.1, 0.2))
+    load(tmp_path, model=other, optimizer=loaded)
+    by_size = {len(group["params"]) + (group["params"][0] is other[0].bias if group["params"] else 0): group
+               for group in loaded.param_groups}  # fmt: skip
+    for size, group in ((3, optimizer.param_groups[0]), (2, optimizer.param_groups[1]), (0, optimizer.param_groups[2])):
+        assert {k: v for k, v in by_size[size].items() if k != "params"} == {
+            k: v for k, v in group.items() if k != "params"
+        }
+    assert torch.equal(loaded.state[other[0].bias]["exp_avg"], optimizer.state[model[0].bias]["exp_avg"])
+
+
+def test_other_param_groups_are_an_error_that_names_them(tmp_path: Path) -> None:
+    model = make()
+    save(tmp_path, model=model, optimizer=SGD([{"params": model[0].parameters()}, {"params": model[2].weight}], lr=0.1))
+    other = make(1)
+    with pytest.raises(
+        ValueError, match=r"param group 0 of SGD .*the nearest one lacks '2.weight' and also has '0.weight'"
+    ):
+        load(tmp_path, model=other, optimizer=SGD([other[2].weight, other[0].bias], lr=0.1))
+    with pytest.raises(ValueError, match=r"SGD has 1 parameters that are not the model's, of shapes \(3, 5\)"):
+        save(tmp_path, model=make(), optimizer=SGD([other[2].weight], lr=0.1))
+    with pytest.raises(ValueError, match="pass the model that has them too"):
+        save(tmp_path, optimizer=SGD(other.parameters(), lr=0.1))
+    assert equal(other, make(1))
+
+
+def test_several_optimizers_and_schedulers(tmp_path: Path) -> None:
+    def build(seed: int) -> tuple[nn.Module, list[Any], list[Any]]:
+        model = make(seed)
+        optimizers = [AdamW(model[0].parameters(), lr=0.1), SGD(model[2].parameters(), lr=0.1, momentum=0.9)]
+        schedulers = [
+            lr_scheduler.SequentialLR(
+                optimizers[0],
+                [lr_scheduler.ConstantLR(optimizers[0], 0.1), lr_scheduler.ExponentialLR(optimizers[0], 0.9)],
+                [2],
+            ),
+            lr_scheduler.MultiStepLR(optimizers[1], [1, 3]),
+        ]
+        return model, optimizers, schedulers
+
+    model, optimizers, schedulers = build(0)
+    train(model, *optimizers, *schedulers)
+    save(tmp_path, model=model, optimizer=optimizers, scheduler=schedulers)
+    truth = train(model, *optimizers, *schedulers, steps=4)
+    model, optimizers, schedulers = build(1)
+    load(tmp_path, model=model, optimizer=dict(enumerate(optimizers)), scheduler=schedulers)
+    assert train(model, *optimizers, *schedulers, steps=4) == truth
+
+
+@pytest.mark.parametrize(
+    "make_scheduler",
+    [
+        lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20),
+        lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3),
+        lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
+        lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [2, 3, 3]),
+        lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=3),
+    ],
+    ids=["one-cycle", "cosine", "lambda", "multi-step", "cyclic"],
+)
+def test_schedulers(tmp_path: Path, make_scheduler: Callable[[Any], Any]) -> None:
+    def build(seed: int) -> tuple[Any, Any, Any]:
+        model = make(seed)
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return model, optimizer, make_scheduler(optimizer)
+
+    model, optimizer, scheduler = build(0)
+    train(model, optimizer, scheduler)
+    save(tmp_path, model=model, optimizer=optimizer, scheduler=scheduler)
+    truth = train(model, optimizer, scheduler, steps=3)
+    model, optimizer, scheduler = build(1)
+    load(tmp_path, model=model, optimizer=optimizer, scheduler=scheduler)
+    assert train(model, optimizer, scheduler, steps=3) == truth
+
+
+def test_plain_dcp_loads_ours_and_ours_loads_plain_dcp(tmp_path: Path) -> None:
+    """With a scheduler, as flat items."""
+    model = make()
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    scheduler = lr_scheduler.StepLR(optimizer, 2)
+    train(model, optimizer, scheduler)
+    ours = save(tmp_path / "ours", model=model, optimizer=optimizer, scheduler=scheduler, extra=5)
+    other = make(1)
+    state = {
+        "model": other.state_dict(),
+        "scheduler": lr_scheduler.StepLR(SGD(other.parameters(), 1.0), 9).state_dict(),
+    }
+    dcp.load(state, checkpoint_id=ours)
+    assert equal(other, model)
+    assert state["scheduler"] == scheduler.state_dict()
+    dcp.save({**state, "extra": {"a": {"b": 1}, "t": torch.arange(3)}}, checkpoint_id=tmp_path / "theirs")
+    third = make(2)
+    loaded = lr_scheduler.StepLR(SGD(third.parameters(), 1.0), 9)
+    extra = load(tmp_path / "theirs", model=third, scheduler=loaded)
+    assert equal(third, model)
+    assert loaded.state_dict() == scheduler.state_dict()
+    assert extra["a"] == {"b": 1}
+    assert torch.equal(extra["t"], torch.arange(3))
+    with pytest.raises(ValueError, match="the checkpoint has no optimizer; it has 'model', 'scheduler', 'extra'"):
+        load(tmp_path / "theirs", model=third, optimizer=AdamW(third.parameters()))
+
+
+# -- Models
+
+
+class Special(torch.Tensor):
+    """Of a class of its own, and not contiguous."""
+
+    @staticmethod
+    def __new__(cls, value: int) -> Special:
+        return torch.arange(6.0).view(2, 3).mul(value).t().as_subclass(cls)
+
+
+class Odd(nn.Module):
+    """Everything that a state dict may hold beside float matrices."""
+
+    def __init__(self, value: int):
+        super().__init__()
+        self.complex = nn.Parameter(torch.full((3,), complex(value, 1)))
+        self.scalar = nn.Parameter(torch.tensor(float(value)))
+        self.strided = nn.Parameter(torch.arange(12.0).view(3, 4).mul(value).t())
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.tied = self.strided
+        self.register_buffer("conjugate", torch.full((2, 3), complex(value, 2)).conj())
+        self.register_buffer(
+            "last", torch.arange(24.0).view(1, 2, 3, 4).mul(value).contiguous(memory_format=torch.channels_last)
+        )
+        self.register_buffer("subclass", Special(value))
+        self.register_buffer("flags", torch.tensor([True, False]) if value else torch.zeros(2, dtype=torch.bool))
+        self.register_buffer("small", torch.tensor(value, dtype=torch.float8_e4m3fn))
+        self.register_buffer("view", torch.arange(10)[value : value + 2])
+        self.extra: Any = {"value": value, "tensor": torch.tensor(value)}
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+def test_all_kinds_of_tensors(tmp_path: Path) -> None:
+    model, other = Odd(2), Odd(0)
+    path = save(tmp_path, model=model)
+    with torch.serialization.safe_globals([Special]):
+        load(path, model=other)
+    assert equal_bytes(model, other)
+    assert other.extra["value"] == 2
+    assert other.tied is other.strided
+    plain = {"model": {key: value for key, value in Odd(0).state_dict().items() if key != "_extra_state"}}
+    with torch.serialization.safe_globals([Special]):
+        dcp.load(plain, checkpoint_id=path)
+    assert type(other.subclass) is Special
+    assert all(torch.equal(plain["model"][key], model.state_dict()[key]) for key in ("complex", "strided", "flags"))
+
+
+def equal_bytes(a: nn.Module, b: nn.Module) -> bool:
+    return all(
+        torch.equal(*(t.resolve_conj().contiguous().reshape(-1).view(torch.uint8) for t in (x, y)))
+        for x, y in zip((*a.parameters(), *a.buffers()), (*b.parameters(), *b.buffers()), strict=True)
+        if x.numel()
+    )
+
+
+def test_names_without_wrappers(tmp_path: Path) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = make()
+    model[0] = checkpoint_wrapper(model[0])
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    train(model, optimizer)
+    path = save(tmp_path, model=model, optimizer=optimizer)
+    plain = make(1)
+    loaded = AdamW(plain.parameters(), lr=1.0)
+    load(path, model=plain, optimizer=loaded)
+    assert torch.equal(plain[0].weight, model[0].weight)
+    inner = make(2)
+    inner[0] = checkpoint_wrapper(inner[0])
+    again = torch.compile(inner)
+    load(path, model=again, optimizer=AdamW(again.parameters()))
+    assert equal(again, model)
+
+
+def test_misfits_are_listed_together(tmp_path: Path) -> None:
+    save(tmp_path, model=make())
+    other = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(5, 3, bias=False), nn.Linear(1, 1))
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    with pytest.raises(ValueError) as caught:
+        load(tmp_path, model=other)
+    for part in (
+        "the checkpoint does not have '3.weight', '3.bias'",
+        "the model does not have '2.bias'",
+        "'0.weight' has shape (6, 4), and (5, 4) in the checkpoint",
+        "'0.bias' has shape (6,), and (5,)",
+    ):
+        assert part in str(caught.value)
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+    part = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3, bias=False), nn.Linear(1, 1))
+    load(tmp_path, model=part, strict=False)
+    assert torch.equal(part[2].weight, make()[2].weight)
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    model = make()
+    for arguments, match in (
+        ({"model": [model]}, "model must be a module, not list"),
+        ({"model": model, "optimizer": 3}, "."),
+        ({"model": model, "optimizer": [model]}, "optimizer must be a torch.optim.Optimizer or a list of such"),
+        ({"scheduler": 3}, "scheduler must have state_dict and load_state_dict"),
+    ):
+        with pytest.raises(TypeError, match=match):
+            save(tmp_path, **arguments)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
+# -- What users add
+
+
+def test_extras_come_back_as_they_were(tmp_path: Path) -> None:
+    numbers = [1, 2.5, float("inf"), 10**40, True, None, 1 + 2j, "text", b"bytes", np.float32(1.5), np.int64(3)]
+    extra = {
+        "numbers": numbers,
+        "containers": {3: {"x": ()}, (1, 2): [], "empty": {}, "set": {1, 2}, "counter": Counter("aab")},
+        "ordered": OrderedDict(b=1, a=2),
+        "when": datetime.datetime(2026, 1, 2, 3, tzinfo=datetime.UTC),
+        "path": Path("/a/b"),
+        "dtype": torch.bfloat16,
+        "state": np.random.default_rng(3).bit_generator.state,
+    }
+    save(tmp_path, extra={**extra, "tensor": torch.randn(2, 3).t(), "array": np.arange(6).reshape(2, 3)})
+    loaded = load(tmp_path)
+    assert torch.is_tensor(loaded.pop("tensor"))
+    assert np.array_equal(loaded.pop("array"), np.arange(6).reshape(2, 3))
+    assert repr(loaded) == repr(extra)
+    for value in (7, None, "text", [1, {"a": 2}], (), {}):
+        save(tmp_path, extra=value)
+        assert load(tmp_path) == value
+
+
+class Dangerous:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+class Own:
+    def __init__(self, value: int):
+        self.value = value
+
+
+def test_objects_that_run_code_are_refused(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"extra has objects of posix\.mkdir: to load them"):
+        save(tmp_path / "dangerous", extra={"a": Dangerous(tmp_path / "ran")})
+    with pytest.raises(ValueError, match=r"'extra' of the checkpoint has objects .*mkdir.* pass weights_only=False"):
+        load(tmp_path / "dangerous")
+    assert not (tmp_path / "ran").exists()
+    load(tmp_path / "dangerous", weights_only=False)
+    assert (tmp_path / "ran").exists()
+    with pytest.warns(UserWarning, match="Own"):
+        save(tmp_path / "own", extra=Own(3))
+    assert load(tmp_path / "own", weights_only=False).value == 3
+    with torch.serialization.safe_globals([Own]), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save(tmp_path / "own", extra=Own(4))
+        assert load(tmp_path / "own").value == 4
+
+
+def test_metadata_that_runs_code_is_refused(tmp_path: Path) -> None:
+    model = make()
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "theirs")
+    (tmp_path / "theirs" / ".metadata").write_bytes(pickle.dumps(Dangerous(tmp_path / "ran")))
+    with pytest.raises(CheckpointError, match=r"\.metadata names posix\.mkdir"):
+        load(tmp_path / "theirs", model=model)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_trees_and_their_leaves() -> None:
+    tree = {"a": {"b": 1, "c": [1, 2]}, "d": [{"e": 2}, [torch.tensor(3)]], "f": (1, {})}
+    found = list(leaves(tree))
+    assert [path for path, _ in found] == [("a", "b"), ("a", "c"), ("d", 0, "e"), ("d", 1, 0), ("f",)]
+    assert tree_of(found) == tree
+
+
+# -- Seeing it
+
+
+def test_progress_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr("shardwise.checkpoint.progress.PATIENCE", 0.0)
+    for terminal in (Terminal(), io.StringIO()):
+        monkeypatch.setattr(sys, "stderr", terminal)
+        save(tmp_path, model=make())
+        load(tmp_path, model=make())
+        shown = terminal.getvalue()
+        assert ("Saving" in shown and "Loading" in shown) == terminal.isatty()
+
+
+AT_EXIT = """
+import os, sys, torch
+from torch import nn
+from shardwise.checkpoint import save
+from shardwise.checkpoint.integrity import SummingStream
+write = SummingStream.write
+def slow(self, data):
+    import time
+    time.sleep(0.02)
+    if sys.argv[2] == "fails":
+        self.error = OSError(28, "No space left on device")
+        raise self.error
+    return write(self, data)
+SummingStream.write = slow
+save(sys.argv[1], model=nn.Linear(3, 3), async_=True)
+print(os.listdir(sys.argv[1]), flush=True)
+"""
+
+
+@pytest.mark.parametrize("ending", ["succeeds", "fails"])
+def test_the_process_does_not_end_before_the_checkpoint_is_complete(tmp_path: Path, ending: str) -> None:
+    command = [sys.executable, "-c", AT_EXIT, str(tmp_path), ending]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "['.unfinished-000001']\n"
+    if ending == "succeeds":
+        load(tmp_path, model=nn.Linear(3, 3))
+        assert not done.stderr
+    else:
+        assert not os.listdir(tmp_path)
+        assert "the last checkpoint was not saved: writing a checkpoint into" in done.stderr
+
+
+def test_nothing_is_left_open_or_running(tmp_path: Path) -> None:
+    save(tmp_path, model=make(), async_=True)
+    load(tmp_path, model=make())
+    before = len(os.listdir("/proc/self/fd"))
+    for index in range(5):
+        save(tmp_path, model=make(), async_=index % 2 == 0)
+        load(tmp_path, model=make())
+        with contextlib.suppress(CheckpointError):
+            save("/proc/nowhere", model=make())
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,724 @@
+"""`init_on_meta` records what constructors do; `materialize` does it: values, random streams, memory, errors."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import re
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.utils import parametrizations, skip_init
+
+from shardwise import fully_shard
+from shardwise.core.module import unit_of
+from shardwise.init import init_on_meta, materialize
+from shardwise.init.context import MARK, MARKS
+
+from ..models import ConvNet, Transformer, wrap
+from ..ranks.test_init import Custom, Layers, tied
+
+Mesh = Callable[..., DeviceMesh]
+Make = Callable[[], nn.Module]
+
+
+def built(make: Make, seed: int = 3) -> nn.Module:
+    torch.manual_seed(seed)
+    return make()
+
+
+def on_meta(make: Make, seed: int = 3) -> nn.Module:
+    torch.manual_seed(seed)
+    with init_on_meta():
+        return make()
+
+
+def assert_same(model: nn.Module, truth: nn.Module) -> None:
+    for kind in ("named_parameters", "named_buffers"):
+        ours, theirs = (dict(getattr(m, kind)(remove_duplicate=False)) for m in (model, truth))
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            assert type(ours[name]) is type(value), name
+            assert ours[name].dtype == value.dtype, name
+            assert ours[name].stride() == value.stride(), name
+            assert ours[name].requires_grad == value.requires_grad, name
+            assert torch.equal(ours[name], value), f"{name} differs"
+
+
+def assert_recorded(make: Make) -> nn.Module:
+    """Without a seed and with one, before and after which the program's own random numbers go on as they should."""
+    truth = built(make)
+    after = torch.get_rng_state()
+    model = on_meta(make)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert not any(buffer.is_meta for buffer in model.buffers())
+    assert_same(materialize(model), truth)
+    assert torch.equal(torch.get_rng_state(), after)
+    other = on_meta(make, seed=8)
+    assert_same(materialize(other, seed=3), truth)
+    assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(8).get_state())
+    return model
+
+
+class Built(nn.Module):
+    """A module whose constructor is a function."""
+
+    def __init__(self, build: Callable[[Any], None]) -> None:
+        super().__init__()
+        build(self)
+
+
+# -- Constructors
+
+
+def initializers(m: Any) -> None:
+    m.legacy = nn.Parameter(torch.Tensor(4, 5))
+    nn.init.orthogonal_(m.legacy, 0.5)
+    m.scaled = nn.Parameter(torch.randn(3, 40) * 0.02)
+    m.constant = nn.Parameter(torch.tensor([1.0, 2.0]))
+    m.counts = nn.Parameter(torch.arange(6), requires_grad=False)
+    m.truncated, m.narrow = nn.Parameter(torch.empty(70, 9)), nn.Parameter(torch.empty(6, 6))
+    nn.init.trunc_normal_(m.truncated, std=0.02)
+    nn.init.trunc_normal_(m.narrow, a=3.0, b=3.1)
+    m.sparse, m.eye, m.dirac = (nn.Parameter(torch.empty(*shape)) for shape in ((5, 7), (4, 4), (2, 3, 3)))
+    nn.init.sparse_(m.sparse, 0.4)
+    nn.init.eye_(m.eye)
+    nn.init.dirac_(m.dirac)
+    m.twice = nn.Parameter(torch.empty(20, 3))
+    nn.init.kaiming_normal_(m.twice)
+    nn.init.xavier_uniform_(m.twice)
+    nn.init.normal_(m.twice[3:5], 7)
+    m.twice.data[1].mul_(torch.rand(3))
+
+
+def between_parameters(m: Any) -> None:
+    m.a, m.b = nn.Linear(5, 5), nn.Linear(5, 5)
+    both = torch.randn(6, 4)
+    m.queries, m.keys = (nn.Parameter(part) for part in both.chunk(2))
+    m.own = nn.Parameter(both[1].clone())
+    m.transposed = nn.Parameter(torch.randn(3, 4).t())
+    m.a.weight.data.copy_(m.b.weight @ m.b.weight.t())
+    m.b.weight.data.copy_(m.a.weight.data)
+    m.copied = copy.deepcopy(m.a)
+    m.copied.bias.data = m.copied.bias.data * 2
+    m.tied = nn.Linear(5, 5)
+    m.tied.weight = m.a.weight
+
+
+def buffers(m: Any) -> None:
+    m.register_buffer("noise", torch.randn(4))
+    m.first = nn.Linear(3, 3)
+    m.register_buffer("table", torch.outer(torch.arange(3.0), 1.0 / 10 ** torch.arange(0, 4, 2)), persistent=False)
+    m.second_name = m.table
+    m.register_buffer("mean", m.first.weight.detach().mean(0))
+    m.norm = nn.BatchNorm1d(3)
+    m.mask = torch.ones(3, 3).triu()
+    m.rates = [x.item() for x in torch.linspace(0, 1, 4)]
+    m.last = nn.Parameter(torch.rand(2))
+
+
+def generators(m: Any) -> None:
+    own = torch.Generator().manual_seed(11)
+    m.a = nn.Parameter(torch.randn(5, generator=own))
+    m.b = nn.Parameter(torch.rand(5))
+    state = torch.get_rng_state()
+    with torch.random.fork_rng():
+        torch.manual_seed(17)
+        m.c = nn.Parameter(torch.randn(5))
+    m.d = nn.Parameter(torch.randn(5, generator=own))
+    m.e = nn.Parameter(torch.rand(5))
+    torch.set_rng_state(state)
+    m.f = nn.Parameter(torch.rand(5))
+    m.g = nn.Parameter(torch.bernoulli(torch.full((9,), 0.5)) + torch.normal(torch.zeros(9), torch.ones(9)))
+
+
+def dtypes(m: Any) -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    m.a = nn.Linear(3, 20)
+    m.ratio = nn.Parameter(torch.arange(5) / 3)
+    torch.set_default_dtype(before)
+    m.b = nn.Linear(3, 20).to(torch.float64).half()
+    m.c = nn.Parameter(torch.randn(4).to("cpu").requires_grad_(False))
+    m.c.data.to("cpu").mul_(2)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        m.d = nn.Parameter(m.b.weight.float() @ torch.randn(3, 2))
+    with torch.inference_mode():
+        table = torch.randn(3)
+    m.e = nn.Parameter(table.clone() * 2)
+
+
+def ways_around_operators(m: Any) -> None:
+    m.a = nn.Parameter(torch.zeros(2, 3))
+    m.a.data.numpy()[1] = 7
+    m.b = nn.Parameter(torch.from_numpy(np.arange(3.0)))
+    staging = np.zeros(3, dtype=np.float32)
+    m.c, m.d = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    for parameter, value in ((m.c, 1.0), (m.d, 2.0)):
+        staging[:] = value
+        parameter.data.copy_(torch.from_numpy(staging))
+    reused = torch.tensor(np.full(3, 5.0))
+    m.e = nn.Parameter(torch.empty(3).copy_(reused))
+    reused.mul_(2)
+    m.f = nn.Parameter(torch.tensor([torch.arange(3)[1], 4.0]))
+    m.g = pickle.loads(pickle.dumps(torch.arange(3.0)))
+    m.h = nn.Parameter(torch.empty(5).set_(torch.arange(5.0)).resize_(2, 2))
+    m.i = nn.Parameter(torch.add(torch.arange(3.0), 1, out=torch.empty(0)))
+    m.j = nn.Parameter(torch.arange(4.0)[torch.arange(4) > 1])
+    m.k = nn.Parameter(torch.arange(4.0))
+    m.k.data[m.k > 2] = 9
+    m.text = f"{torch.arange(3)} {torch.arange(2.0)[1]:.2f} {torch.arange(2).tolist()} {torch.arange(2)!r}"
+    m.addresses = len({parameter.data_ptr() for parameter in m.parameters()})
+    m.nothing = nn.Parameter(torch.empty(0, 3))
+
+
+def loads(m: Any) -> None:
+    m.a, m.b, m.c = nn.Linear(3, 2), nn.Linear(3, 2), nn.Linear(3, 2)
+    m.a.load_state_dict({"weight": torch.full((2, 3), 4.0), "bias": torch.arange(2.0)})
+    m.b.load_state_dict(m.c.state_dict())
+
+
+def dry_run(m: Any) -> None:
+    m.body = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten())
+    m.head = nn.Linear(m.body(torch.randn(2, 3, 6, 6)).shape[1], 2)
+
+
+def parametrized(m: Any) -> None:
+    m.a = parametrizations.weight_norm(nn.Linear(3, 4))
+    m.b = parametrizations.spectral_norm(nn.Linear(3, 4))
+
+
+CONSTRUCTORS = [initializers, between_parameters, buffers, generators, dtypes, ways_around_operators, loads]
+
+
+@pytest.mark.parametrize("build", [*CONSTRUCTORS, dry_run, parametrized], ids=lambda build: build.__name__)
+def test_constructors(build: Callable[[Any], None]) -> None:
+    def make() -> nn.Module:
+        return Built(build)
+
+    model, truth = assert_recorded(make), built(make)
+    for name, value in truth.__dict__.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(model.__dict__[name], value), name
+        elif isinstance(value, (list, str, int, float)):
+            assert model.__dict__[name] == value, name
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Layers,
+        Custom,
+        tied,
+        ConvNet,
+        lambda: nn.Transformer(12, 3, 2, 2, 20),
+        lambda: nn.Sequential(nn.GRU(3, 4), nn.RNNCell(3, 4), nn.EmbeddingBag(5, 3), nn.Bilinear(2, 3, 4)),
+        lambda: nn.Sequential(nn.InstanceNorm2d(3, affine=True), nn.ConvTranspose3d(2, 4, 2), nn.RMSNorm(3)),
+    ],
+)
+def test_layers_of_torch(make: Make) -> None:
+    assert_recorded(make)
+
+
+def test_ties_and_shared_memory_are_as_constructed() -> None:
+    model = materialize(on_meta(lambda: Built(between_parameters)))
+    assert model.tied.weight is model.a.weight
+    assert model.queries.untyped_storage().data_ptr() == model.keys.untyped_storage().data_ptr()
+    assert model.second_name is model.table if hasattr(model, "table") else True
+    other = on_meta(lambda: Built(buffers))
+    assert other.second_name is other.table
+
+
+def test_the_constructor_sees_what_it_always_sees() -> None:
+    seen: dict[str, Any] = {}
+
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Parameter(torch.ones(2, 3))
+            seen.update(device=self.a.device.type, meta=self.a.is_meta, kind=type(self.a), grad=self.a.requires_grad)
+            seen["like"] = torch.zeros(2, device=self.a.device).device.type
+            seen["alias"] = self.a.to("cpu") is self.a
+
+    on_meta(Looks)
+    assert seen == {"device": "cpu", "meta": False, "kind": nn.Parameter, "grad": True, "like": "cpu", "alias": True}
+
+
+# -- Streams of random numbers
+
+
+def test_contexts_continue_each_other() -> None:
+    torch.manual_seed(3)
+    truth = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    following = torch.rand(3)
+    torch.manual_seed(3)
+    with init_on_meta():
+        probe = nn.Linear(3, 3)
+    with init_on_meta():
+        second = nn.Linear(3, 3)
+    assert_same(materialize(second), truth[1])
+    assert torch.equal(torch.rand(3), following)
+    assert_same(materialize(probe), truth[0])
+    model = nn.Sequential()
+    for _ in range(2):
+        with init_on_meta():
+            model.append(nn.Linear(3, 3))
+    assert_same(materialize(model, seed=3), truth)
+
+
+def test_a_context_follows_one_whose_model_is_gone() -> None:
+    torch.manual_seed(3)
+    nn.Linear(3, 3)
+    truth = nn.Linear(3, 3)
+    torch.manual_seed(3)
+    with init_on_meta():
+        nn.Linear(3, 3)
+    with init_on_meta():
+        model = nn.Linear(3, 3)
+    assert_same(materialize(model), truth)
+
+
+def test_seeding_alike_gives_the_same_again() -> None:
+    first, second = on_meta(lambda: nn.Linear(3, 3)), on_meta(lambda: nn.Linear(3, 3))
+    assert_same(materialize(first), materialize(second))
+    both = nn.Sequential(on_meta(lambda: nn.Linear(3, 3)), on_meta(lambda: nn.Linear(3, 3), seed=4))
+    materialize(both, seed=3)
+    assert_same(both[0], first)
+    assert not torch.equal(both[0].weight, both[1].weight)
+
+
+def test_what_the_program_draws_meanwhile_is_its_own() -> None:
+    model = on_meta(tied)
+    torch.manual_seed(21)
+    torch.rand(2)
+    expected = torch.get_rng_state()
+    materialize(model)
+    assert torch.equal(torch.get_rng_state(), expected)
+    assert_same(model, built(tied))
+
+
+def test_no_draws_leave_generators_alone() -> None:
+    state = torch.manual_seed(3).get_state()
+    with init_on_meta():
+        model = nn.LayerNorm(3)
+    assert torch.equal(torch.get_rng_state(), state)
+    materialize(model)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_generator_that_was_passed_moves_on() -> None:
+    truth, own = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
+    values = torch.randn(7, generator=truth)
+    with init_on_meta():
+        model = Built(lambda m: m.register_parameter("a", nn.Parameter(torch.randn(7, generator=own))))
+    materialize(model, seed=1)
+    assert torch.equal(model.a, values)
+    assert torch.equal(own.get_state(), truth.get_state())
+
+
+def branches(m: Any) -> None:
+    m.a = nn.Parameter(torch.randn(3))
+    m.b = nn.Parameter(torch.zeros(int(1 + (m.a > 0).sum())))
+    m.c = nn.Parameter(torch.randn(3) * m.a.abs().max().item())
+
+
+def test_values_that_are_used_fix_the_seed() -> None:
+    def make() -> nn.Module:
+        return Built(branches)
+
+    assert_same(materialize(on_meta(make)), built(make))
+    assert_same(materialize(on_meta(make), seed=3), built(make))
+    model = on_meta(make)
+    with pytest.raises(RuntimeError, match=r"seed=4\): the constructor used values of random tensors.*manual_seed"):
+        materialize(model, seed=4)
+    assert model.a.is_meta
+    assert_same(materialize(model), built(make))
+
+
+def test_random_buffers_follow_the_seed_unless_loaded() -> None:
+    def make() -> nn.Module:
+        return Built(buffers)
+
+    model = on_meta(make, seed=8)
+    assert torch.equal(model.noise, built(make, seed=8).noise)
+    with torch.no_grad():
+        model.mean.fill_(2.0)
+    materialize(model, seed=3)
+    assert torch.equal(model.noise, built(make).noise)
+    assert torch.equal(model.mean, torch.full((3,), 2.0))
+
+
+# -- The context
+
+
+def test_nested_contexts_are_one() -> None:
+    def make() -> nn.Module:
+        with init_on_meta():
+            first = nn.Linear(3, 3)
+        return nn.Sequential(first, nn.Linear(3, 3))
+
+    torch.manual_seed(3)
+    truth = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    assert_same(materialize(on_meta(make)), truth)
+
+
+def test_an_exception_leaves_real_tensors_and_the_generators() -> None:
+    state = torch.manual_seed(3).get_state()
+    kept: list[Any] = []
+
+    def fails() -> None:
+        with init_on_meta():
+            kept.extend([torch.ones(3) * 2, nn.Linear(3, 3)])
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert (kept[0] + 1).shape == (3,)
+    assert kept[1].weight.is_meta
+    assert torch.equal(torch.get_rng_state(), state)
+    assert_same(materialize(on_meta(tied)), built(tied))
+
+
+def test_what_existed_before_stays_as_it_is() -> None:
+    pretrained = nn.Linear(3, 3)
+    weight = pretrained.weight.detach().clone()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = pretrained, nn.Linear(3, 3)
+            self.head.weight.data.copy_(pretrained.weight)
+
+    model = on_meta(Model)
+    assert not pretrained.weight.is_meta
+    assert model.head.weight.is_meta
+    with torch.no_grad():
+        pretrained.weight.zero_()
+    materialize(model)
+    assert torch.equal(model.head.weight, weight)
+
+
+def test_large_values_are_held_by_reference_and_checked() -> None:
+    large = torch.randn(2**19)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Parameter(torch.empty(2**19).copy_(large))
+
+    assert torch.equal(materialize(on_meta(Model)).a, large)
+    model = on_meta(Model)
+    large[7] += 1
+    with pytest.raises(RuntimeError, match=r"shape \(524288,\).*changed before materialize"):
+        materialize(model)
+
+
+def test_writes_without_memory_are_not_lost_in_silence() -> None:
+    model = on_meta(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    nn.init.ones_(model[1].weight)
+    with pytest.raises(RuntimeError, match=r"'1.weight' was written after init_on_meta"):
+        materialize(model)
+
+
+def test_conversions_between_context_and_materialize() -> None:
+    model = on_meta(tied).to(torch.bfloat16)
+    copied = copy.deepcopy(model)
+    truth = built(tied).to(torch.bfloat16)
+    assert_same(materialize(model), truth)
+    assert_same(materialize(copied, seed=3), truth)
+    moved = nn.SyncBatchNorm.convert_sync_batchnorm(on_meta(ConvNet))
+    assert_same(materialize(moved), nn.SyncBatchNorm.convert_sync_batchnorm(built(ConvNet)))
+    twice = on_meta(lambda: nn.Linear(3, 3))
+    parametrizations.weight_norm  # noqa: B018
+    assert_same(materialize(materialize(twice)), built(lambda: nn.Linear(3, 3)))
+
+
+def test_parts_of_a_model() -> None:
+    model, truth = on_meta(Transformer), built(Transformer)
+    materialize(model.layers[1])
+    assert_same(model.layers[1], truth.layers[1])
+    assert model.layers[0].up.weight.is_meta
+    replaced = model.head = nn.Linear(16, 29, bias=False)
+    values = replaced.weight.detach().clone()
+    materialize(model)
+    assert_same(model.layers, truth.layers)
+    assert torch.equal(model.head.weight, values)
+
+
+def test_other_threads_are_not_recorded() -> None:
+    with init_on_meta(), ThreadPoolExecutor(1) as pool:
+        other = pool.submit(nn.Linear, 3, 3).result()
+        own = nn.Linear(3, 3)
+    assert (other.weight.is_meta, own.weight.is_meta) == (False, True)
+    other(torch.ones(1, 3))
+
+
+def test_records_die_with_their_model() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        model = on_meta(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+        record = weakref.ref(getattr(model[0].weight, MARK).record)
+        materialize(model[0])
+        assert MARKS not in model[0].__dict__
+        assert not hasattr(model[0].weight, MARK)
+        assert record() is not None
+        del model
+        assert record() is None
+    finally:
+        gc.enable()
+
+
+def test_a_model_without_values_can_be_pickled() -> None:
+    stored = io.BytesIO()
+    torch.save(on_meta(lambda: nn.Linear(3, 3)), stored)
+    stored.seek(0)
+    model = torch.load(stored, weights_only=False)
+    assert_same(materialize(model, seed=3), built(lambda: nn.Linear(3, 3)))
+
+
+def test_lazy_modules_stay_lazy() -> None:
+    model = on_meta(lambda: nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3)))
+    materialize(model)
+    assert model(torch.ones(2, 5)).shape == (2, 3)
+
+
+# -- Without history
+
+
+def meta(make: Make) -> nn.Module:
+    with torch.device("meta"):
+        return make()
+
+
+@pytest.mark.parametrize("make", [Layers, tied, ConvNet, lambda: nn.LSTM(3, 4, 2)])
+def test_put_on_meta_by_others(make: Make) -> None:
+    truth = built(make)
+    after = torch.get_rng_state()
+    assert_same(materialize(meta(make), seed=3), truth)
+    torch.manual_seed(3)
+    assert_same(materialize(meta(make)), truth)
+    if make is not tied:  # whose head drew weights that it does not keep
+        assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_initializers_run_after_the_constructor() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 3), skip_init(nn.Linear, 3, 3))
+
+    torch.manual_seed(3)
+    truth = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    assert_same(materialize(on_meta(make)), truth)
+    assert_same(materialize(on_meta(make, seed=1), seed=3), truth)
+
+
+class Bare(nn.Module):
+    """Initializes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.empty(3)), nn.Parameter(torch.empty(3))
+        self.register_buffer("table", torch.arange(3.0), persistent=False)
+
+
+class Holder(nn.Module):
+    """Its initializer is for what it contains, as that of many models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bare, self.linear = Bare(), nn.Linear(3, 3)
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, Bare):
+            nn.init.normal_(module.scale)
+            nn.init.zeros_(module.shift)
+            module.table = torch.arange(3.0)
+        elif isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.1)
+
+
+def test_init_weights_of_the_model() -> None:
+    assert_same(materialize(meta(Holder), seed=3), built(Holder))
+
+
+def test_what_nothing_initializes_is_named() -> None:
+    model = nn.Sequential(meta(lambda: nn.Linear(3, 3)), nn.Sequential(meta(Bare)))
+    state = torch.get_rng_state()
+    with pytest.raises(RuntimeError) as error:
+        materialize(model)
+    assert "module '1.0' (Bare): parameter 'scale', parameter 'shift', buffer 'table'" in str(error.value)
+    assert "Linear" not in str(error.value)
+    assert model[0].weight.is_meta
+    assert torch.equal(torch.get_rng_state(), state)
+    with pytest.raises(RuntimeError, match=r"the root module \(Bare\): parameter 'scale', parameter 'shift'\."):
+        materialize(on_meta(Bare))
+
+
+def test_init_fn_goes_first_and_modules_do_the_rest() -> None:
+    called: list[nn.Module] = []
+
+    def init_fn(module: nn.Module) -> None:
+        called.append(module)
+        if isinstance(module, Bare):
+            module.scale.fill_(2.0)
+            module.shift.copy_(torch.from_numpy(np.arange(3.0)))
+            module.table = torch.arange(3.0)
+
+    model = nn.Sequential(meta(Bare), meta(lambda: nn.Linear(3, 3)), nn.Linear(3, 3))
+    real = model[2].weight.detach().clone()
+    materialize(model, seed=3, init_fn=init_fn)
+    assert called == [model[0], model[1]]
+    assert torch.equal(model[0].scale, torch.full((3,), 2.0))
+    assert torch.equal(model[0].shift, torch.arange(3.0))
+    assert torch.equal(model[0].table, torch.arange(3.0))
+    assert_same(model[1], built(lambda: nn.Linear(3, 3)))
+    assert torch.equal(model[2].weight, real)
+
+
+def test_init_fn_in_the_style_of_older_interfaces() -> None:
+    def init_fn(module: nn.Module) -> None:
+        module.to_empty(device="cpu", recurse=False)
+        module.reset_parameters()  # type: ignore[operator]
+
+    make: Make = lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))  # noqa: E731
+    assert_same(materialize(meta(make), seed=3, init_fn=init_fn), built(make))
+
+
+def test_init_fn_that_fails_says_where() -> None:
+    def init_fn(module: nn.Module) -> None:
+        if isinstance(module, nn.LayerNorm):
+            raise ValueError("no")
+
+    model = meta(lambda: nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)))
+    with pytest.raises(ValueError) as error:
+        materialize(model, init_fn=init_fn)
+    assert error.value.__notes__ == ["shardwise: in init_fn of module '1' (LayerNorm), called by materialize"]
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_initializers_see_unwrapped_modules_and_cannot_reach_values(fake_mesh: Mesh) -> None:
+    kinds: list[type] = []
+
+    class Parent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.loaded = meta(lambda: nn.Linear(4, 4)), nn.Linear(4, 4)
+
+        def reset_parameters(self) -> None:
+            for module in (self.inner, self.loaded):
+                kinds.append(type(module))
+                assert tuple(module.weight.shape) == (4, 4)
+                nn.init.constant_(module.weight, 5.0)
+
+    mesh, model = fake_mesh(2), Parent()
+    values = model.loaded.weight.detach().clone()
+    for module in (model.inner, model.loaded, model):
+        fully_shard(module, mesh=mesh)
+    materialize(model)
+    assert kinds == [nn.Linear, nn.Linear]
+    assert torch.equal(model.inner.weight.to_local(), torch.full((2, 4), 5.0))
+    assert torch.equal(model.loaded.weight.to_local(), values[:2])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ((3,), TypeError, "materialize takes a module, not int"),
+        ((nn.Linear(1, 1), {"seed": 1.5}), TypeError, "seed must be an int or None, not 1.5"),
+        ((nn.Linear(1, 1), {"seed": True}), TypeError, "seed must be an int or None, not True"),
+        ((nn.Linear(1, 1), {"seed": 2**64}), ValueError, "64 bits"),
+        ((nn.Linear(1, 1), {"init_fn": 3}), TypeError, "init_fn must be a function of a module, not int"),
+    ],
+)
+def test_arguments(arguments: tuple[Any, ...], error: type[Exception], text: str) -> None:
+    model, options = arguments if len(arguments) == 2 else (*arguments, {})
+    with pytest.raises(error, match=re.escape(text)):
+        materialize(model, **options)
+
+
+# -- Sharded, on every rank of a fake process group
+
+
+def sharded_rows(model: nn.Module, rank: int) -> dict[str, tuple[torch.Tensor, int]]:
+    """Each parameter's chunk on this rank, and the row that it starts at."""
+    rows = {}
+    for module in model.modules():
+        unit = unit_of(module)
+        for group in unit.groups if unit is not None else ():
+            for slot in group.slots:
+                start = slot.buffer.layout.tensors[slot.index].start(rank)
+                for place in slot.places:
+                    owner = place.module()
+                    name = next(name for name, found in model.named_modules() if found is owner)
+                    rows[f"{name}.{place.name}".lstrip(".")] = slot.local, start
+    return rows
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 16])
+@pytest.mark.parametrize("make", [Custom, tied, Layers])
+@pytest.mark.parametrize("fast", [False, True])
+def test_every_rank_keeps_its_rows(fake_mesh: Mesh, world_size: int, make: Make, fast: bool) -> None:
+    truth = materialize(on_meta(make), fast=True) if fast else built(make)
+    expected = dict(truth.named_parameters(remove_duplicate=False))
+    for rank in range(world_size):
+        model = wrap(on_meta(make), fully_shard, mesh=fake_mesh(world_size, rank=rank))
+        materialize(model, fast=fast)
+        rows = sharded_rows(model, rank)
+        assert rows.keys() == expected.keys()
+        for name, (local, start) in rows.items():
+            assert torch.equal(local, expected[name][start : start + len(local)]), name
+        torch.distributed.destroy_process_group()
+
+
+# -- The fast way
+
+
+def test_fast_values_are_distributed_as_the_initializer_says() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.normal, self.uniform, self.truncated = (nn.Parameter(torch.empty(300, 400)) for _ in range(3))
+            nn.init.normal_(self.normal, 3.0, 0.5)
+            nn.init.uniform_(self.uniform, -1.0, 2.0)
+            nn.init.trunc_normal_(self.truncated, a=-0.5, b=0.5)
+            self.scaled = nn.Parameter(torch.randn(300, 400) * 0.1 + 1)
+            self.ones, self.orthogonal = nn.Parameter(torch.ones(5)), nn.Parameter(torch.empty(40, 30))
+            nn.init.orthogonal_(self.orthogonal)
+
+    model = materialize(on_meta(Model), fast=True)
+    flat = {name: value.detach().flatten() for name, value in model.named_parameters()}
+    for name, mean, deviation in (("normal", 3.0, 0.5), ("uniform", 0.5, 0.75**0.5), ("scaled", 1.0, 0.1)):
+        assert abs(flat[name].mean() - mean) < 0.01 * deviation**0.5, name
+        assert abs(flat[name].std() - deviation) < 0.01, name
+        blocks = flat[name][: 2**16], flat[name][2**16 :]
+        # No block repeats another, and none is another tensor's.
+        assert abs(torch.corrcoef(torch.stack([blocks[0][: len(blocks[1])], blocks[1]]))[0, 1]) < 0.02, name
+    assert abs(torch.corrcoef(torch.stack([flat["normal"], flat["scaled"]]))[0, 1]) < 0.02
+    assert flat["truncated"].abs().max() <= 0.5
+    assert torch.equal(flat["ones"], torch.ones(5))
+    torch.testing.assert_close(model.orthogonal.t() @ model.orthogonal, torch.eye(30))
+
+
+def test_fast_depends_on_the_seed_alone() -> None:
+    models = [materialize(on_meta(Transformer, seed=before), seed=3, fast=True) for before in (1, 2)]
+    assert_same(*models)
+    other = materialize(on_meta(Transformer), seed=4, fast=True)
+    assert not torch.equal(other.head.weight, models[0].head.weight)
+    torch.manual_seed(1)
+    assert_same(materialize(on_meta(Transformer, seed=3), fast=True), models[0])
+
+
+def test_fast_gives_random_buffers_too() -> None:
+    model = materialize(on_meta(lambda: Built(buffers), seed=1), seed=3, fast=True)
+    again = materialize(on_meta(lambda: Built(buffers), seed=2), seed=3, fast=True)
+    assert_same(model, again)
