@@ -53,13 +53,11 @@ class EMA:
         self.decay, self.updates = float(decay), 0
         self._model = model
         _register_sharded(model)
-        self._names: dict[str, list[str]] = {}
         self._averages: dict[str, torch.Tensor] = {}
         self._kept: list[torch.Tensor] | None = None
         with torch.no_grad(), not_inference():
             for parameter, names in parameter_names(model).items():
                 if parameter.requires_grad and parameter.is_floating_point():
-                    self._names[names[0]] = names
                     self._averages[names[0]] = _copy_of(names[0], parameter, dtype or parameter.dtype)
 
     # -- Averaging

@@ -179,6 +179,10 @@ def ways_around_operators(m: Any) -> None:
     m.text = f"{torch.arange(3)} {torch.arange(2.0)[1]:.2f} {torch.arange(2).tolist()} {torch.arange(2)!r}"
     m.addresses = len({parameter.data_ptr() for parameter in m.parameters()})
     m.nothing = nn.Parameter(torch.empty(0, 3))
+    m.l = torch.tensor([1.0, 2.0])
+    array = m.l.numpy()
+    m.l.fill_(4.0)
+    m.seen = array.tolist()
 
 
 def loads(m: Any) -> None:
@@ -396,7 +400,7 @@ def test_what_existed_before_stays_as_it_is() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.body, self.head = pretrained, nn.Linear(3, 3)
-            self.head.weight.data.copy_(pretrained.weight)
+            self.head.weight.data.copy_(pretrained.weight.t().t())
 
     model = on_meta(Model)
     assert not pretrained.weight.is_meta

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from ..core.errors import StateError
 from ..core.group import ParamGroup
 from ..core.module import unit_of
-from .names import parameter_names, state_names
-from .reading import StoredData, listed
+from .names import listed, parameter_names, state_names
+from .reading import StoredData
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
@@ -83,8 +83,7 @@ class SavedModel:
 
     def __init__(self, stored: StoredData, model: nn.Module, preferred: str):
         self._model, self._kinds = model, stored.kinds
-        state = model.state_dict()
-        self._values = {name: state[key] for name, key in state_names(model, state).items()}
+        self._read_state()
         self._prefix = _best_prefix(self._values, self._kinds, preferred)
         #: Names that both have.
         self.names = [name for name in self._values if self._prefix + name in self._kinds]
@@ -94,6 +93,11 @@ class SavedModel:
             )
         # Below no prefix there may be anything.
         self._saved = [key[len(self._prefix) :] for key in stored.below(self._prefix)] if self._prefix else []
+
+    def _read_state(self) -> None:
+        self._state = self._model.state_dict()
+        self._keys = state_names(self._model, self._state)
+        self._values = {name: self._state[key] for name, key in self._keys.items()}
 
     def keys(self) -> list[str]:
         """Of what is loaded."""
@@ -109,19 +113,17 @@ class SavedModel:
 
     def targets(self) -> dict[str, torch.Tensor]:
         """The model's own memory for the saved tensors, by key; what is on the meta device gets memory."""
-        _leave_meta(self._model)
-        state = self._model.state_dict()
-        keys = state_names(self._model, state)
-        tensors = {name: state[keys[name]] for name in self.names}
+        if _leave_meta(self._model):
+            self._read_state()
+        tensors = {name: self._values[name] for name in self.names}
         return {self._prefix + name: t.detach() for name, t in tensors.items() if isinstance(t, torch.Tensor)}
 
     @torch.no_grad()
     def load(self, values: Mapping[str, Any]) -> None:
         """Let the model take what was read, by key."""
-        state = self._model.state_dict()
-        keys = state_names(self._model, state)
-        state.update({keys[name]: values[self._prefix + name] for name in self.names})
-        self._model.load_state_dict(state)
+        self._state.update({self._keys[name]: values[self._prefix + name] for name in self.names})
+        # For modules that load in a way of their own; what was read into the model's memory is there already.
+        self._model.load_state_dict(self._state)
         loaded = set(self.names)
         names = parameter_names(self._model)
         for group in _groups_of(self._model):
@@ -155,11 +157,14 @@ def _groups_of(model: nn.Module) -> list[ParamGroup]:
     return [group for unit in units for group in unit.groups]
 
 
-def _leave_meta(model: nn.Module) -> None:
-    """Give memory to what is on the meta device: parameters of units stay refused until they have values."""
+def _leave_meta(model: nn.Module) -> bool:
+    """Give memory to what is on the meta device: parameters of units stay refused until they have values.
+
+    Returns:
+        Whether there was something.
+    """
     groups = _groups_of(model)
-    for group in groups:
-        group.shards.leave_meta()
+    changed = any([group.shards.leave_meta() for group in groups])  # all of them, not up to the first
     device = groups[0].mesh.device if groups else torch.get_default_device()
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -172,6 +177,8 @@ def _leave_meta(model: nn.Module) -> None:
             filled = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
             # Not another object: optimizers may hold this one.
             torch.utils.swap_tensors(parameter, filled)
+            changed = True
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta and name not in module._non_persistent_buffers_set:
-                module._buffers[name] = torch.empty_like(buffer, device=device)
+                module._buffers[name], changed = torch.empty_like(buffer, device=device), True
+    return changed

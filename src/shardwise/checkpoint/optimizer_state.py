@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..core.device import local_of, respec, spec_of, wrap_local
+from .names import listed
 from .objects import Path, tree_of
-from .reading import StoredData, listed
+from .reading import StoredData
 
 Names = Mapping[torch.Tensor, Sequence[str]]
 """Of each parameter; several if it is tied."""
@@ -118,12 +119,12 @@ class SavedOptimizer:
 
     def _add_flattened(self, key: str, kind: str, _: str, rest: str) -> None:
         """A key of ``flatten_optimizer_state_dict=True``: state and settings of every parameter, by dotted names."""
-        fitting = [name for name in self._parameters if rest.startswith(name + ".")]
-        if not fitting:
-            return
-        name = max(fitting, key=len)
-        path = name, rest[len(name) + 1 :]
-        (self._state_paths if kind == STATE else self._group_paths)[key] = path
+        parts = rest.split(".")
+        for end in range(len(parts) - 1, 0, -1):
+            if (name := ".".join(parts[:end])) in self._parameters:
+                path = name, ".".join(parts[end:])
+                (self._state_paths if kind == STATE else self._group_paths)[key] = path
+                return
 
     # -- Which saved group is which
 

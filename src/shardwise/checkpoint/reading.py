@@ -12,7 +12,7 @@ import os
 import pickle
 import struct
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any, BinaryIO
@@ -27,16 +27,8 @@ from torch.futures import Future
 
 from .atomic import DCP_METADATA
 from .integrity import CheckpointError, CorruptFileError, is_plain, raw
+from .names import listed
 from .objects import Path, unpickled
-
-SHOWN = 10
-"""Names that a message lists at most."""
-
-
-def listed(names: Iterable[str]) -> str:
-    """Names for a message."""
-    ordered = list(names)
-    return ", ".join(map(repr, ordered[:SHOWN])) + (f" and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else "")
 
 
 class _LoadPlanner(DefaultLoadPlanner):

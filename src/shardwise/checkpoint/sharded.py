@@ -86,13 +86,14 @@ def save(
             _check_numbers(step, keep)
             leaves: Leaves = contents(_module(model), _optimizers(model, optimizer), _scheduler(scheduler), extra)
             leaves = host_copies(leaves) if async_ else leaves
+            own = digests(leaves, model)
             draft = _new_draft(root, step) if ranks.is_first else None
         paths = (draft.path, draft.final) if draft is not None else None
-        exchanged = ranks.exchange((digests(leaves, model), paths))
+        exchanged = ranks.exchange((own, paths))
     except BaseException:
         _abandon(draft, ranks)
         raise
-    leaves = apart(leaves, [own for own, _ in exchanged], ranks.position)
+    leaves = apart(leaves, [found for found, _ in exchanged], ranks.position)
     path, final = cast(tuple[Path, Path], exchanged[0][1])
     work = functools.partial(_write, path, leaves, ranks, draft, keep, shown=not async_)
     if async_:

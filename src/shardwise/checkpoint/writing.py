@@ -21,9 +21,12 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from .atomic import DCP_METADATA
 from .integrity import CheckpointError, FileSum, Manifest, SummingStream, is_plain, raw, sum_file
+from .names import listed
 from .objects import Path, Pickled
 from .ranks import SavingRanks
 
+COPY_AHEAD = 10_000_000
+"""Bytes that are copied from a device while others are written; DCP's default."""
 Leaves = Mapping[Path, Any]
 """What this rank gives to a checkpoint: tensors and `Pickled` objects."""
 
@@ -46,6 +49,9 @@ class _SavePlanner(DefaultSavePlanner):
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         self.state_dict = {key_of(path): value for path, value in self._leaves.items()}
         self.mappings = {key_of(path): path for path in self._leaves}
+        if len(self.mappings) < len(self._leaves):
+            twice = [path for path in self._leaves if self.mappings[key_of(path)] != path]
+            raise ValueError(f"two things to save have the same name: {listed(map(key_of, twice))}")
         self.is_coordinator = is_coordinator
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
@@ -104,7 +110,9 @@ def write_leaves(
         CheckpointError: on all ranks, if one of them cannot write.
     """
     planner, files = _SavePlanner(leaves), _SummingFileSystem(advance)
-    writer = FileSystemWriter(directory, sync_files=True)
+    # DCP copies ahead on a stream of the thread's current device, which in a thread of ours is another rank's.
+    on_host = all(leaf.device.type == "cpu" for leaf in leaves.values() if isinstance(leaf, torch.Tensor))
+    writer = FileSystemWriter(directory, sync_files=True, per_thread_copy_ahead=0 if on_host else COPY_AHEAD)
     writer.fs = files
     with ranks.together():
         planner.set_up_planner({}, None, ranks.is_first)

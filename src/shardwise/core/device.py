@@ -277,6 +277,11 @@ def scale_each(tensors: Sequence[torch.Tensor], scale: torch.Tensor) -> None:
     torch._foreach_mul_(list(tensors), scale)
 
 
+def unscale_each(gradients: list[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+    """``gradients[i] *= inverse_scale`` in one call; ``found_inf`` becomes 1 if any element is not finite."""
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
+
+
 def local_norms(tensors: Sequence[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
     """Norm of each tensor, 0-dim; 0 for an empty one."""
     filled = [tensor for tensor in tensors if tensor.numel()]
@@ -420,9 +425,14 @@ def take_history(changed: torch.Tensor, alias: torch.Tensor) -> None:
         changed.copy_(alias)
 
 
+def backward_number() -> int:
+    """Number of the backward pass that this thread is inside, -1 outside; one inside another has its own."""
+    return torch._C._current_graph_task_id()
+
+
 def in_backward() -> bool:
     """Whether this thread is inside a backward pass."""
-    return torch._C._current_graph_task_id() != -1
+    return backward_number() != -1
 
 
 def runs_in_this_backward(node: Any) -> bool:

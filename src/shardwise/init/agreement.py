@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..core.comm import Comm, comm_for
 from ..core.device import mesh_device
 from ..core.errors import StateError
 from .record import Record
@@ -28,18 +28,17 @@ def require_same(meshes: Sequence[DeviceMesh], records: Sequence[Record], asked:
     state = hashlib.blake2b(repr(asked).encode(), digest_size=7)
     for record in records:
         state.update(record.digest())
-    # Unsigned, and with room for a sign: its negative shows the smallest of all ranks' by the same maximum.
+    # With room for a sign: its negative shows the smallest of all ranks' by the same maximum.
     mine = int.from_bytes(state.digest(), "little")
-    for mesh in meshes:
-        for axis in range(mesh.ndim):
-            extremes = torch.tensor([mine, -mine], device=mesh_device(mesh))
-            dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
-            if extremes.tolist() != [mine, -mine]:
-                raise StateError(
-                    "materialize would give each rank parts of another model: the ranks passed different seeds, or the "
-                    "constructor did different things on them. Pass one seed, and let nothing in the constructor "
-                    "depend on the rank or on random numbers other than torch's"
-                )
+    for comm, device in _comms(meshes):
+        extremes = torch.tensor([mine, -mine], device=device)
+        comm.all_reduce_largest(extremes)
+        if extremes.tolist() != [mine, -mine]:
+            raise StateError(
+                "materialize would give each rank parts of another model: the ranks passed different seeds, or the "
+                "constructor did different things on them. Pass one seed, and let nothing in the constructor depend on "
+                "the rank or on random numbers other than torch's"
+            )
 
 
 def share_states(meshes: Sequence[DeviceMesh], states: Mapping[Position, torch.Tensor]) -> dict[Position, torch.Tensor]:
@@ -47,10 +46,17 @@ def share_states(meshes: Sequence[DeviceMesh], states: Mapping[Position, torch.T
     shared: dict[Position, torch.Tensor] = {}
     for position, state in states.items():
         value = state
-        for mesh in meshes:
-            for axis in reversed(range(mesh.ndim)):
-                on_device = value.to(mesh_device(mesh), copy=True)
-                dist.broadcast(on_device, group=mesh.get_group(axis), group_src=0)
-                value = on_device.cpu()
+        for comm, device in _comms(meshes):
+            on_device = value.to(device, copy=True)
+            for work in comm.broadcast(on_device, 0):
+                work.wait()
+            value = on_device.cpu()
         shared[position] = value
     return shared
+
+
+def _comms(meshes: Sequence[DeviceMesh]) -> Iterator[tuple[Comm, torch.device]]:
+    for mesh in meshes:
+        device = mesh_device(mesh)
+        for axis in reversed(range(mesh.ndim)):
+            yield comm_for(mesh.get_group(axis), device), device

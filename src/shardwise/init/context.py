@@ -15,8 +15,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..core.parameter import Place
+from .access import MemoryAccess
 from .record import Origin, View
-from .recorder import MemoryAccess, Recorder
+from .recorder import Recorder
 from .streams import Position, default_generators, leave_mark, marked_position, position_of
 
 MARK = "shardwise_origin"
@@ -52,8 +53,10 @@ def init_on_meta() -> Iterator[None]:
             yield
         seal(recorder)
     except BaseException:
-        _release(recorder, modules_alive())
-        recorder.abandon()
+        try:
+            _release(recorder, modules_alive())
+        finally:
+            recorder.abandon()
         raise
 
 
@@ -71,7 +74,7 @@ def recording(recorder: Recorder, entry: Position | None = None) -> Iterator[Non
         if entry is not None and generator is torch.default_generator:
             position = entry
         recorder.record.entry.append(position)
-        recorder.entry_devices.add(generator.device)
+        recorder.marked_devices.add(generator.device)
         leave_mark(generator, position)
     _thread.recorder = recorder
     is_complete = False
@@ -101,7 +104,7 @@ def seal(recorder: Recorder) -> None:
     values."""
     modules = modules_alive()
     kept = _release(recorder, modules)
-    left = {number for _, number in recorder.hollow_storages()}
+    left = recorder.hollow_numbers()
     buffers: list[tuple[nn.Module, str, torch.Tensor, View]] = []
     for module in modules:
         for name, buffer in module._buffers.items():
@@ -124,13 +127,13 @@ def finish(recorder: Recorder, kept: AbstractSet[int], replaceable: AbstractSet[
     Returns:
         Those of ``replaceable`` that depend on random numbers.
     """
-    record, left = recorder.record, recorder.hollow_storages()
+    record, left = recorder.record, recorder.hollow_numbers()
     draws = set(record.draws)
-    random = {number for _, number in left if not draws.isdisjoint(record.slice(number))}
+    random = {number for number in left if not draws.isdisjoint(record.slice(number))}
     if random - replaceable:
         # Random values outside of parameters and buffers, where another seed could not replace them.
         record.values_were_used = True
-    recorder.fill_all(left)
+    recorder.fill(left)
     record.keep({*kept, *(random & replaceable)})
     return random & replaceable
 

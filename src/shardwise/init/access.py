@@ -1,0 +1,95 @@
+"""What looks past operators into the memory of tensors that have none."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ..core.tree import tensors_in
+from .recorder import Recorder
+
+
+class MemoryAccess(TorchFunctionMode):
+    """Gives hollow tensors memory where something is about to use it directly, or answers in their place."""
+
+    def __init__(self, recorder: Recorder):
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, recorder = kwargs or {}, self._recorder
+        if recorder.is_paused:
+            return func(*args, **kwargs)
+        if func in _EXPOSES:
+            recorder.expose(args[0])
+        elif func in _ANSWERS and recorder.number_of(args[0]) is not None:
+            return _ANSWERS[func](recorder, func, *args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            is_any_hollow = any(recorder.number_of(tensor) is not None for tensor in tensors_in((args, kwargs)))
+            if "not allocated yet" not in str(error) or not is_any_hollow:
+                raise
+        return recorder.run_with_memory(func, args, kwargs)
+
+
+_EXPOSES = {
+    torch.Tensor.numpy,
+    torch.Tensor.__array__,
+    torch.Tensor.__dlpack__,
+    torch.Tensor.__reduce_ex__,
+    torch.Tensor.share_memory_,
+    torch.Tensor.storage,
+    torch.Tensor.untyped_storage,
+}
+"""Their results share memory with the tensor."""
+
+
+def _with_values(recorder: Recorder, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return func(recorder.peek(tensor), *args, **kwargs)
+
+
+def _address(recorder: Recorder, func: Any, tensor: torch.Tensor) -> int:
+    """Different for different memory, as whoever looks for tied tensors expects."""
+    view = recorder.view_of(tensor)
+    return ((view.storage + 1) << 48) + view.offset * view.dtype.itemsize
+
+
+def _deep_copy(recorder: Recorder, func: Any, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    """`copy.deepcopy` of a tensor copies memory; of a hollow one it is an operator."""
+    if id(tensor) not in memo:
+        copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        copy.__class__ = type(tensor)
+        copy.__dict__.update(tensor.__dict__)
+        memo[id(tensor)] = copy
+    copied: torch.Tensor = memo[id(tensor)]
+    return copied
+
+
+def _is_meta(recorder: Recorder, func: Any, tensor: torch.Tensor, *_: Any) -> bool:
+    """False; but torch's truncated normal samples until it likes the values, so it is recorded as a whole. It asks at
+    its beginning whether there are values at all, and does nothing if not."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:  # other modes above this one
+        frame = frame.f_back
+    truncated_normal = getattr(torch.nn.init, "_no_grad_trunc_normal_", None)
+    if truncated_normal is None or frame.f_code is not truncated_normal.__code__:
+        return False
+    given = frame.f_locals
+    arguments = [given[name] for name in ("mean", "std", "a", "b")]
+    recorder.record_whole(torch.nn.init.trunc_normal_, tensor, *arguments, generator=given["generator"])
+    return True
+
+
+_ANSWERS: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.tolist: _with_values,
+    torch.Tensor.__repr__: _with_values,
+    torch.Tensor.__format__: _with_values,
+    torch.Tensor.data_ptr: _address,
+    torch.Tensor.is_meta.__get__: _is_meta,  # type: ignore[attr-defined]
+    torch.Tensor.__deepcopy__: _deep_copy,
+}
