@@ -18,6 +18,7 @@ from .cases import case_tables
 from .checkpointing import checkpoint_tables
 from .collectives import collective_tables
 from .counts import count_tables
+from .fairscale import fairscale_tables
 from .host import host_tables
 from .loading import loading_tables
 from .memory import memory_tables
@@ -30,6 +31,7 @@ RESULTS, QUICK_RESULTS = ROOT / "bench" / "results", ROOT / "out" / "bench"
 BENCHES: dict[str, tuple[str, Callable[[bool], list[Table]]]] = {
     "counts": ("Collectives and bytes of a step", count_tables),
     "cases": ("Collectives and bytes, case by case", case_tables),
+    "fairscale": ("FairScale's optimizer and gradient sharding", fairscale_tables),
     "host": ("Host time", host_tables),
     "memory": ("Peak memory of a step", memory_tables),
     "loading": ("Loading and saving", loading_tables),

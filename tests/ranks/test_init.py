@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -132,8 +132,9 @@ def assert_is(model: nn.Module, truth: nn.Module) -> None:
         assert set(ours.state_dict(keep_vars=False)) == set(theirs.state_dict())
 
 
-@on_ranks(1, 2, 3, 4, 7, make=MODELS)
+@on_ranks(2, 4, make=MODELS)
 def test_equals_plain_construction(make: Make) -> None:
+    """At other world sizes: tests/unit/test_init.py, on every rank of a fake process group."""
     truth = built(make)
     state = torch.get_rng_state()
     model = on_meta(make)
@@ -143,6 +144,13 @@ def test_equals_plain_construction(make: Make) -> None:
     assert materialize(model) is model
     assert_is(model, truth)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@on_ranks(7)
+def test_equals_plain_construction_on_seven_ranks() -> None:
+    for make in (Custom, Layers, tied):
+        model = wrap(on_meta(make), fully_shard, mesh=world_mesh())
+        assert_is(materialize(model), built(make))
 
 
 @on_ranks(2, 3, make=[Custom, tied])
@@ -212,7 +220,6 @@ def test_replicated_over_a_second_axis() -> None:
 def test_beside_tensor_parallelism() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    dims = DataParallelMeshDims(shard="data")
     for shards_data in (True, False):
         model = on_meta(Block)
         parallelize_module(model, mesh["tensor"], plan)
@@ -221,7 +228,6 @@ def test_beside_tensor_parallelism() -> None:
         materialize(model)
         assert_is(model, built(Block))
         assert isinstance(model.up.weight, DTensor)
-    del dims
 
 
 @on_ranks(2)
@@ -255,7 +261,7 @@ def test_put_on_meta_by_others(make: Make) -> None:
         assert_is(models[0], built(make))
 
 
-@on_ranks(1, 2, 3, 4, 7, make=[Custom, Layers, half])
+@on_ranks(2, 3, 4, make=[Custom, Layers, half])
 def test_fast_is_alike_at_any_world_size(make: Make) -> None:
     model = wrap(on_meta(make, seed=dist.get_rank()), fully_shard, mesh=world_mesh())
     materialize(model, seed=5, fast=True)

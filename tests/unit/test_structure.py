@@ -27,6 +27,7 @@ ORDER = [
     "core.model_parallel",
     "core.buffer",
     "core.gradient",
+    "core.whole",
     "core.parameter",
     "core.slot",
     "core.shards",
@@ -73,6 +74,10 @@ ORDER = [
     "init.fast",
     "init.initializers",
     "init.materialize",
+    "grad_scaler",
+    "fairscale.arguments",
+    "fairscale.oss",
+    "fairscale.sharded_ddp",
 ]
 
 

@@ -164,7 +164,7 @@ def _leave_meta(model: nn.Module) -> bool:
         Whether there was something.
     """
     groups = _groups_of(model)
-    changed = any([group.shards.leave_meta() for group in groups])  # all of them, not up to the first
+    changed = bool([slot for group in groups for slot in group.shards.leave_meta()])
     device = groups[0].mesh.device if groups else torch.get_default_device()
     for module in model.modules():
         for name, parameter in module._parameters.items():

@@ -1,0 +1,60 @@
+"""Optimizer state and gradients sharded: the FairScale page's second program, with another import.
+
+python examples/fairscale_sharded_ddp.py
+torchrun --nproc-per-node 2 examples/fairscale_sharded_ddp.py
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fairscale_parts import (
+    MyAwesomeModel,
+    MyVeryRelevantLoss,
+    device_of,
+    dist_end,
+    dist_init,
+    my_super_fast_dataloader,
+    run,
+)
+from shardwise.fairscale import OSS, ShardedDDP
+
+
+def train(rank: int, world_size: int, epochs: int) -> None:
+    # process group init
+    dist_init(rank, world_size)
+    device = device_of(rank)
+
+    # Problem statement
+    model = MyAwesomeModel().to(device)
+    dataloader = my_super_fast_dataloader()
+    loss_fn = MyVeryRelevantLoss()
+
+    # optimizer specific arguments e.g. LR, momentum, etc...
+    base_optimizer_arguments = {"lr": 1e-3}
+
+    # Wrap a base optimizer into OSS
+    base_optimizer = torch.optim.Adam
+    optimizer = OSS(params=model.parameters(), optim=base_optimizer, **base_optimizer_arguments)
+
+    # Wrap the model into ShardedDDP, which will reduce gradients to the proper ranks
+    model = ShardedDDP(model, optimizer)
+
+    model.train()
+    history = []
+    for _ in range(epochs):
+        total = 0.0
+        for data, target in dataloader:
+            data, target = data.to(device), target.to(device)
+            model.zero_grad()
+            outputs = model(data)
+            loss = loss_fn(outputs, target)
+            loss.backward()
+            optimizer.step()
+            total += loss.item()
+        history.append(total / len(dataloader))
+    dist_end(rank, history)
+
+
+if __name__ == "__main__":
+    run(train)

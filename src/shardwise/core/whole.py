@@ -1,0 +1,365 @@
+"""Whole tensors between their owners and the other ranks: the small ones in runs, the large ones by themselves.
+
+A parameter that got no gradient on this rank contributes zeros to its owner's sum; one number per parameter tells the
+owner whether any rank had one (see `core.gradient`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from .comm import Comm
+from .device import Waitable, copy_each
+from .errors import StateError, explain
+from .gradient import Scale, gradient_scale
+from .layout import Run, whole
+
+RUNS_IN_FLIGHT = 4
+"""Full ones whose reductions are under way at most: their memory is freed when they are waited for."""
+
+
+def half_precision(dtype: torch.dtype) -> torch.dtype:
+    """float16 for floating-point dtypes that are wider."""
+    return torch.float16 if dtype.is_floating_point and dtype.itemsize > 2 else dtype
+
+
+class WholePlan:
+    """The runs that tensors travel in.
+
+    Args:
+        tensors: in the order in which they become ready; only their shapes, dtypes and devices are looked at.
+        owners: rank of each.
+        comm: the ranks.
+        limit: elements of a run at most; -1 leaves it to ``comm``, 0 sends every tensor by itself.
+        half: whether wider floating-point numbers travel as float16.
+    """
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], owners: Sequence[int], comm: Comm, limit: int = -1, half: bool = False
+    ):
+        self.comm = comm
+        self.shapes = [tensor.shape for tensor in tensors]
+        self.dtypes = [half_precision(tensor.dtype) if half else tensor.dtype for tensor in tensors]
+        numbers: dict[tuple[torch.dtype, torch.device], int] = {}
+        kinds = [
+            numbers.setdefault((dtype, tensor.device), len(numbers))
+            for dtype, tensor in zip(self.dtypes, tensors, strict=True)
+        ]
+        most = [comm.run_bytes // dtype.itemsize for dtype, _ in numbers]
+        limits = [elements if limit < 0 else min(elements, limit) for elements in most]
+        sizes = [tensor.numel() for tensor in tensors]
+        alone = [
+            size * dtype.itemsize >= comm.alone_bytes and dtype == tensor.dtype
+            for size, dtype, tensor in zip(sizes, self.dtypes, tensors, strict=True)
+        ]
+        self.layout = whole(sizes, owners, kinds, alone, limits, comm.size)
+
+    def dtype(self, run: Run) -> torch.dtype:
+        """That ``run`` travels in."""
+        return self.dtypes[run.tensors[0]]
+
+    def own_memory(self, run: Run, values: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        """The run's only value, 1-D, if it is as it has to travel; None if the run needs memory of its own."""
+        value = values[0] if len(values) == 1 else None
+        if value is None or value.dtype != self.dtype(run) or not value.is_contiguous():
+            return None
+        return value.view(-1)
+
+    def pack(self, run: Run, values: Sequence[torch.Tensor | None], like: torch.Tensor) -> torch.Tensor:
+        """New memory with the values of ``run``, zeros for None, on the device of ``like``."""
+        dtype = self.dtype(run)
+        flat = self.empty(run, like)
+        parts = [
+            torch.zeros(size, dtype=dtype, device=like.device) if value is None else value.reshape(-1)
+            for value, size in zip(values, run.sizes, strict=True)
+        ]
+        return torch.cat(parts, out=flat)
+
+    def empty(self, run: Run, like: torch.Tensor) -> torch.Tensor:
+        """New memory for ``run`` on the device of ``like``."""
+        return torch.empty(run.numel, dtype=self.dtype(run), device=like.device)
+
+    def parts(self, run: Run, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Views of ``flat`` in the shapes of the run's tensors."""
+        pieces = flat.split_with_sizes(run.sizes)
+        return [piece.view(self.shapes[index]) for piece, index in zip(pieces, run.tensors, strict=True)]
+
+    def unpack(self, run: Run, flat: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
+        """Copy ``flat`` into ``targets``."""
+        if all(target.dtype == flat.dtype and target.is_contiguous() for target in targets):
+            torch.split_with_sizes_copy(flat, run.sizes, out=[target.view(-1) for target in targets])
+        else:
+            copy_each(targets, self.parts(run, flat))
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """Start replacing ``tensors`` by their owners'; gives what waits until that is done.
+
+        Where they travel in another dtype the owner rounds its own too, so that all ranks hold the same.
+        """
+        started = [self._broadcast_run(run, [tensors[index].data for index in run.tensors]) for run in self.layout.runs]
+
+        def finish() -> None:
+            for one in started:
+                one()
+
+        return finish
+
+    def _broadcast_run(self, run: Run, values: Sequence[torch.Tensor]) -> Callable[[], None]:
+        sends, own = run.owner == self.comm.rank, self.own_memory(run, values)
+        flat = own
+        if flat is None:
+            flat = self.pack(run, values, values[0]) if sends else self.empty(run, values[0])
+        works = self.comm.broadcast(flat, run.owner)
+        has_values = own is not None or (sends and all(value.dtype == flat.dtype for value in values))
+
+        def finish() -> None:
+            for work in works:
+                work.wait()
+            if not has_values:
+                self.unpack(run, flat, values)
+
+        return finish
+
+
+class WholeBroadcast:
+    """Tensors that are often replaced by their owners', as long as none changes its shape, dtype or device.
+
+    Args:
+        tensors: on any devices.
+        owners: rank of each.
+        comm_on: the ranks, for a device.
+        limit: as of `WholePlan`.
+        half: as of `WholePlan`.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        owners: Sequence[int],
+        comm_on: Callable[[torch.device], Comm],
+        limit: int = -1,
+        half: bool = False,
+    ):
+        self._plans: list[tuple[WholePlan, list[torch.Tensor]]] = []
+        for device in dict.fromkeys(tensor.device for tensor in tensors):
+            here = [(tensor, owner) for tensor, owner in zip(tensors, owners, strict=True) if tensor.device == device]
+            members = [tensor for tensor, _ in here]
+            plan = WholePlan(members, [owner for _, owner in here], comm_on(device), limit, half)
+            self._plans.append((plan, members))
+
+    def start(self) -> Callable[[], None]:
+        """Start; gives what waits until it is done."""
+        finishes = [plan.broadcast(tensors) for plan, tensors in self._plans]
+
+        def finish() -> None:
+            for one in finishes:
+                one()
+
+        return finish
+
+
+class OwnerReducer:
+    """Gradients of whole parameters to the ranks that own them. It knows how, never when.
+
+    One backward is `start`, `ready` for each gradient that autograd has added, and `finish`. Runs are sent in one
+    order on all ranks, whatever order gradients arrive in. Non-owners' gradients are gone when sent; an owner's
+    gradient from an earlier reduction is set aside meanwhile and the new mean is added to it.
+
+    Args:
+        parameters: the trainable ones, in the order in which their gradients are expected.
+        names: of the parameters, for messages.
+        owners: rank of each.
+        comm: the ranks.
+        limit: elements of a run at most; 0 sends every gradient by itself.
+        half: whether wider gradients are reduced in float16.
+        reduced: ids of parameters whose gradient is a mean over ranks already; changed here.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        names: Sequence[str],
+        owners: Sequence[int],
+        comm: Comm,
+        limit: int,
+        half: bool,
+        reduced: set[int],
+    ):
+        self.parameters, self.names, self.comm = list(parameters), list(names), comm
+        self.plan = WholePlan(parameters, owners, comm, limit, half)
+        layout = self.plan.layout
+        self.owned = layout.owned(comm.rank)
+        self._runs = layout.runs
+        self._run_of = {index: number for number, run in enumerate(self._runs) for index in run.tensors}
+        self._without_run = [index for index, size in enumerate(layout.sizes) if not size]
+        self.reduced = reduced
+        self._kept: dict[int, torch.Tensor] = {}
+        self._flying: deque[tuple[Run, torch.Tensor, Sequence[Waitable]]] = deque()
+        self._all_present: torch.Tensor | None = None
+        # Gradients on several devices arrive on several threads.
+        self._lock = threading.Lock()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._missing = [len(run.tensors) for run in self._runs]
+        self._next_run = 0
+        self._flying_bytes = 0
+        self._present = [False] * len(self.parameters)
+        self._means: dict[int, torch.Tensor] = {}
+
+    # -- While autograd runs
+
+    def set_aside(self, index: int) -> None:
+        """A gradient is about to be added that will be reduced: it must not mix with the mean that is there."""
+        parameter = self.parameters[index]
+        if id(parameter) not in self.reduced:
+            return
+        self.reduced.discard(id(parameter))
+        if parameter.grad is not None:
+            self._kept[index] = parameter.grad
+            parameter.grad = None
+
+    def mix(self, index: int) -> None:
+        """A gradient is about to be added that stays local for now: the mean there becomes a term of the next sum."""
+        parameter = self.parameters[index]
+        if id(parameter) in self.reduced:
+            self.reduced.discard(id(parameter))
+            if parameter.grad is not None:
+                parameter.grad.mul_(self.comm.size)
+
+    def ready(self, index: int) -> None:
+        """The gradient of a parameter is complete: send what is next and complete."""
+        if index not in self._run_of:
+            return
+        with self._lock:
+            self._missing[self._run_of[index]] -= 1
+            while self._next_run < len(self._runs) and not self._missing[self._next_run]:
+                with torch.no_grad():
+                    self._send_next()
+
+    def _scale(self, run: Run) -> Scale:
+        return gradient_scale(self.plan.dtype(run), self.comm.size, 1, None, force_sum=True)
+
+    def _send_next(self) -> None:
+        run = self._runs[self._next_run]
+        self._next_run += 1
+        values = [self._take(index) for index in run.tensors]
+        before = self._scale(run).before or 1.0
+        casts = any(value is not None and value.dtype != self.plan.dtype(run) for value in values)
+        if casts and before != 1.0:
+            # Before the cast, which they might not survive.
+            values = [value / before if value is not None else None for value in values]
+        flat = self.plan.own_memory(run, values)
+        if flat is None:
+            flat = self.plan.pack(run, values, self.parameters[run.tensors[0]])
+        values.clear()
+        if not casts and before != 1.0:
+            flat.div_(before)
+        self._flying.append((run, flat, self.comm.reduce(flat, run.owner)))
+        self._flying_bytes += flat.nbytes
+        while self._flying_bytes > RUNS_IN_FLIGHT * self.comm.run_bytes and len(self._flying) > 1:
+            self._land_oldest()
+
+    def _take(self, index: int) -> torch.Tensor | None:
+        """Remove this rank's part of the next sum from a parameter."""
+        self.set_aside(index)
+        parameter = self.parameters[index]
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            return None
+        if gradient.layout is not torch.strided:
+            # gloo does not survive that memory goes which it is receiving into.
+            self._wait()
+            raise StateError(
+                f"parameter {self.names[index]!r} got a {gradient.layout} gradient, which cannot be reduced to its "
+                "owner: use dense gradients (nn.Embedding(sparse=False))"
+            )
+        self._present[index] = True
+        return gradient.detach()
+
+    def _wait(self) -> None:
+        while self._flying:
+            self._land_oldest()
+
+    def _land_oldest(self) -> None:
+        run, flat, works = self._flying.popleft()
+        self._flying_bytes -= flat.nbytes
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            names = ", ".join(repr(self.names[index]) for index in run.tensors[:3])
+            explain(error, f"reducing the gradients of {names} … to rank {run.owner}")
+            raise
+        if run.owner == self.comm.rank:
+            if (after := self._scale(run).after) not in (None, 1.0):
+                flat.div_(after)
+            # `data` is no view, which users could not detach in place.
+            self._means.update(
+                (index, part.data) for index, part in zip(run.tensors, self.plan.parts(run, flat), strict=True)
+            )
+
+    # -- At the end
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Send and receive the rest; owned parameters then have their gradients, others none."""
+        for index, mean, exists in self._complete():
+            gradient = self._kept.pop(index, None)
+            if exists:
+                mean = self._like_parameter(mean, self.parameters[index])
+                gradient = mean if gradient is None else gradient.add_(mean)
+            self.parameters[index].grad = gradient
+            if gradient is not None:
+                self.reduced.add(id(self.parameters[index]))
+
+    @torch.no_grad()
+    def abandon(self) -> None:
+        """Finish a backward that failed, as the other ranks have to, and drop what it computed."""
+        for index, _, _ in self._complete():
+            self.parameters[index].grad = kept = self._kept.pop(index, None)
+            if kept is not None:
+                self.reduced.add(id(self.parameters[index]))
+
+    def _complete(self) -> list[tuple[int, torch.Tensor, bool]]:
+        """Owned parameters: index, mean over ranks, whether any rank had a gradient."""
+        while self._next_run < len(self._runs):
+            self._send_next()
+        for index in self._without_run:
+            self._take(index)
+        flags, works = self._exchange_flags()
+        self._wait()
+        for work in works:
+            work.wait()
+        own = [self._present[index] for index in self.owned]
+        exist = own if all(own) else [flag != 0 for flag in flags[: len(own)].tolist()]
+        empty = {index: torch.zeros_like(self.parameters[index]) for index in self._without_run}
+        means = {**self._means, **empty}
+        self._reset()
+        return [(index, means[index], exists) for index, exists in zip(self.owned, exist, strict=True)]
+
+    def _exchange_flags(self) -> tuple[torch.Tensor, Sequence[Waitable]]:
+        """Start adding up, for each parameter, which ranks have a gradient; every owner gets the row of its own."""
+        most = self.plan.layout.most_owned
+        everything = all(self._present)
+        sent = self._all_present if everything else None
+        if sent is None:
+            rows = []
+            for rank in range(self.comm.size):
+                row = [float(self._present[index]) for index in self.plan.layout.owned(rank)]
+                rows.append(row + [0.0] * (most - len(row)))
+            sent = torch.tensor(rows, dtype=torch.float32, device=self.parameters[0].device).view(-1)
+            self._all_present = sent if everything else self._all_present
+        received = sent.new_empty(most)
+        return received, self.comm.reduce_scatter([received], [sent], mean=False)
+
+    @staticmethod
+    def _like_parameter(mean: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        """``mean`` in the dtype and memory format that optimizers are fastest with."""
+        if parameter.is_contiguous():
+            return mean.to(parameter.dtype)
+        return torch.empty_like(parameter).copy_(mean)

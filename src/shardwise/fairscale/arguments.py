@@ -1,0 +1,82 @@
+"""What an adapter does with each argument of the interface it stands in for: one table for the code and the docs."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeVar
+
+AnyClass = TypeVar("AnyClass", bound=type)
+
+
+class Support(Enum):
+    """What happens when an argument is passed."""
+
+    SUPPORTED = "supported"
+    ACCEPTED = "accepted with a warning"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One argument.
+
+    Args:
+        meaning: what it does; if it is not supported, why it cannot or need not do anything, and what to do instead.
+        support: what happens when it is passed.
+    """
+
+    meaning: str
+    support: Support = Support.SUPPORTED
+
+
+Table = Mapping[str, Argument]
+
+
+def check_arguments(function: Callable[..., Any], name: str, table: Table, given: Mapping[str, Any]) -> None:
+    """Warn once of all arguments that have no effect, refuse those that cannot have theirs.
+
+    Args:
+        function: whose signature has the defaults; an argument that equals its default was not passed.
+        name: for messages.
+        table: of all its arguments.
+        given: their values.
+
+    Raises:
+        ValueError: if one is passed that is refused.
+    """
+    parameters = inspect.signature(function).parameters
+    passed = [key for key, value in given.items() if key in parameters and _differs(value, parameters[key].default)]
+    for key in passed:
+        if table[key].support is Support.REFUSED:
+            raise ValueError(f"{name}({key}=...) is not supported: {table[key].meaning}")
+    if idle := [key for key in passed if table[key].support is Support.ACCEPTED]:
+        reasons = "; ".join(f"{key}: {table[key].meaning}" for key in idle)
+        # The caller of the constructor that called this.
+        warnings.warn(f"{name}: arguments without effect: {reasons}", stacklevel=3)
+
+
+def _differs(value: Any, default: Any) -> bool:
+    return value is not default and bool(value != default)
+
+
+def documented(table: Table) -> Callable[[AnyClass], AnyClass]:
+    """Append the arguments of ``table`` to the docstring of a class."""
+
+    def append(cls: AnyClass) -> AnyClass:
+        cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or '')}\n\nArgs:\n{describe(table)}"
+        return cls
+
+    return append
+
+
+def describe(table: Table) -> str:
+    """A line for each argument."""
+    lines = []
+    for name, argument in table.items():
+        note = "" if argument.support is Support.SUPPORTED else f" ({argument.support.value})"
+        lines.append(f"    {name}{note}: {argument.meaning}")
+    return "\n".join(lines)

@@ -1,0 +1,473 @@
+"""OSS: an optimizer whose state lies whole parameter by whole parameter on the ranks (ZeRO-1)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import SGD, Optimizer
+
+from ..core.comm import Comm, SingleComm, comm_for
+from ..core.device import local_norms, scale_each
+from ..core.errors import explain
+from ..core.layout import deal
+from ..core.tree import map_tensors
+from ..core.whole import WholeBroadcast
+from .arguments import Argument, Support, check_arguments, documented
+
+ARGUMENTS = {
+    "params": Argument("parameters, named parameters or param groups, as for any torch optimizer"),
+    "optim": Argument("class of the optimizer that steps the parameters which this rank owns"),
+    "group": Argument("process group whose ranks share the state; None for all ranks"),
+    "broadcast_buffer_size": Argument(
+        "elements that several small parameters are put together in at most when they are sent; 0 sends every "
+        "parameter by itself, -1 leaves it to the backend"
+    ),
+    "broadcast_fp16": Argument(
+        "whether parameters wider than 16 bits travel as float16; all ranks, owners too, then hold the rounded values"
+    ),
+    "force_broadcast_object": Argument(
+        "states are sent tensor by tensor, never as one pickled object", Support.ACCEPTED
+    ),
+    "defaults": Argument("hyper-parameters of `optim`"),
+}
+
+SMALL_STATE = 1024
+"""Elements: smaller tensors of a state travel with its description."""
+
+_LISTS = ("params", "param_names")
+"""Entries of a param group with an item for each parameter; all others are hyper-parameters."""
+
+Signature = tuple[tuple[torch.dtype, torch.device, bool], ...]
+
+
+@documented(ARGUMENTS)
+class OSS(Optimizer):
+    """Steps on each rank only the parameters that it owns, so that it holds only their state, and sends them to others.
+
+    Parameters are dealt to ranks as wholes: param group by param group, each to the rank that owns least so far.
+    Frozen parameters weigh nothing. What was dealt never moves. It is a `torch.optim.Optimizer`: schedulers, hooks
+    and param groups work as on any; ``param_groups`` has all parameters, ``state`` those of the owned ones.
+
+    Gradients have to be the same on all ranks (torch's DDP), or with their owners (`ShardedDataParallel`).
+    Construction, `add_param_group` and `step` happen on all ranks of the group, with the same parameters.
+
+    Attributes:
+        optim: the optimizer of the owned parameters.
+        group: the process group.
+        rank: of this process in it.
+        world_size: of it.
+
+    Raises:
+        ValueError: for an optimizer that works on all parameters as one vector (LBFGS), or a broadcast_buffer_size
+            below -1.
+        RuntimeError: without a process group.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optim: Callable[..., Optimizer] = SGD,
+        group: dist.ProcessGroup | None = None,
+        broadcast_buffer_size: int = -1,
+        broadcast_fp16: bool = False,
+        force_broadcast_object: bool = False,
+        **defaults: Any,
+    ):
+        check_arguments(OSS.__init__, "OSS", ARGUMENTS, {"force_broadcast_object": force_broadcast_object})
+        if broadcast_buffer_size < -1:
+            raise ValueError(
+                f"OSS(broadcast_buffer_size={broadcast_buffer_size}): must be -1, 0 or a number of elements"
+            )
+        self._join(group)
+        if self.world_size > 1 and isinstance(optim, type) and issubclass(optim, torch.optim.LBFGS):
+            raise ValueError(
+                "OSS(optim=LBFGS): it computes with all parameters as one vector, which no rank would see; use an "
+                "optimizer that treats parameters one by one"
+            )
+        self.broadcast_buffer_size, self.broadcast_fp16 = broadcast_buffer_size, broadcast_fp16
+        self._owners: list[list[int]] = []
+        self._loads = [(0, 0)] * self.world_size
+        self._plan: _BroadcastPlan | None = None
+        self._consolidated: dict[Any, Any] | None = None
+        super().__init__(params, defaults)
+        self.optim = optim(self.partition_parameters()[self.rank], **defaults)
+        # Schedulers look up hyper-parameters that were not passed here.
+        self.defaults = dict(self.optim.defaults)
+        self.state = self.optim.state
+        _copy_settings(self.optim.param_groups, self.param_groups)
+
+    def _join(self, group: dist.ProcessGroup | None) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError("OSS shares its state over a process group: call torch.distributed.init_process_group")
+        self.group = dist.group.WORLD if group is None else group
+        self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        if self.rank < 0:
+            raise ValueError("OSS(group=...): this process is not in the group; make OSS only on its ranks")
+
+    # -- Ownership
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def owners(self) -> dict[torch.Tensor, int]:
+        """Rank in the group that owns each parameter, in the order of ``param_groups``."""
+        return dict(zip(self._parameters(), itertools.chain.from_iterable(self._owners), strict=True))
+
+    @property
+    def dealt(self) -> int:
+        """How many parameters there are."""
+        return sum(map(len, self._owners))
+
+    def partition_parameters(self) -> list[list[dict[str, Any]]]:
+        """The param groups of each rank: those of this optimizer with only the parameters that the rank owns."""
+        return [self._part(rank) for rank in range(self.world_size)]
+
+    def _part(self, rank: int, first: int = 0) -> list[dict[str, Any]]:
+        pairs = zip(self.param_groups[first:], self._owners[first:], strict=True)
+        return [_select(group, [owner == rank for owner in owners]) for group, owners in pairs]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, as on any torch optimizer; on all ranks. What was dealt before stays where it is.
+
+        Args:
+            param_group: ``params`` and any hyper-parameters.
+        """
+        super().add_param_group(param_group)
+        params = self.param_groups[-1]["params"]
+        owners, self._loads = deal([p.numel() for p in params], [p.requires_grad for p in params], self._loads)
+        self._owners.append(owners)
+        self._plan = None
+        if "optim" in self.__dict__:
+            self.optim.add_param_group(self._part(self.rank, first=len(self._owners) - 1)[0])
+            _copy_settings(self.optim.param_groups, self.param_groups)
+
+    def refresh_trainable(self) -> None:
+        """Parameters were frozen or unfrozen. Every step looks by itself, so this need not be called."""
+        self._plan = None
+
+    # -- Steps
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Step the owned parameters and receive the others from their owners.
+
+        Args:
+            closure: computes the loss and gradients again; evaluated as often as ``optim`` does.
+            kwargs: passed on to the step of ``optim``.
+
+        Returns:
+            What the step of ``optim`` returns: the loss of ``closure``, or None.
+        """
+        _copy_settings(self.param_groups, self.optim.param_groups)
+        loss = self.optim.step(**kwargs) if closure is None else self.optim.step(closure, **kwargs)
+        # Some optimizers keep numbers of their own there.
+        _copy_settings(self.optim.param_groups, self.param_groups)
+        if self.world_size > 1:
+            self._broadcast()
+        return loss
+
+    @torch.no_grad()
+    def _broadcast(self) -> None:
+        signature = tuple((p.dtype, p.device, p.requires_grad) for p in self._parameters())
+        if self._plan is None or self._plan.signature != signature:
+            self._plan = self._make_plan(signature)
+        try:
+            self._plan.run()
+        except RuntimeError as error:
+            explain(error, "sending parameters to the other ranks after OSS stepped them")
+            raise
+
+    def _make_plan(self, signature: Signature) -> _BroadcastPlan:
+        owners = self.owners()
+        frozen = [parameter for parameter in owners if not parameter.requires_grad]
+        # An optimizer steps a frozen parameter that still has a gradient, of which maybe only its owner knows.
+        steps = [p.grad is not None and owners[p] == self.rank for p in frozen]
+        stepped: set[int] = set()
+        if frozen:
+            comm = self._comm(frozen[0].device)
+            flags = torch.tensor(steps, dtype=torch.float32, device=frozen[0].device)
+            comm.all_reduce_largest(flags)
+            stepped = {id(p) for p, flag in zip(frozen, flags.tolist(), strict=True) if flag}
+        sent = {p: owner for p, owner in owners.items() if p.requires_grad or id(p) in stepped}
+        parameters, limit = [*sent], self.broadcast_buffer_size
+        broadcast = WholeBroadcast(parameters, [*sent.values()], self._comm, limit, self.broadcast_fp16)
+        return _BroadcastPlan(signature, parameters, broadcast)
+
+    def _comm(self, device: torch.device) -> Comm:
+        # Not kept: a model may change devices between construction and the first step.
+        assert self.group is not None
+        return comm_for(self.group, device) if self.world_size > 1 else SingleComm()
+
+    @torch.no_grad()
+    def clip_grad_norm(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        filter_params_fn: Callable[[list[torch.Tensor]], Iterable[torch.Tensor]] | None = None,
+    ) -> torch.Tensor:
+        """Scale all gradients so that their norm over all parameters of the group's ranks is at most ``max_norm``.
+
+        A collective. The norm is that of the norms of the parameters, as `torch.nn.utils.clip_grad_norm_` has it, in
+        float32 for narrower gradients.
+
+        Args:
+            max_norm: in the unit of the gradients.
+            norm_type: order of the norm; ``inf`` for the largest absolute value.
+            filter_params_fn: gets the parameters that this rank owns and that have gradients; gives those that count.
+
+        Returns:
+            The norm before scaling, 0-dim, the same on all ranks.
+        """
+        owners = self.owners()
+        mine = [parameter for parameter, owner in owners.items() if owner == self.rank and parameter.grad is not None]
+        norm = self._total_norm(mine if filter_params_fn is None else list(filter_params_fn(mine)), float(norm_type))
+        # As torch does: no branch on the value, which would wait for the device.
+        scale = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
+        gradients: dict[torch.device, list[torch.Tensor]] = {}
+        for parameter in owners:
+            if parameter.grad is not None:
+                gradients.setdefault(parameter.grad.device, []).append(_dense_gradient(parameter))
+        for device, members in gradients.items():
+            scale_each(members, scale.to(device))
+        return norm
+
+    def _total_norm(self, counted: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+        owners = self.owners()
+        number = {id(parameter): index for index, parameter in enumerate(owners)}
+        if unknown := [parameter for parameter in counted if id(parameter) not in number]:
+            raise ValueError(
+                f"clip_grad_norm: filter_params_fn gave a tensor of shape {tuple(unknown[0].shape)} that OSS does not "
+                "have; it may only leave out some of those that it gets"
+            )
+        first = next(iter(owners))
+        wide = any(parameter.dtype == torch.float64 for parameter in owners)
+        # What a parameter that does not count has to be in the vector of norms so that nothing changes.
+        neutral = math.inf if norm_type < 0 else 0.0
+        vector = torch.tensor(
+            [neutral if owner == self.rank else 0.0 for owner in owners.values()],
+            dtype=torch.float64 if wide else torch.float32,
+            device=first.device,
+        )
+        if counted:
+            norms = [norm.to(vector) for norm in _norms([_dense_gradient(p) for p in counted], norm_type)]
+            vector[[number[id(parameter)] for parameter in counted]] = torch.stack(norms)
+        if self.world_size > 1:
+            self._comm(first.device).all_reduce_now(vector)
+        total: torch.Tensor = torch.linalg.vector_norm(vector, norm_type)
+        return total
+
+    # -- State
+
+    @torch.no_grad()
+    def consolidate_state_dict(self, recipient_rank: int = 0) -> None:
+        """Bring the state of all parameters together on the host; a collective.
+
+        Args:
+            recipient_rank: of the group, on which `state_dict` then gives it; -1 for all ranks.
+
+        Raises:
+            ValueError: if there is no such rank.
+        """
+        if not -1 <= recipient_rank < self.world_size:
+            raise ValueError(
+                f"consolidate_state_dict(recipient_rank={recipient_rank}): pass a rank of the group, 0 to "
+                f"{self.world_size - 1}, or -1 for all"
+            )
+        states = self._own_states()
+        whole = self._exchange_states(states, recipient_rank) if self.world_size > 1 else map_tensors(states, _on_host)
+        self._consolidated = whole if recipient_rank in (-1, self.rank) else None
+
+    def _own_states(self) -> dict[Any, Any]:
+        """State of the owned parameters, by their number in all param groups; of anything else, by its key."""
+        numbers = _owned_numbers(self._owners, self.rank)
+        states: dict[Any, Any] = self.optim.state_dict()["state"]
+        return {numbers[key] if isinstance(key, int) else key: state for key, state in states.items()}
+
+    def _exchange_states(self, own: dict[Any, Any], recipient: int) -> dict[Any, Any]:
+        """All ranks' states on ``recipient`` (-1: everywhere), tensor by tensor; what is small goes with the rest."""
+        device = self._parameters()[0].device
+        comm = self._comm(device)
+        large: list[torch.Tensor] = []
+
+        def describe(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.numel() <= SMALL_STATE or tensor.layout is not torch.strided:
+                return _on_host(tensor)
+            large.append(tensor)
+            return torch.empty_like(tensor, device="meta", memory_format=torch.contiguous_format)
+
+        receives = recipient in (-1, comm.rank)
+        found: dict[Any, Any] = {}
+        for owner, described in enumerate(comm.gather_objects(map_tensors(own, describe))):
+            own_tensors = iter(large if owner == comm.rank else ())
+
+            def fetch(
+                tensor: torch.Tensor, owner: int = owner, own: Iterator[torch.Tensor] = own_tensors
+            ) -> torch.Tensor:
+                return _fetch(comm, tensor, owner, recipient, next(own, None)) if tensor.is_meta else tensor
+
+            states = map_tensors(described, fetch)
+            if receives:
+                found.update((key, state) for key, state in states.items() if key not in found)
+        return found
+
+    def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
+        """The state of all parameters as `consolidate_state_dict` last brought it together, in torch's own format.
+
+        Args:
+            all_ranks: consolidate first, on every rank; a collective.
+
+        Returns:
+            What the plain optimizer would give, and can load; tensors are on the host.
+
+        Raises:
+            RuntimeError: on a rank where the state was not consolidated.
+        """
+        if all_ranks:
+            self.consolidate_state_dict(recipient_rank=-1)
+        if self._consolidated is None:
+            raise RuntimeError(
+                "OSS.state_dict(): the optimizer state has not been consolidated on this rank, which has only its own "
+                "part; call consolidate_state_dict(recipient_rank) on all ranks first, or state_dict(all_ranks=True)"
+            )
+        state_dict: dict[str, Any] = super().state_dict()
+        others = sorted(key for key in self._consolidated if isinstance(key, int))
+        keys = [*others, *(key for key in self._consolidated if not isinstance(key, int))]
+        state_dict["state"] = {key: self._consolidated[key] for key in keys}
+        return state_dict
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take hyper-parameters, and the state of the owned parameters; on each rank by itself.
+
+        Args:
+            state_dict: of all parameters, from this class at any world size or from the plain optimizer; it is not
+                changed, and later steps do not change its tensors.
+
+        Raises:
+            ValueError: if its param groups do not have as many parameters as these.
+        """
+        saved_groups = state_dict["param_groups"]
+        # Checks, hyper-parameters and the hooks that users registered here; the state is loaded below.
+        super().load_state_dict({**state_dict, "state": {}})
+        saved = [key for group in saved_groups for key in group["params"]]
+        local = {saved[number]: index for index, number in enumerate(_owned_numbers(self._owners, self.rank))}
+        states = state_dict["state"]
+        mine = {index: map_tensors(states[key], torch.clone) for key, index in local.items() if key in states}
+        rest = {key: value for key, value in states.items() if key not in set(saved)}
+        groups, first = [], 0
+        for group, owners in zip(saved_groups, self._owners, strict=True):
+            part = _select(group, [owner == self.rank for owner in owners])
+            part["params"] = list(range(first, first + len(part["params"])))
+            first += len(part["params"])
+            groups.append(part)
+        self.optim.load_state_dict({"state": {**rest, **mine}, "param_groups": groups})
+        self.state = self.optim.state
+        _copy_settings(self.optim.param_groups, self.param_groups)
+        self._consolidated = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """
+        Raises:
+            TypeError: for a subgroup, which another process could not find again.
+        """
+        if self.group is not dist.group.WORLD:
+            raise TypeError("OSS over a subgroup cannot be pickled, since process groups cannot: save its state_dict")
+        own = ("optim", "broadcast_buffer_size", "broadcast_fp16", "_owners", "_loads", "_consolidated")
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # torch calls this for a part of the attributes too.
+        if "optim" not in state:
+            return
+        self._plan = None
+        self._join(None)
+        if self.world_size != len(self._loads):
+            raise RuntimeError(
+                f"OSS was pickled on {len(self._loads)} ranks and cannot be unpickled on {self.world_size}: save its "
+                "state_dict instead, which loads on any number"
+            )
+
+
+@dataclass
+class _BroadcastPlan:
+    """What `OSS.step` sends, as long as no parameter changes its dtype or device or is frozen."""
+
+    signature: Signature
+    parameters: list[torch.Tensor]
+    broadcast: WholeBroadcast
+
+    def run(self) -> None:
+        """Send and receive, and wait."""
+        self.broadcast.start()()
+        # Owners' steps count as modifications as well: autograd must refuse the same graphs on all ranks.
+        torch.autograd.graph.increment_version(self.parameters)
+
+
+def _select(group: Mapping[str, Any], chosen: Sequence[bool]) -> dict[str, Any]:
+    """A copy of a param group with some of its parameters."""
+    part = dict(group)
+    for key in _LISTS:
+        if key in group:
+            part[key] = [item for item, flag in zip(group[key], chosen, strict=True) if flag]
+    return part
+
+
+def _copy_settings(source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> None:
+    """Give the param groups of ``target`` the hyper-parameters of ``source``."""
+    for old, new in zip(source, target, strict=True):
+        new.update((key, value) for key, value in old.items() if key not in _LISTS)
+
+
+def _owned_numbers(owners: Sequence[Sequence[int]], rank: int) -> list[int]:
+    """Numbers, counted over all param groups, of the parameters that ``rank`` owns."""
+    return [number for number, owner in enumerate(itertools.chain.from_iterable(owners)) if owner == rank]
+
+
+def _dense_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """The elements of a gradient; changing them changes it."""
+    assert parameter.grad is not None
+    if not parameter.grad.is_sparse:
+        return parameter.grad
+    parameter.grad = parameter.grad.coalesce()
+    return parameter.grad.values()
+
+
+def _norms(gradients: Sequence[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
+    """The norm of each, in float32 at least: squares of float16 numbers above 255 are infinite in float16."""
+    narrow = [g.dtype.itemsize < 4 for g in gradients]
+    wide = iter(local_norms([g for g, flag in zip(gradients, narrow, strict=True) if not flag], norm_type))
+    return [
+        torch.linalg.vector_norm(g, norm_type, dtype=torch.float32) if flag else next(wide)
+        for g, flag in zip(gradients, narrow, strict=True)
+    ]
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that nothing else changes."""
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _fetch(comm: Comm, like: torch.Tensor, owner: int, recipient: int, own: torch.Tensor | None) -> torch.Tensor:
+    """A tensor of ``owner``, which passes it as ``own``, on the host of ``recipient`` (-1: all); elsewhere ``like``."""
+    receives = recipient in (-1, comm.rank)
+    if not receives and own is None:
+        return like
+    device = comm.host_device
+    if own is not None:
+        tensor = own.detach().to(device).contiguous().view(-1)
+    else:
+        tensor = torch.empty(like.numel(), dtype=like.dtype, device=device)
+    if recipient < 0:
+        for work in comm.broadcast(tensor, owner):
+            work.wait()
+    else:
+        comm.move(tensor, owner, recipient)
+    if not receives:
+        return like
+    return _on_host(tensor.view(like.shape)) if own is not None else tensor.to("cpu").view(like.shape)

@@ -1,0 +1,515 @@
+"""ShardedDataParallel: data parallelism whose gradients go to the ranks that own the parameters (ZeRO-2 with OSS)."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..core.comm import Comm, comm_for
+from ..core.device import backward_number, in_backward, queue_end_of_backward
+from ..core.errors import StateError
+from ..core.tree import map_tensors, tensors_requiring_grad
+from ..core.whole import OwnerReducer, WholeBroadcast
+from .arguments import Argument, documented
+from .oss import OSS
+
+ARGUMENTS = {
+    "module": Argument("the model; every rank has all of it"),
+    "sharded_optimizer": Argument("the `OSS`, or several, that own the model's parameters"),
+    "process_group": Argument("the ranks; None for those of the optimizers, which any other group must equal"),
+    "broadcast_buffers": Argument("whether every forward starts with the first rank's buffers on all ranks"),
+    "sync_models_at_startup": Argument(
+        "whether parameters and buffers are the first rank's on all ranks from now on; also checks that all ranks have "
+        "the same parameters"
+    ),
+    "reduce_buffer_size": Argument(
+        "elements that the gradients of several small parameters are put together in at most; 0 sends each by itself"
+    ),
+    "auto_refresh_trainable": Argument(
+        "whether every forward looks if parameters were frozen, unfrozen or added to an optimizer; otherwise "
+        "`refresh_trainable` has to be called then"
+    ),
+    "reduce_fp16": Argument("whether gradients wider than 16 bits are reduced in float16, with buffers or without"),
+    "warn_on_trainable_params_changed": Argument("whether such a change is told by a warning"),
+}
+
+
+@documented(ARGUMENTS)
+class ShardedDataParallel(nn.Module):
+    """Reduces every gradient to the one rank that owns its parameter, while backward goes on.
+
+    After a backward pass a rank has the mean over ranks of the gradients of its own parameters, and no others. Passes
+    without zeroing in between add up, with `no_sync` or without. A parameter that no rank used keeps the gradient it
+    had; one that only some ranks used gets their sum divided by the number of all ranks.
+
+    Clip with `OSS.clip_grad_norm`; scale with `ShardedGradScaler`. What the wrapper does not have itself is looked up
+    in ``module``.
+
+    Attributes:
+        module: the wrapped model.
+        device_type: that its parameters are on.
+        is_multi_device_module: whether they are on several devices.
+
+    Raises:
+        TypeError: if ``sharded_optimizer`` is not an `OSS` or several.
+        ValueError: for a module on several types of devices, for optimizers of other ranks than ``process_group``'s or
+            that disagree on a parameter's owner, and if ranks have different parameters.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        sharded_optimizer: OSS | Sequence[OSS],
+        process_group: dist.ProcessGroup | None = None,
+        broadcast_buffers: bool = True,
+        sync_models_at_startup: bool = True,
+        reduce_buffer_size: int = 2**23,
+        auto_refresh_trainable: bool = True,
+        reduce_fp16: bool = False,
+        warn_on_trainable_params_changed: bool = True,
+    ):
+        super().__init__()
+        if reduce_buffer_size < 0:
+            raise ValueError(
+                f"ShardedDataParallel(reduce_buffer_size={reduce_buffer_size}): must be 0 or more elements"
+            )
+        self._optimizers = _as_list(sharded_optimizer)
+        self._group = _common_group(self._optimizers, process_group)
+        devices = {parameter.device for parameter in module.parameters()}
+        self.is_multi_device_module = len(devices) > 1
+        self.device_type = _only_type(devices)
+        self.module = module
+        self._broadcasts_buffers, self._refreshes = broadcast_buffers, auto_refresh_trainable
+        self._limit, self._half, self._warns = reduce_buffer_size, reduce_fp16, warn_on_trainable_params_changed
+        self._unowned: set[str] = set()
+        self._start()
+        if sync_models_at_startup and self._size > 1:
+            _check_same_parameters(self._comm(next(iter(devices))), self._ownership())
+            tensors = [*module.parameters(), *module.buffers()]
+            WholeBroadcast(tensors, [0] * len(tensors), self._comm).start()()
+        self.refresh_trainable()
+
+    def _start(self) -> None:
+        """Everything that belongs to this process."""
+        self._size = dist.get_world_size(self._group)
+        self._gradient_hooks: GradientHooks | None = None
+        self._keeps_local = False
+        self._watched: list[tuple[str, nn.Parameter]] = []
+        self._trained: list[bool] = []
+        self._dealt = 0
+        self._buffer_broadcast: tuple[list[torch.Tensor], WholeBroadcast] | None = None
+        self._finish_buffers: Callable[[], None] = _nothing
+
+    def _comm(self, device: torch.device) -> Comm:
+        return comm_for(self._group, device)
+
+    # -- Forward
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run ``module``, prepared for a backward that reduces gradients."""
+        recomputes = in_backward()
+        if not recomputes:
+            self._prepare()
+        output = self.module(*inputs, **kwargs)
+        if self._gradient_hooks is not None and not recomputes and torch.is_grad_enabled():
+            output = self._gradient_hooks.announce(output)
+        return output
+
+    def _prepare(self) -> None:
+        if self._gradient_hooks is not None:
+            self._gradient_hooks.recover()
+        if self._refreshes:
+            self._refresh_if_changed()
+        self._wait_for_buffers()
+        if self._broadcasts_buffers and not self._keeps_local:
+            self.sync_buffers(blocking=True)
+
+    def sync_buffers(self, blocking: bool = False) -> None:
+        """Give all ranks the first rank's buffers; a collective.
+
+        Args:
+            blocking: wait for them; otherwise the next forward does.
+        """
+        self._wait_for_buffers()
+        buffers = list(self.module.buffers())
+        if self._size == 1 or not buffers:
+            return
+        if self._buffer_broadcast is None or not _all_same(self._buffer_broadcast[0], buffers):
+            self._buffer_broadcast = buffers, WholeBroadcast(buffers, [0] * len(buffers), self._comm)
+        finish = self._buffer_broadcast[1].start()
+        if blocking:
+            finish()
+        else:
+            self._finish_buffers = finish
+
+    def _wait_for_buffers(self) -> None:
+        finish, self._finish_buffers = self._finish_buffers, _nothing
+        finish()
+
+    # -- Gradients
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside keep gradients on their ranks; the first one outside, or `reduce`, reduces the sum."""
+        before = self._keeps_local
+        self._set_keeps_local(True)
+        try:
+            yield
+        finally:
+            self._set_keeps_local(before)
+
+    def _set_keeps_local(self, keeps_local: bool) -> None:
+        self._keeps_local = keeps_local
+        if self._gradient_hooks is not None:
+            self._gradient_hooks.keeps_local = keeps_local
+
+    def reduce(self) -> None:
+        """Reduce the gradients of backward passes under `no_sync`, without another one; a collective.
+
+        Raises:
+            StateError: if there were none since gradients were last reduced.
+        """
+        if self._gradient_hooks is not None:
+            self._gradient_hooks.reduce()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients of the module, or fill those that are there with zeros.
+
+        Args:
+            set_to_none: whether to drop them.
+        """
+        super().zero_grad(set_to_none)
+        if self._gradient_hooks is not None:
+            self._gradient_hooks.has_local = False
+
+    def refresh_trainable(self) -> None:
+        """Parameters were frozen, unfrozen, or added to an optimizer or to the module: look again.
+
+        Gradients of backward passes under `no_sync` that are not reduced yet will be, also of parameters frozen since.
+        """
+        for optimizer in self._optimizers:
+            optimizer.refresh_trainable()
+        owners = self._ownership()
+        self._watched = [(name, parameter) for name, parameter, _ in owners]
+        self._trained = [parameter.requires_grad for _, parameter in self._watched]
+        self._dealt = sum(optimizer.dealt for optimizer in self._optimizers)
+        self._warn_of_unowned(owners)
+        old, self._gradient_hooks = self._gradient_hooks, None
+        waiting = {id(parameter) for parameter in old.parameters} if old is not None and old.has_local else set()
+        # Gradients come about in the order opposite to that of the parameters' use.
+        chosen = [
+            (name, parameter, owner)
+            for name, parameter, owner in reversed(owners)
+            if owner is not None and (parameter.requires_grad or id(parameter) in waiting)
+        ]
+        if old is not None:
+            old.remove()
+        if self._size > 1 and chosen:
+            names, parameters, ranks = zip(*chosen, strict=True)
+            comm = self._comm(parameters[0].device)
+            reduced = old.reducer.reduced & {id(parameter) for _, parameter, _ in owners} if old is not None else set()
+            reducer = OwnerReducer(parameters, names, ranks, comm, self._limit, self._half, reduced)
+            self._gradient_hooks = GradientHooks(reducer, self._keeps_local, has_local=bool(waiting))
+
+    def _ownership(self) -> list[tuple[str, nn.Parameter, int | None]]:
+        """Name, parameter and owner of each parameter of the module; None if no optimizer has it."""
+        owners: dict[int, int] = {}
+        named = list(self.module.named_parameters())
+        names = {id(parameter): name for name, parameter in named}
+        for optimizer in self._optimizers:
+            for parameter, owner in optimizer.owners().items():
+                if owners.setdefault(id(parameter), owner) != owner:
+                    raise ValueError(
+                        f"parameter {names.get(id(parameter), '(of no module)')!r} is in several optimizers, with "
+                        f"owners {owners[id(parameter)]} and {owner}: give each parameter to one OSS"
+                    )
+        return [(name, parameter, owners.get(id(parameter))) for name, parameter in named]
+
+    def _refresh_if_changed(self) -> None:
+        trained = [parameter.requires_grad for _, parameter in self._watched]
+        dealt = sum(optimizer.dealt for optimizer in self._optimizers)
+        if trained == self._trained and dealt == self._dealt:
+            return
+        if self._warns:
+            pairs = zip(self._watched, trained, self._trained, strict=True)
+            names = [repr(name) for (name, _), now, before in pairs if now is not before]
+            warnings.warn(
+                f"ShardedDataParallel: whether parameters are trained has changed for {', '.join(names) or 'none'}, or "
+                "an optimizer got more of them; gradients are reduced accordingly from now on "
+                "(warn_on_trainable_params_changed=False silences this)",
+                stacklevel=4,
+            )
+        self.refresh_trainable()
+
+    def _warn_of_unowned(self, owners: Sequence[tuple[str, nn.Parameter, int | None]]) -> None:
+        names = [name for name, parameter, owner in owners if owner is None and parameter.requires_grad]
+        new = [name for name in names if name not in self._unowned]
+        self._unowned.update(new)
+        if new:
+            warnings.warn(
+                f"ShardedDataParallel: no sharded optimizer has {', '.join(map(repr, new))}, so their gradients stay "
+                "each rank's own: freeze them, or add them to an OSS",
+                stacklevel=3,
+            )
+
+    # -- Module
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ShardedDataParallel:
+        probe = torch.empty(0, device=next(self.module.parameters()).device)
+        if (target := fn(probe).device.type) != self.device_type:
+            raise ValueError(
+                f"ShardedDataParallel cannot move from {self.device_type} to {target}, since its optimizer's state "
+                "would stay: move the module before OSS and ShardedDataParallel are made"
+            )
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.refresh_trainable()
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":  # while this is being made or unpickled
+                raise
+            return getattr(self.module, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """
+        Raises:
+            TypeError: for a subgroup, which another process could not find again.
+        """
+        if self._group is not dist.group.WORLD:
+            raise TypeError("ShardedDataParallel over a subgroup cannot be pickled, since process groups cannot")
+        here = ("_group", "_gradient_hooks", "_buffer_broadcast", "_finish_buffers", "_watched")
+        return {name: value for name, value in self.__dict__.items() if name not in here}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._group = _common_group(self._optimizers, None)
+        self._start()
+        self.refresh_trainable()
+
+
+ShardedDDP = ShardedDataParallel
+
+
+class GradientHooks:
+    """Tells an `OwnerReducer` of what autograd does. It decides when, never how.
+
+    Nothing here keeps the model alive: parameters and autograd refer to it weakly.
+
+    Args:
+        reducer: of the parameters that are watched.
+        keeps_local: whether backward passes leave gradients unreduced for now.
+        has_local: whether some are waiting.
+    """
+
+    def __init__(self, reducer: OwnerReducer, keeps_local: bool, has_local: bool):
+        self.reducer, self.keeps_local, self.has_local = reducer, keeps_local, has_local
+        self._backward: int | None = None
+        me = weakref.ref(self)
+        device = reducer.parameters[0].device
+        # A leaf whose gradient tells that a backward goes through the model's outputs, of whatever parameters.
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self._handles = [self._anchor.register_post_accumulate_grad_hook(_announced(me))]
+        self._nodes: list[Any] = []
+        owned = set(reducer.owned)
+        for index, parameter in enumerate(reducer.parameters):
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(_accumulated(me, index)))
+                if index in owned:
+                    node = torch.autograd.graph.get_gradient_edge(parameter).node
+                    self._handles.append(node.register_prehook(_before_accumulation(me, index)))
+                    self._nodes.append(node)
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """Those that are watched."""
+        return self.reducer.parameters
+
+    def remove(self) -> None:
+        """Watch no longer."""
+        for handle in self._handles:
+            handle.remove()
+
+    def announce(self, output: Any) -> Any:
+        """``output`` of the model, such that a backward from it begins with `begin`."""
+        if self.keeps_local:
+            # Also where this rank's backward will touch no parameter, so that all ranks agree.
+            self.has_local = True
+        tensors = tensors_requiring_grad(output)
+        if not tensors:
+            return output
+        aliases = iter(_Announce.apply(self._anchor, *tensors))  # type: ignore[no-untyped-call]
+        return map_tensors(output, lambda tensor: next(aliases) if tensor.requires_grad else tensor)
+
+    def begin(self) -> None:
+        """A backward goes on in this thread: unless gradients stay local, it ends with a complete reduction."""
+        if self.keeps_local:
+            self.has_local = True
+        elif self._backward is None:
+            self._backward = backward_number()
+            queue_end_of_backward(self._end)
+
+    def before_accumulation(self, index: int) -> None:
+        """Autograd is about to add to an owned parameter's gradient."""
+        if self.keeps_local:
+            self.reducer.mix(index)
+        else:
+            self.reducer.set_aside(index)
+
+    def accumulated(self, index: int) -> None:
+        """Autograd has added to a parameter's gradient."""
+        if self.keeps_local or self._backward is None:
+            self.begin()
+        # In a backward inside this one (reentrant checkpointing) more may be added to the same gradient.
+        if self._backward == backward_number():
+            self.reducer.ready(index)
+
+    def _end(self) -> None:
+        if self._backward is not None:
+            self._backward, self.has_local = None, False
+            self.reducer.finish()
+
+    def recover(self) -> None:
+        """Finish a backward that was aborted by an exception: other ranks wait for it."""
+        if self._backward is not None:
+            self._backward, self.has_local = None, False
+            self.reducer.abandon()
+
+    def reduce(self) -> None:
+        """Reduce what backward passes left local.
+
+        Raises:
+            StateError: if there were none.
+        """
+        if not self.has_local:
+            raise StateError(
+                "ShardedDataParallel.reduce(): no gradients wait to be reduced; a backward pass outside of no_sync() "
+                "reduces them by itself"
+            )
+        self.has_local = False
+        self.reducer.finish()
+
+
+Hooks = weakref.ref[GradientHooks]
+
+
+def _announced(reference: Hooks) -> Callable[[torch.Tensor], None]:
+    def hook(anchor: torch.Tensor) -> None:
+        anchor.grad = None
+        if (hooks := reference()) is not None:
+            hooks.begin()
+
+    return hook
+
+
+def _accumulated(reference: Hooks, index: int) -> Callable[[torch.Tensor], None]:
+    def hook(_: torch.Tensor) -> None:
+        if (hooks := reference()) is not None:
+            hooks.accumulated(index)
+
+    return hook
+
+
+def _before_accumulation(reference: Hooks, index: int) -> Callable[[tuple[torch.Tensor, ...]], None]:
+    def hook(_: tuple[torch.Tensor, ...]) -> None:
+        if (hooks := reference()) is not None:
+            hooks.before_accumulation(index)
+
+    return hook
+
+
+class _Announce(torch.autograd.Function):
+    """Identity on a model's outputs whose backward gives the anchor a gradient before any parameter gets one."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.device = anchor.device
+        # Not the outputs themselves: users may modify them in place.
+        return tuple(tensor.detach() for tensor in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return (torch.zeros((), device=ctx.device), *gradients)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _all_same(old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> bool:
+    """Whether they are the same objects."""
+    return len(old) == len(new) and all(a is b for a, b in zip(old, new, strict=True))
+
+
+def _as_list(optimizers: Any) -> list[OSS]:
+    found = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    for optimizer in found:
+        if not isinstance(optimizer, OSS):
+            raise TypeError(
+                f"ShardedDataParallel(sharded_optimizer=...): got a {type(optimizer).__name__}; gradients go where OSS "
+                "keeps the optimizer state, so pass an OSS or a list of them"
+            )
+    if not found:
+        raise TypeError("ShardedDataParallel(sharded_optimizer=[]): pass at least one OSS")
+    return found
+
+
+def _common_group(optimizers: Sequence[OSS], group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    chosen = optimizers[0].group if group is None else group
+    assert chosen is not None
+    ranks = dist.get_process_group_ranks(chosen)
+    for optimizer in optimizers:
+        if (others := dist.get_process_group_ranks(optimizer.group)) != ranks:
+            raise ValueError(
+                f"ShardedDataParallel reduces over ranks {ranks}, and an OSS deals its parameters to ranks {others}: "
+                "pass the same process group to both"
+            )
+    return chosen
+
+
+def _only_type(devices: set[torch.device]) -> str:
+    types = sorted({device.type for device in devices})
+    if len(types) != 1:
+        found = ", ".join(types) or "none"
+        raise ValueError(f"ShardedDataParallel needs a module with parameters on one type of device, not on {found}")
+    return types[0]
+
+
+def _check_same_parameters(comm: Comm, owned: Sequence[tuple[str, nn.Parameter, int | None]]) -> None:
+    """
+    Raises:
+        ValueError: naming a parameter that is not the same on all ranks.
+    """
+    mine = [
+        (name, str(tuple(p.shape)), str(p.dtype), f"requires_grad={p.requires_grad}", f"owner={owner}")
+        for name, p, owner in owned
+    ]
+    number = int.from_bytes(hashlib.sha256(repr(mine).encode()).digest()[:7], "big")
+    extremes = torch.tensor([number, -number], device=owned[0][1].device)
+    comm.all_reduce_largest(extremes)
+    if int(extremes.sum()) == 0:
+        return
+    everyone = comm.gather_objects(mine)
+    for rank, theirs in enumerate(everyone):
+        for first, other in itertools.zip_longest(everyone[0], theirs):
+            if first != other:
+                raise ValueError(
+                    f"ShardedDataParallel: ranks have different parameters: {_shown(first)} on rank 0, {_shown(other)} "
+                    f"on rank {rank} of the group; build the same model and the same optimizers on all ranks"
+                )
+
+
+def _shown(parameter: tuple[str, ...] | None) -> str:
+    return " ".join(parameter) if parameter is not None else "none"

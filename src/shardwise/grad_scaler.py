@@ -1,0 +1,118 @@
+"""Loss scaling for parameters, gradients or optimizer state that are sharded."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.amp import GradScaler
+from torch.distributed.tensor import DTensor
+
+from .core.comm import comm_for
+from .core.device import local_norms, local_of, scale_each, unscale_each
+
+FUSED_DTYPES = (torch.float16, torch.float32, torch.float64)
+"""For which torch scales and looks for infinities in one kernel, on every device."""
+
+
+class ShardedGradScaler(GradScaler):
+    """`torch.amp.GradScaler` whose ranks agree: if any finds an infinite gradient, all skip the step.
+
+    For gradients in shards (`fully_shard`), of owned parameters only (`OSS` with `ShardedDataParallel`), or on all
+    ranks; on the CPU as on accelerators; in float16, bfloat16 and wider. `unscale_`, and `step` without it, are
+    collectives.
+
+    Args:
+        init_scale: first factor.
+        growth_factor: what it is multiplied by after ``growth_interval`` steps in a row without infinities; above 1.
+        backoff_factor: what it is multiplied by after a step that was skipped; below 1.
+        growth_interval: in steps.
+        enabled: whether to scale at all.
+        process_group: ranks that skip together; None for all.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+    ):
+        # "cpu" is only what torch never disables; the scale lies where the first loss is.
+        super().__init__("cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        self.process_group = process_group
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        super()._lazy_init_scale_growth_tracker(dev)
+        self._device = dev.type
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        # float16 gradients are allowed: where parameters are sharded they are what mixed precision gives.
+        found = {found_inf.device: found_inf}
+        for (device, _), gradients in _by_device_and_dtype(optimizer).items():
+            flag = found.setdefault(device, found_inf.to(device, copy=True))
+            _unscale(gradients, flag, inv_scale.to(device))
+        for flag in list(found.values())[1:]:
+            found_inf += flag.to(found_inf.device)
+        group = self.process_group if self.process_group is not None else _world()
+        if group is not None and group.size() > 1:
+            comm_for(group, found_inf.device).all_reduce_largest(found_inf)
+        return {found_inf.device: found_inf}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """
+        Raises:
+            TypeError: with a process group, which another process could not find again.
+        """
+        if self.process_group is not None:
+            raise TypeError("a ShardedGradScaler with a process group cannot be pickled: save its state_dict")
+        state: dict[str, Any] = super().__getstate__()
+        return state
+
+
+def _unscale(gradients: list[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+    """Scale gradients of one dtype and device; ``found_inf`` becomes 1 if any element is not finite."""
+    if gradients[0].dtype in FUSED_DTYPES:
+        unscale_each(gradients, found_inf, inverse_scale)
+        return
+    largest = torch.stack(local_norms(gradients, math.inf))
+    found_inf.masked_fill_(~torch.isfinite(largest).all(), 1.0)
+    scale_each(gradients, inverse_scale)
+
+
+def _world() -> dist.ProcessGroup | None:
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def _by_device_and_dtype(
+    optimizer: torch.optim.Optimizer,
+) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+    """This rank's part of the gradients of an optimizer's parameters."""
+    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and (local := _local_gradient(parameter)).numel():
+                found.setdefault((local.device, local.dtype), []).append(local)
+    return found
+
+
+def _local_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    gradient = parameter.grad
+    assert gradient is not None
+    if isinstance(gradient, DTensor):
+        return local_of(gradient)
+    if gradient.is_sparse:
+        # Duplicate indices may only overflow together.
+        parameter.grad = gradient = gradient.coalesce()
+        return gradient.values()
+    return gradient

@@ -1,0 +1,729 @@
+"""OSS against the plain optimizer it wraps, and against FairScale's own."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import inspect
+import io
+import math
+import pickle
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from shardwise.fairscale import OSS
+from shardwise.fairscale.arguments import Argument, Support, check_arguments
+from shardwise.fairscale.oss import ARGUMENTS
+
+from ..models import MLP, ConvNet, inputs_for
+from ..ranks.harness import on_ranks
+
+needs_fairscale = pytest.mark.skipif(
+    importlib.util.find_spec("fairscale") is None,
+    reason="compares with FairScale: pip install fairscale==0.4.13 --no-build-isolation",
+)
+
+OPTIMIZERS: list[tuple[type[Optimizer], dict[str, Any]]] = [
+    (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    (SGD, {"lr": 0.1}),
+    (Adam, {"lr": 0.01, "amsgrad": True}),
+    (AdamW, {"lr": 0.01, "foreach": True}),
+    (torch.optim.NAdam, {}),
+    (torch.optim.RAdam, {}),
+    (torch.optim.Adamax, {}),
+    (torch.optim.Adagrad, {"lr_decay": 0.1}),
+    (torch.optim.Adadelta, {}),
+    (torch.optim.ASGD, {"lambd": 0.1, "t0": 1}),
+    (torch.optim.RMSprop, {"momentum": 0.5, "centered": True}),
+    (torch.optim.Rprop, {}),
+    (torch.optim.Adafactor, {}),
+]
+
+
+def model_of(make: Callable[[], nn.Module] = MLP, seed: int = 1) -> nn.Module:
+    torch.manual_seed(seed)
+    return make()
+
+
+def give_gradients(parameters: Iterable[torch.Tensor], step: int, scale: float = 1.0) -> None:
+    """The same gradients on all ranks, as data parallelism leaves them."""
+    generator = torch.Generator().manual_seed(step)
+    for parameter in parameters:
+        gradient = torch.randn(parameter.shape, generator=generator) * scale
+        if parameter.requires_grad:
+            parameter.grad = gradient.to(parameter.dtype)
+
+
+def assert_same(ours: Iterable[torch.Tensor], truth: Iterable[torch.Tensor], what: str = "") -> None:
+    for index, (mine, other) in enumerate(zip(ours, truth, strict=True)):
+        assert mine.dtype == other.dtype, f"{what} parameter {index}"
+        difference = (mine.double() - other.double()).abs().max() if mine.numel() else 0
+        assert torch.equal(mine, other), f"{what} parameter {index} differs by {difference}"
+
+
+def assert_same_state(ours: dict[str, Any], truth: dict[str, Any]) -> None:
+    """Two state dicts, entry by entry."""
+    assert ours.keys() == truth.keys()
+    assert ours["param_groups"] == truth["param_groups"]
+    assert list(ours["state"]) == list(truth["state"])
+    for number, state in truth["state"].items():
+        assert ours["state"][number].keys() == state.keys()
+        for key, value in state.items():
+            other = ours["state"][number][key]
+            assert torch.equal(other, value) if isinstance(value, torch.Tensor) else other == value, (number, key)
+
+
+def pair(optim: type[Optimizer], options: dict[str, Any], make: Callable[[], nn.Module] = MLP) -> tuple[Any, ...]:
+    """A model with its OSS, and the same model with the plain optimizer."""
+    mine, plain = model_of(make), model_of(make)
+    return mine, OSS(mine.parameters(), optim=optim, **options), plain, optim(plain.parameters(), **options)
+
+
+def train_both(mine: nn.Module, oss: Optimizer, plain: nn.Module, optimizer: Optimizer, steps: Sequence[int]) -> None:
+    for step in steps:
+        for model, stepped in ((mine, oss), (plain, optimizer)):
+            give_gradients(model.parameters(), step)
+            stepped.step()
+            stepped.zero_grad()
+
+
+# -- Steps
+
+
+@on_ranks(1, 2, 3)
+def test_every_optimizer_steps_as_the_plain_one() -> None:
+    for optim, options in OPTIMIZERS:
+        mine, oss, plain, optimizer = pair(optim, options)
+        train_both(mine, oss, plain, optimizer, range(3))
+        assert_same(mine.parameters(), plain.parameters(), optim.__name__)
+        assert_same_state(oss.state_dict(all_ranks=True), optimizer.state_dict())
+
+
+@on_ranks(2, make=[MLP, ConvNet])
+def test_trains_in_ddp_as_the_plain_optimizer(make: Callable[[], nn.Module]) -> None:
+    mine, oss, plain, optimizer = pair(AdamW, {"lr": 0.01}, make)
+    for model, stepped in ((mine, oss), (plain, optimizer)):
+        wrapped = DistributedDataParallel(model)
+        for step in range(3):
+            stepped.zero_grad()
+            wrapped(inputs_for(model, 10 * step + dist.get_rank())).square().mean().backward()
+            stepped.step()
+    assert_same(mine.parameters(), plain.parameters())
+
+
+@on_ranks(2, sizes=[(-1,), (0,), (1,), (40,), (10**6,)])
+def test_broadcast_buffers_of_any_size(sizes: tuple[int]) -> None:
+    """Small and large, strided, empty and 0-dim parameters, with more kinds than buffers."""
+
+    def build() -> list[nn.Parameter]:
+        torch.manual_seed(3)
+        shapes = [(3, 5), (), (0, 4), (300, 200), (7,), (2, 3, 4, 4), (1,)]
+        parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+        parameters[5].data = parameters[5].data.to(memory_format=torch.channels_last)
+        parameters.append(nn.Parameter(torch.randn(400, 300).t()))
+        parameters += [nn.Parameter(torch.randn(9).to(dtype)) for dtype in (torch.float64, torch.bfloat16)]
+        return parameters
+
+    mine, plain = build(), build()
+    oss = OSS(mine, optim=Adam, broadcast_buffer_size=sizes[0])
+    optimizer = Adam(plain)
+    for step in range(2):
+        for parameters, stepped in ((mine, oss), (plain, optimizer)):
+            give_gradients(parameters, step)
+            stepped.step()
+    assert_same(mine, plain)
+    assert [parameter.stride() for parameter in mine] == [parameter.stride() for parameter in plain]
+
+
+@on_ranks(3)
+def test_more_ranks_than_parameters() -> None:
+    mine, plain = [nn.Parameter(torch.ones(3))], [nn.Parameter(torch.ones(3))]
+    oss, optimizer = OSS(mine, optim=AdamW), AdamW(plain)
+    for step in range(2):
+        for parameters, stepped in ((mine, oss), (plain, optimizer)):
+            give_gradients(parameters, step)
+            stepped.step()
+    assert_same(mine, plain)
+    assert_same_state(oss.state_dict(all_ranks=True), optimizer.state_dict())
+    oss.load_state_dict(optimizer.state_dict())
+    oss.clip_grad_norm(1.0)
+
+
+@on_ranks(2)
+def test_closures() -> None:
+    mine, oss, plain, optimizer = pair(AdamW, {"lr": 0.1})
+    calls = []
+
+    def closure_of(model: nn.Module, stepped: Optimizer) -> Callable[[], torch.Tensor]:
+        def closure() -> torch.Tensor:
+            calls.append(model)
+            stepped.zero_grad()
+            loss = model(inputs_for(model, 5)).square().mean()
+            loss.backward()
+            return loss
+
+        return closure
+
+    for _ in range(3):
+        loss, expected = oss.step(closure_of(mine, oss)), optimizer.step(closure_of(plain, optimizer))
+        assert torch.equal(loss, expected)
+    assert_same(mine.parameters(), plain.parameters())
+    assert len(calls) == 6
+
+
+class Counting(SGD):
+    """Takes an argument of its own and keeps a number in its param groups."""
+
+    def step(self, closure: Any = None, *, times: int = 1) -> Any:
+        for _ in range(times):
+            super().step(closure)
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + times
+        return "done"
+
+
+@on_ranks(2)
+def test_arguments_of_the_wrapped_step_and_its_own_settings() -> None:
+    mine, oss, plain, optimizer = pair(Counting, {"lr": 0.1})
+    for model, stepped in ((mine, oss), (plain, optimizer)):
+        give_gradients(model.parameters(), 1)
+        assert stepped.step(times=3) == "done"
+    assert_same(mine.parameters(), plain.parameters())
+    assert oss.param_groups[0]["count"] == 3
+
+
+def schedulers(optimizer: Optimizer) -> list[Any]:
+    from torch.optim import lr_scheduler as lr
+
+    return [
+        lr.OneCycleLR(optimizer, max_lr=0.5, total_steps=8),
+        lr.SequentialLR(optimizer, [lr.LinearLR(optimizer), lr.CosineAnnealingLR(optimizer, 4)], milestones=[2]),
+        lr.ReduceLROnPlateau(optimizer, patience=0),
+    ]
+
+
+@on_ranks(2, which=[0, 1, 2])
+def test_schedulers_and_param_groups(which: int) -> None:
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        first, *others = model.parameters()
+        return [{"params": [first], "weight_decay": 0.1}, {"params": others, "lr": 0.02, "betas": (0.8, 0.9)}]
+
+    mine, plain = model_of(), model_of()
+    oss, optimizer = OSS(groups(mine), optim=AdamW, lr=0.1), AdamW(groups(plain), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pairs = [(mine, oss, schedulers(oss)[which]), (plain, optimizer, schedulers(optimizer)[which])]
+        for step in range(5):
+            for model, stepped, scheduler in pairs:
+                give_gradients(model.parameters(), step)
+                stepped.step()
+                scheduler.step(*([1.0 + step] if which == 2 else []))
+    assert_same(mine.parameters(), plain.parameters())
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in oss.param_groups]
+    assert settings == [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    assert oss.defaults == optimizer.defaults
+
+
+@on_ranks(2)
+def test_names_hooks_and_state_are_those_of_an_optimizer() -> None:
+    model = model_of()
+    oss = OSS(model.named_parameters(), optim=Adam, lr=0.1)
+    assert oss.param_groups[0]["param_names"] == [name for name, _ in model.named_parameters()]
+    assert oss.optim.param_groups[0]["param_names"] == [
+        name for name, parameter in model.named_parameters() if oss.owners()[parameter] == dist.get_rank()
+    ]
+    seen = []
+    oss.register_step_pre_hook(lambda *_: seen.append("before"))
+    oss.register_step_post_hook(lambda *_: seen.append("after"))
+    oss.register_load_state_dict_post_hook(lambda *_: seen.append("loaded"))
+    give_gradients(model.parameters(), 1)
+    oss.step()
+    oss.load_state_dict(oss.state_dict(all_ranks=True))
+    assert seen == ["before", "after", "loaded"]
+    assert set(oss.state) == {p for p, owner in oss.owners().items() if owner == dist.get_rank()}
+    assert oss.state is oss.optim.state
+    assert isinstance(oss, Optimizer)
+
+
+# -- Freezing and param groups
+
+
+@on_ranks(2)
+def test_frozen_and_unfrozen_between_steps() -> None:
+    mine, oss, plain, optimizer = pair(SGD, {"lr": 0.1, "momentum": 0.9})
+    for step in range(6):
+        for model, stepped in ((mine, oss), (plain, optimizer)):
+            for index, parameter in enumerate(model.parameters()):
+                parameter.requires_grad_((index + step) % 3 != 0)
+            # With zeros in place of None a frozen parameter keeps moving by its momentum, also on all ranks.
+            stepped.zero_grad(set_to_none=step % 2 == 0)
+            give_gradients(model.parameters(), step)
+            stepped.step()
+        assert_same(mine.parameters(), plain.parameters(), f"step {step}")
+
+
+@on_ranks(2)
+def test_a_frozen_parameter_with_a_gradient_moves_on_all_ranks() -> None:
+    """An optimizer steps whatever has a gradient; with ShardedDDP only the owner has it."""
+    parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
+    oss = OSS(parameters, optim=SGD, lr=1.0)
+    for parameter, owner in oss.owners().items():
+        parameter.grad = torch.ones(2) if owner == dist.get_rank() else None
+        parameter.requires_grad_(False)
+    oss.step()
+    assert all(torch.equal(parameter.detach(), torch.zeros(2)) for parameter in parameters)
+
+
+@on_ranks(2)
+def test_refresh_trainable_may_be_called() -> None:
+    mine, oss, plain, optimizer = pair(SGD, {"lr": 0.1})
+    before = oss.owners()
+    next(mine.parameters()).requires_grad_(False)
+    next(plain.parameters()).requires_grad_(False)
+    oss.refresh_trainable()
+    train_both(mine, oss, plain, optimizer, range(2))
+    assert_same(mine.parameters(), plain.parameters())
+    assert oss.owners() == before
+
+
+@on_ranks(2, 4)
+def test_partition_and_adding_param_groups() -> None:
+    torch.manual_seed(0)
+    sizes = [7, 5, 5, 3, 9, 1]
+    first, second = ([nn.Parameter(torch.randn(size)) for size in sizes] for _ in range(2))
+    second[1].requires_grad_(False)
+    oss = OSS(first, optim=Adam, lr=0.1)
+    before = oss.owners()
+    oss.add_param_group({"params": second, "lr": 0.5})
+    after = oss.owners()
+    assert all(after[parameter] == owner for parameter, owner in before.items())
+    parts = oss.partition_parameters()
+    assert len(parts) == dist.get_world_size()
+    for rank, part in enumerate(parts):
+        assert [group["lr"] for group in part] == [0.1, 0.5]
+        for group, whole in zip(part, oss.param_groups, strict=True):
+            expected = [parameter for parameter in whole["params"] if after[parameter] == rank]
+            assert all(a is b for a, b in zip(group["params"], expected, strict=True))
+    loads = [0] * dist.get_world_size()
+    for parameter, owner in after.items():
+        assert loads[owner] == min(loads)
+        loads[owner] += parameter.numel() if parameter.requires_grad else 0
+    assert [len(group["params"]) for group in oss.optim.param_groups] == [
+        len(group["params"]) for group in parts[dist.get_rank()]
+    ]
+    plain = copy.deepcopy([first, second])
+    optimizer = Adam([{"params": plain[0]}, {"params": plain[1], "lr": 0.5}], lr=0.1)
+    for step in range(2):
+        for parameters, stepped in (([*first, *second], oss), ([*plain[0], *plain[1]], optimizer)):
+            give_gradients(parameters, step)
+            stepped.step()
+    assert_same([*first, *second], [*plain[0], *plain[1]])
+    with pytest.raises(ValueError, match="more than one"):
+        oss.add_param_group({"params": first[:1]})
+    assert oss.owners() == after
+
+
+# -- Memory
+
+
+@on_ranks(2, 3)
+def test_holds_only_the_state_that_it_owns() -> None:
+    model = model_of()
+    oss = OSS(model.parameters(), optim=AdamW)
+    give_gradients(model.parameters(), 0)
+    oss.step()
+    owned = [parameter for parameter, owner in oss.owners().items() if owner == dist.get_rank()]
+    for optimizer in (oss, oss.optim):
+        tensors = [t for state in optimizer.state.values() for t in state.values() if t.ndim or t.numel() > 1]
+        assert sum(tensor.nbytes for tensor in tensors) == 2 * sum(parameter.nbytes for parameter in owned)
+    total = torch.tensor(float(sum(parameter.numel() for parameter in owned)))
+    dist.all_reduce(total)
+    assert total == sum(parameter.numel() for parameter in model.parameters())
+
+
+# -- fp16 and mixed dtypes
+
+
+@on_ranks(2)
+def test_broadcast_fp16_rounds_alike_and_keeps_every_dtype() -> None:
+    """FairScale leaves float16 parameters in float32."""
+    dtypes = [torch.float32, torch.float16, torch.bfloat16, torch.float64] * 2
+
+    def build() -> list[nn.Parameter]:
+        torch.manual_seed(2)
+        return [nn.Parameter(torch.randn(11).to(dtype)) for dtype in dtypes]
+
+    mine, plain = build(), build()
+    oss, optimizer = OSS(mine, optim=SGD, broadcast_fp16=True, lr=0.1), SGD(plain, lr=0.1)
+    for step in range(2):
+        for parameters, stepped in ((mine, oss), (plain, optimizer)):
+            give_gradients(parameters, step)
+            stepped.step()
+        for parameter in plain:
+            if parameter.dtype in (torch.float32, torch.float64):
+                parameter.data = parameter.data.half().to(parameter.dtype)
+    assert [parameter.dtype for parameter in mine] == dtypes
+    assert_same(mine, plain)
+
+
+@on_ranks(2)
+def test_a_model_may_change_its_dtype_between_steps() -> None:
+    mine, oss, plain, optimizer = pair(SGD, {"lr": 0.1})
+    train_both(mine, oss, plain, optimizer, [0])
+    mine.double()
+    plain.double()
+    train_both(mine, oss, plain, optimizer, [1])
+    assert_same(mine.parameters(), plain.parameters())
+
+
+@on_ranks(2)
+def test_received_parameters_count_as_modified() -> None:
+    """Otherwise autograd would refuse an old graph on the owner and use wrong values on the others."""
+    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))]
+    oss = OSS(parameters, optim=SGD, lr=0.1)
+    losses = [parameter.square().sum() for parameter in parameters]
+    give_gradients(parameters, 0)
+    oss.step()
+    for loss in losses:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+# -- Clipping
+
+
+@on_ranks(2, 3)
+def test_clips_as_torch() -> None:
+    for order in (2.0, 1, 3, math.inf, -math.inf, -1, 0.5, 0):
+        for max_norm in (0.01, 1e6):
+            mine, oss, plain, _ = pair(SGD, {"lr": 0.1})
+            give_gradients(mine.parameters(), 4)
+            give_gradients(plain.parameters(), 4)
+            norm = oss.clip_grad_norm(max_norm, norm_type=order)
+            expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm, norm_type=order)
+            assert torch.equal(norm, expected), (order, norm, expected)
+            assert_same((p.grad for p in mine.parameters()), (p.grad for p in plain.parameters()), f"order {order}")
+
+
+@on_ranks(2)
+def test_clipping_looks_at_the_gradients_of_now() -> None:
+    """FairScale remembers the parameters that had gradients at the first call."""
+    mine, oss, plain, _ = pair(SGD, {"lr": 0.1})
+    assert oss.clip_grad_norm(1.0) == 0
+    for chosen in ([0, 1], [2, 3, 4], [0]):
+        for model in (mine, plain):
+            model.zero_grad()
+            give_gradients([p for index, p in enumerate(model.parameters()) if index in chosen], 1)
+        norm = oss.clip_grad_norm(0.1)
+        assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
+
+
+@on_ranks(2)
+def test_clipping_float16_gradients_does_not_overflow() -> None:
+    """Their norm is above the largest float16."""
+    parameters = [
+        nn.Parameter(torch.zeros(64, dtype=dtype)) for dtype in (torch.float16, torch.bfloat16, torch.float32)
+    ]
+    oss = OSS(parameters, optim=SGD, lr=0.1)
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 30000.0)
+    norm = oss.clip_grad_norm(1.0)
+    assert norm.dtype == torch.float32
+    torch.testing.assert_close(norm, torch.tensor(30000.0) * math.sqrt(3 * 64), rtol=1e-2, atol=0)
+    for parameter in parameters:
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad.float(), torch.full((64,), 1 / math.sqrt(192)), rtol=1e-2, atol=0)
+
+
+@on_ranks(2)
+def test_clipping_counts_what_the_filter_leaves() -> None:
+    mine, oss, plain, _ = pair(SGD, {"lr": 0.1})
+    give_gradients(mine.parameters(), 4)
+    give_gradients(plain.parameters(), 4)
+    seen: list[torch.Tensor] = []
+
+    def only_matrices(parameters: list[torch.Tensor]) -> Iterable[torch.Tensor]:
+        seen.extend(parameters)
+        return filter(lambda parameter: parameter.ndim == 2, parameters)
+
+    norm = oss.clip_grad_norm(0.1, filter_params_fn=only_matrices)
+    truth = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in plain.parameters() if p.ndim == 2]))
+    torch.testing.assert_close(norm, truth)
+    assert all(oss.owners()[parameter] == dist.get_rank() for parameter in seen)
+    scale = torch.clamp(0.1 / (norm + 1e-6), max=1.0)
+    assert_same((p.grad for p in mine.parameters()), [p.grad * scale for p in plain.parameters()])
+    with pytest.raises(ValueError, match="filter_params_fn"):
+        oss.clip_grad_norm(0.1, filter_params_fn=lambda _: [torch.ones(3)])
+
+
+# -- State
+
+
+@on_ranks(2)
+def test_state_has_to_be_consolidated_first() -> None:
+    model = model_of()
+    oss = OSS(model.parameters(), optim=Adam)
+    with pytest.raises(RuntimeError, match="has not been consolidated on this rank"):
+        oss.state_dict()
+    for recipient in (0, 1):
+        oss.consolidate_state_dict(recipient)
+        if dist.get_rank() == recipient:
+            oss.state_dict()
+        else:
+            with pytest.raises(RuntimeError, match="consolidate_state_dict"):
+                oss.state_dict()
+    for rank in (-2, 2):
+        with pytest.raises(ValueError, match=rf"recipient_rank={rank}"):
+            oss.consolidate_state_dict(rank)
+
+
+@on_ranks(1, 2, 3)
+def test_state_travels_to_the_plain_optimizer_and_back() -> None:
+    for optim, options in ((AdamW, {"lr": 0.01}), (SGD, {"lr": 0.1, "momentum": 0.9})):
+        mine, oss, plain, optimizer = pair(optim, options)
+        train_both(mine, oss, plain, optimizer, range(2))
+        oss.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"] = 0.003
+        oss.consolidate_state_dict(recipient_rank=-1)
+        saved = oss.state_dict()
+        assert_same_state(saved, optimizer.state_dict())
+        assert all(t.device.type == "cpu" for s in saved["state"].values() for t in s.values() if torch.is_tensor(t))
+        other = copy.deepcopy(plain)
+        resumed = optim(other.parameters(), lr=1.0)
+        resumed.load_state_dict(saved)
+        fresh, new = model_of(), OSS
+        fresh.load_state_dict(plain.state_dict())
+        new = OSS(fresh.parameters(), optim=optim, lr=1.0)
+        new.load_state_dict(optimizer.state_dict())
+        train_both(mine, oss, plain, optimizer, [5])
+        train_both(fresh, new, other, resumed, [5])
+        for model in (plain, other, fresh):
+            assert_same(mine.parameters(), model.parameters(), optim.__name__)
+
+
+@on_ranks(2)
+def test_what_was_consolidated_stays_as_it_was() -> None:
+    model = model_of()
+    oss = OSS(model.parameters(), optim=Adam)
+    give_gradients(model.parameters(), 0)
+    oss.step()
+    saved = oss.state_dict(all_ranks=True)
+    kept = copy.deepcopy(saved)
+    give_gradients(model.parameters(), 1)
+    oss.step()
+    assert_same_state(saved, kept)
+
+
+@on_ranks(2)
+def test_loading_changes_nothing_of_the_callers() -> None:
+    """FairScale empties the entries that the rank does not own."""
+    mine, oss, plain, optimizer = pair(Adam, {"lr": 0.1})
+    train_both(mine, oss, plain, optimizer, range(2))
+    given = optimizer.state_dict()
+    kept = copy.deepcopy(given)
+    oss.load_state_dict(given)
+    give_gradients(mine.parameters(), 7)
+    oss.step()
+    assert_same_state(given, kept)
+    with pytest.raises(RuntimeError, match="consolidated"):
+        oss.state_dict()  # of what there was before
+
+
+@on_ranks(2)
+def test_a_state_of_other_param_groups_is_refused() -> None:
+    mine, oss, plain, optimizer = pair(Adam, {"lr": 0.1})
+    train_both(mine, oss, plain, optimizer, range(1))
+    other = OSS(list(mine.parameters())[:2], optim=Adam)
+    with pytest.raises(ValueError, match="doesn't match the size"):
+        other.load_state_dict(optimizer.state_dict())
+    train_both(mine, oss, plain, optimizer, range(1))
+    assert_same(mine.parameters(), plain.parameters())
+
+
+class Nested(SGD):
+    """State that is not one tensor after the other."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                big = torch.full((2000,), float(parameter.numel()))
+                state["pair"] = (big.to_sparse() if parameter.numel() == 3 else big, [torch.tensor(1), "text"])
+                state["flags"] = {"mask": torch.ones(2000, dtype=torch.bool), "half": big.half().view(50, 40).t()}
+
+
+@on_ranks(2)
+def test_states_of_any_form_are_consolidated() -> None:
+    parameters = [nn.Parameter(torch.zeros(size)) for size in (3, 4, 5, 0)]
+    oss = OSS(parameters, optim=Nested, lr=0.1)
+    oss.step()
+    states = oss.state_dict(all_ranks=True)["state"]
+    for number, parameter in enumerate(parameters):
+        first, (one, text) = states[number]["pair"]
+        assert torch.equal(first.to_dense(), torch.full((2000,), float(parameter.numel())))
+        assert (one, text) == (torch.tensor(1), "text")
+        assert states[number]["flags"]["mask"].all()
+        assert states[number]["flags"]["half"].shape == (40, 50)
+
+
+@on_ranks(4)
+def test_state_loads_at_other_world_sizes() -> None:
+    rank = dist.get_rank()
+    groups = {size: dist.new_group(list(range(size))) for size in (1, 2, 3, 4)}
+    plain = model_of()
+    optimizer = AdamW(plain.parameters(), lr=0.1)
+    saved: dict[int, Any] = {}
+    for size, group in groups.items():
+        if rank < size:
+            model = model_of()
+            oss = OSS(model.parameters(), optim=AdamW, group=group, lr=0.1)
+            give_gradients(model.parameters(), 0)
+            oss.step()
+            saved[size] = oss.state_dict(all_ranks=True)
+    everyone: list[Any] = [saved]
+    dist.broadcast_object_list(everyone, src=0)
+    give_gradients(plain.parameters(), 0)
+    optimizer.step()
+    before = copy.deepcopy(plain.state_dict())
+    give_gradients(plain.parameters(), 1)
+    optimizer.step()
+    for state in everyone[0].values():
+        for size, group in groups.items():
+            if rank < size:
+                model = model_of()
+                model.load_state_dict(before)
+                oss = OSS(model.parameters(), optim=AdamW, group=group, lr=3.0)
+                oss.load_state_dict(state)
+                give_gradients(model.parameters(), 1)
+                oss.step()
+                assert_same(model.parameters(), plain.parameters(), f"at {size}")
+
+
+@on_ranks(2)
+def test_pickling_and_copying() -> None:
+    model = model_of()
+    oss = OSS(model.parameters(), optim=Adam, lr=0.1)
+    torch.optim.lr_scheduler.StepLR(oss, 1)  # replaces the instance's step
+    give_gradients(model.parameters(), 0)
+    oss.step()
+    stream = io.BytesIO()
+    pickle.dump((model, oss), stream)
+    stream.seek(0)
+    for other, copied in (pickle.load(stream), copy.deepcopy((model, oss))):
+        assert list(copied.owners().values()) == list(oss.owners().values())
+        reference = copy.deepcopy(model)
+        plain = Adam(reference.parameters(), lr=0.1)
+        plain.load_state_dict(oss.state_dict(all_ranks=True))
+        train_both(other, copied, reference, plain, [3])
+        assert_same(other.parameters(), reference.parameters())
+    group = dist.new_group([0, 1])
+    with pytest.raises(TypeError, match="save its state_dict"):
+        pickle.dumps(OSS(model.parameters(), group=group, lr=0.1))
+
+
+# -- Process groups
+
+
+@on_ranks(3)
+def test_a_subgroup_has_ranks_of_its_own() -> None:
+    """Ranks 1 and 2 share state as ranks 0 and 1 of their group; rank 0 takes no part in anything."""
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        with pytest.raises(ValueError, match="not in the group"):
+            OSS(model_of().parameters(), group=group, lr=0.1)
+        return
+    mine, plain = model_of(), model_of()
+    oss, optimizer = OSS(mine.parameters(), optim=AdamW, group=group, lr=0.1), AdamW(plain.parameters(), lr=0.1)
+    assert (oss.rank, oss.world_size) == (dist.get_rank() - 1, 2)
+    for step in range(2):
+        give_gradients(mine.parameters(), step)
+        give_gradients(plain.parameters(), step)
+        # FairScale adds up the norms of all ranks of the world here, and so waits for rank 0.
+        assert torch.equal(oss.clip_grad_norm(0.5), torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
+        oss.step()
+        optimizer.step()
+    assert_same(mine.parameters(), plain.parameters())
+    oss.consolidate_state_dict(recipient_rank=1)
+    if oss.rank == 1:
+        assert_same_state(oss.state_dict(), optimizer.state_dict())
+
+
+# -- Arguments
+
+
+def test_without_a_process_group() -> None:
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        OSS([nn.Parameter(torch.ones(1))], lr=0.1)
+
+
+@on_ranks(2)
+def test_arguments() -> None:
+    parameters = [nn.Parameter(torch.ones(1))]
+    with pytest.raises(ValueError, match="broadcast_buffer_size=-2"):
+        OSS(parameters, broadcast_buffer_size=-2, lr=0.1)
+    with pytest.raises(ValueError, match="LBFGS"):
+        OSS(parameters, optim=torch.optim.LBFGS)
+    with pytest.raises(ValueError, match="empty parameter list"):
+        OSS([])
+    with pytest.raises(TypeError, match="hypothetical"):
+        OSS(parameters, optim=Adam, hypothetical=1)
+    with pytest.warns(UserWarning, match="force_broadcast_object") as caught:
+        OSS(parameters, force_broadcast_object=True, lr=0.1)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        OSS(parameters, SGD, None, -1, False, False, lr=0.1)
+
+
+def test_the_table_has_every_argument() -> None:
+    assert [*ARGUMENTS] == [name for name in inspect.signature(OSS).parameters if name != "self"]
+    assert "force_broadcast_object (accepted with a warning)" in (OSS.__doc__ or "")
+    assert all(argument.meaning in (OSS.__doc__ or "") for argument in ARGUMENTS.values())
+
+
+def test_refused_arguments() -> None:
+    def function(known: int = 1) -> None: ...
+
+    table = {"known": Argument("it cannot be; leave it out", Support.REFUSED)}
+    check_arguments(function, "Thing", table, {"known": 1})
+    with pytest.raises(ValueError, match=r"Thing\(known=...\) is not supported: it cannot be; leave it out"):
+        check_arguments(function, "Thing", table, {"known": 2})
+
+
+# -- FairScale
+
+
+@needs_fairscale
+@on_ranks(2)
+def test_like_fairscale() -> None:
+    from fairscale.optim import oss as fairscale_oss
+
+    for optim, options in ((SGD, {"lr": 0.1, "momentum": 0.9}), (AdamW, {"lr": 0.01})):
+        for extra in ({}, {"broadcast_fp16": True}):
+            mine, theirs = model_of(), model_of()
+            oss = OSS(mine.parameters(), optim=optim, **extra, **options)
+            other = fairscale_oss.OSS(theirs.parameters(), optim=optim, **extra, **options)
+            numbers = {id(p): n for model in (mine, theirs) for n, p in enumerate(model.parameters())}
+            for ours, expected in zip(oss.partition_parameters(), other.partition_parameters(), strict=True):
+                assert [numbers[id(p)] for g in ours for p in g["params"]] == [
+                    numbers[id(p)] for g in expected for p in g["params"]
+                ]
+            for step in range(3):
+                for model, stepped in ((mine, oss), (theirs, other)):
+                    give_gradients(model.parameters(), step)
+                    # Theirs scales only what it owns, and returns the norm of all.
+                    stepped.clip_grad_norm(1e9)
+                    stepped.step()
+            assert_same(mine.parameters(), theirs.parameters())
+            state = oss.state_dict(all_ranks=True)
+            assert_same_state(state, other.state_dict(all_ranks=True))
+            other.load_state_dict(copy.deepcopy(state))
+            oss.load_state_dict(state)

@@ -1,0 +1,1139 @@
+"""ShardedDataParallel against torch's DDP, plain training on all data, and FairScale's own."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import importlib.util
+import inspect
+import io
+import pickle
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.utils.checkpoint import checkpoint
+
+from shardwise.core import comm as comm_module
+from shardwise.core import whole as whole_module
+from shardwise.core.comm import Comm, GlooComm, PairwiseGlooComm, comm_for
+from shardwise.fairscale import OSS, ShardedDataParallel, ShardedDDP
+from shardwise.fairscale.sharded_ddp import ARGUMENTS
+
+from ..models import MLP, ConvNet, Transformer, inputs_for
+from ..ranks.harness import on_ranks
+
+needs_fairscale = pytest.mark.skipif(
+    importlib.util.find_spec("fairscale") is None,
+    reason="compares with FairScale: pip install fairscale==0.4.13 --no-build-isolation",
+)
+
+SIZES = (2**23, 60, 0)
+"""Of the reduction's buffers: all in one, many, none."""
+
+
+def tied_transformer() -> nn.Module:
+    return Transformer(tied=True)
+
+
+class Wide(nn.Module):
+    """Has gradients large enough to be sent from their own memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(9, 300), nn.Linear(300, 300), nn.Linear(300, 4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def model_of(make: Callable[[], nn.Module] = MLP, seed: int = 1) -> nn.Module:
+    torch.manual_seed(seed)
+    return make()
+
+
+def shard(
+    model: nn.Module, optim: type[Optimizer] = SGD, lr: float = 0.1, oss: dict[str, Any] | None = None, **options: Any
+) -> tuple[ShardedDDP, OSS]:
+    optimizer = OSS(model.parameters(), optim=optim, lr=lr, **(oss or {}))
+    return ShardedDDP(model, optimizer, **options), optimizer
+
+
+def loss_of(model: nn.Module, step: int, plain: nn.Module | None = None) -> torch.Tensor:
+    """On this rank's own data; ``plain`` is the model inside a wrapper."""
+    inputs = inputs_for(plain if plain is not None else model, 10 * step + dist.get_rank())
+    return model(inputs).square().mean()
+
+
+def inner(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, (ShardedDDP, DistributedDataParallel)) else model
+
+
+def backward(model: nn.Module, step: int) -> None:
+    loss_of(model, step, inner(model)).backward()
+
+
+def assert_same(kind: str, ours: torch.Tensor | None, truth: torch.Tensor | None, bitwise: bool = True) -> None:
+    assert (ours is None) == (truth is None), f"{kind}: {ours} against {truth}"
+    if ours is None or truth is None:
+        return
+    assert ours.dtype == truth.dtype, kind
+    if bitwise and dist.get_world_size() <= 2:
+        assert torch.equal(ours, truth), f"{kind} differs by {(ours - truth).abs().max()}"
+    else:
+        torch.testing.assert_close(ours, truth, msg=lambda text: f"{kind}: {text}")
+
+
+def assert_gradients(sharded: ShardedDDP, optimizer: OSS, truth: nn.Module, bitwise: bool = True) -> None:
+    """Owned gradients are those of ``truth``, the others are gone."""
+    owners, rank = optimizer.owners(), optimizer.rank
+    named = inner(truth).named_parameters()
+    for (name, expected), parameter in zip(named, inner(sharded).parameters(), strict=True):
+        if owners[parameter] == rank:
+            assert_same(f"gradient of {name}", parameter.grad, expected.grad, bitwise)
+        else:
+            assert parameter.grad is None, f"{name} is not owned"
+
+
+def assert_parameters(ours: nn.Module, truth: nn.Module, bitwise: bool = True) -> None:
+    for (name, mine), (_, other) in zip(
+        inner(ours).state_dict().items(), inner(truth).state_dict().items(), strict=True
+    ):
+        assert_same(name, mine, other, bitwise)
+
+
+def mean_gradients(model: nn.Module, run: Callable[[nn.Module, int], None]) -> nn.Module:
+    """``model`` with the mean over ranks of what ``run(model, rank)`` adds to its gradients; without any engine."""
+    world_size = dist.get_world_size()
+    for rank in range(world_size):
+        run(model, rank)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= world_size
+    return model
+
+
+# -- Parity
+
+
+@on_ranks(1, 2, 3, make=[MLP, tied_transformer, ConvNet, Wide], size=SIZES)
+def test_trains_as_ddp(make: Callable[[], nn.Module], size: int) -> None:
+    """With clipping; buffers are those of DDP too, on every rank."""
+    optim = AdamW if dist.get_world_size() <= 2 else SGD  # small differences of Adam's are large
+    sharded, oss = shard(model_of(make), optim, reduce_buffer_size=size)
+    ddp = DistributedDataParallel(model_of(make))
+    optimizer = optim(ddp.parameters(), lr=0.1)
+    for step in range(3):
+        for model, stepped in ((sharded, oss), (ddp, optimizer)):
+            stepped.zero_grad()
+            backward(model, step)
+        assert_gradients(sharded, oss, ddp)
+        norm = torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.1)
+        assert_same("norm", oss.clip_grad_norm(0.1), norm)
+        oss.step()
+        optimizer.step()
+        assert_parameters(sharded, ddp)
+
+
+@on_ranks(2)
+def test_other_ways_to_zero_gradients() -> None:
+    """FairScale reduces zeros once the optimizer has dropped the gradients that it made views of its buffers."""
+    ways: list[Callable[[ShardedDDP, OSS], None]] = [
+        lambda sharded, oss: oss.zero_grad(),
+        lambda sharded, oss: oss.zero_grad(set_to_none=False),
+        lambda sharded, oss: sharded.zero_grad(),
+        lambda sharded, oss: sharded.zero_grad(set_to_none=False),
+        lambda sharded, oss: sharded.module.zero_grad(),
+    ]
+    for size in SIZES:
+        for way in ways:
+            sharded, oss = shard(model_of(), reduce_buffer_size=size)
+            for step in range(3):
+                way(sharded, oss)
+                backward(sharded, step)
+                truth = DistributedDataParallel(model_of())
+                truth.module.load_state_dict(sharded.module.state_dict())
+                backward(truth, step)
+                assert_gradients(sharded, oss, truth)
+                oss.step()
+
+
+@on_ranks(2)
+def test_runs_are_sent_while_few_bytes_may_be_under_way() -> None:
+    whole_module.RUNS_IN_FLIGHT, before = 0, whole_module.RUNS_IN_FLIGHT
+    try:
+        for size in SIZES:
+            sharded, oss = shard(model_of(Wide), reduce_buffer_size=size)
+            ddp = DistributedDataParallel(model_of(Wide))
+            for model in (sharded, ddp):
+                backward(model, 0)
+            assert_gradients(sharded, oss, ddp)
+    finally:
+        whole_module.RUNS_IN_FLIGHT = before
+
+
+@on_ranks(2)
+def test_closures() -> None:
+    sharded, oss = shard(model_of(), AdamW)
+    ddp = DistributedDataParallel(model_of())
+    optimizer = AdamW(ddp.parameters(), lr=0.1)
+    for step in range(3):
+        for model, stepped in ((sharded, oss), (ddp, optimizer)):
+
+            def closure(model: nn.Module = model, stepped: Optimizer = stepped, step: int = step) -> torch.Tensor:
+                stepped.zero_grad()
+                loss = loss_of(model, step, inner(model))
+                loss.backward()
+                return loss
+
+            assert stepped.step(closure) is not None
+    assert_parameters(sharded, ddp)
+
+
+# -- Accumulation
+
+
+def accumulate(model: nn.Module, plan: str, data: Callable[[int], int]) -> None:
+    """``s``: a synchronized backward, ``n``: one under no_sync, ``r``: reduce."""
+    for position, kind in enumerate(plan):
+        if kind == "r":
+            model.reduce()  # type: ignore[operator]
+        elif kind == "n" and not isinstance(model, (MLP, Wide)):
+            with model.no_sync():  # type: ignore[operator]
+                model(inputs_for(inner(model), data(position))).square().mean().backward()
+        else:
+            model(inputs_for(inner(model), data(position))).square().mean().backward()
+
+
+@on_ranks(2, 3, plan=["nns", "ss", "sns", "nr", "snr", "nsns", "nnrns", "sss"])
+def test_gradients_add_up(plan: str) -> None:
+    """FairScale divides what it reduced before once more."""
+    for make in (MLP, Wide):
+        for size in SIZES:
+            sharded, oss = shard(model_of(make), reduce_buffer_size=size)
+            # Twice, with gradients dropped in between.
+            for _ in range(2):
+                oss.zero_grad()
+                accumulate(sharded, plan, lambda position: 10 * position + dist.get_rank())
+                truth = mean_gradients(
+                    model_of(make),
+                    lambda model, rank: accumulate(
+                        model, plan.replace("r", ""), lambda position: 10 * [*_passes(plan)][position] + rank
+                    ),
+                )
+                assert_gradients(sharded, oss, truth, bitwise=False)
+
+
+def _passes(plan: str) -> Iterable[int]:
+    return (position for position, kind in enumerate(plan) if kind != "r")
+
+
+@on_ranks(2)
+def test_no_sync_is_ddps() -> None:
+    sharded, oss = shard(model_of(ConvNet))
+    ddp = DistributedDataParallel(model_of(ConvNet))
+    for model in (sharded, ddp):
+        accumulate(model, "nns", lambda position: 10 * position + dist.get_rank())
+    assert_gradients(sharded, oss, ddp)
+
+
+@on_ranks(2)
+def test_no_sync_keeps_gradients_where_they_are() -> None:
+    sharded, _ = shard(model_of())
+    plain = model_of()
+    with sharded.no_sync(), sharded.no_sync():
+        backward(sharded, 0)
+    backward(plain, 0)
+    for parameter, expected in zip(sharded.module.parameters(), plain.parameters(), strict=True):
+        assert_same("local gradient", parameter.grad, expected.grad)
+    sharded.zero_grad()
+    with pytest.raises(RuntimeError, match="no gradients wait"):
+        sharded.reduce()
+
+
+@on_ranks(2)
+def test_no_sync_ends_with_an_exception() -> None:
+    """FairScale goes on without synchronization."""
+    sharded, oss = shard(model_of())
+    ddp = DistributedDataParallel(model_of())
+    with pytest.raises(KeyError), sharded.no_sync(), sharded.no_sync():
+        raise KeyError
+    for model in (sharded, ddp):
+        backward(model, 0)
+    assert_gradients(sharded, oss, ddp)
+
+
+@on_ranks(2)
+def test_reduce_twice() -> None:
+    sharded, oss = shard(model_of())
+    with pytest.raises(RuntimeError, match="no gradients wait"):
+        sharded.reduce()
+    with sharded.no_sync():
+        backward(sharded, 0)
+    sharded.reduce()
+    with pytest.raises(ValueError, match="no gradients wait"):
+        sharded.reduce()
+    ddp = DistributedDataParallel(model_of())
+    backward(ddp, 0)
+    assert_gradients(sharded, oss, ddp)
+
+
+@on_ranks(2)
+def test_scaled_or_clipped_gradients_stay_so() -> None:
+    """What users do to an owned gradient between two backward passes counts."""
+    sharded, oss = shard(model_of())
+    backward(sharded, 0)
+    kept = {p: p.grad.clone() for p in sharded.module.parameters() if p.grad is not None}
+    for parameter in kept:
+        parameter.grad *= 0.5
+    backward(sharded, 1)
+    other, _ = shard(model_of())
+    backward(other, 1)
+    for parameter, twin in zip(sharded.module.parameters(), other.module.parameters(), strict=True):
+        if parameter in kept:
+            torch.testing.assert_close(parameter.grad, 0.5 * kept[parameter] + twin.grad)
+    assert set(kept) == {p for p, owner in oss.owners().items() if owner == dist.get_rank()}
+
+
+# -- Unused parameters
+
+
+class Branches(nn.Module):
+    """Uses the branches that it is told to, in that order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(9, 9)
+        self.branches = nn.ModuleList(nn.Linear(9, 9) for _ in range(5))
+
+    def forward(self, x: torch.Tensor, chosen: Iterable[int], first: bool = True) -> torch.Tensor:
+        x = self.first(x) if first else x
+        for index in chosen:
+            x = torch.tanh(self.branches[index](x))
+        return x
+
+
+def branch_input(rank: int) -> torch.Tensor:
+    return torch.randn(4, 9, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+
+
+@on_ranks(2, 3, size=SIZES)
+def test_parameters_that_only_some_ranks_use(size: int) -> None:
+    """FairScale waits forever where a bucket is not full, and asserts without buckets."""
+    choices: list[Callable[[int], dict[str, Any]]] = [
+        lambda rank: {"chosen": [rank]},
+        lambda rank: {"chosen": [0, 1, 2] if rank else []},
+        # A rank that uses no parameter at all.
+        lambda rank: {"chosen": [3] if rank else [], "first": rank != 0},
+        lambda rank: {"chosen": [4]},
+    ]
+    for choice in choices:
+        sharded, oss = shard(model_of(Branches), reduce_buffer_size=size)
+
+        def run(model: nn.Module, rank: int, choice: Any = choice) -> None:
+            model(branch_input(rank), **choice(rank)).square().sum().backward()
+
+        for _ in range(2):
+            run(sharded, dist.get_rank())
+            truth = mean_gradients(model_of(Branches), run)
+            assert_gradients(sharded, oss, truth, bitwise=False)
+            oss.zero_grad()
+
+
+@on_ranks(2, size=SIZES)
+def test_gradients_that_arrive_in_another_order_on_each_rank(size: int) -> None:
+    """FairScale sends them as they come, without buckets, and so hangs or mixes them up."""
+    order = [0, 1, 2, 3, 4] if dist.get_rank() else [4, 2, 3, 1, 0]
+    sharded, oss = shard(model_of(Branches), reduce_buffer_size=size)
+    sharded(branch_input(dist.get_rank()), order).square().sum().backward()
+    orders = [[4, 2, 3, 1, 0], [0, 1, 2, 3, 4]]
+    truth = mean_gradients(
+        model_of(Branches), lambda model, rank: model(branch_input(rank), orders[rank]).square().sum().backward()
+    )
+    assert_gradients(sharded, oss, truth, bitwise=False)
+
+
+@on_ranks(2)
+def test_a_parameter_nobody_used_keeps_what_it_had() -> None:
+    sharded, oss = shard(model_of(Branches))
+    rank = dist.get_rank()
+    sharded(branch_input(rank), [0, 1]).sum().backward()
+    before = {name: None if p.grad is None else p.grad.clone() for name, p in sharded.module.named_parameters()}
+    sharded(branch_input(rank), [2]).sum().backward()
+    for name, parameter in sharded.module.named_parameters():
+        if oss.owners()[parameter] == rank:
+            if "branches.0" in name or "branches.1" in name:
+                assert_same(name, parameter.grad, before[name])
+            assert (parameter.grad is None) == ("branches.3" in name or "branches.4" in name)
+
+
+# -- Freezing
+
+
+@on_ranks(2)
+def test_frozen_and_unfrozen_between_steps() -> None:
+    sharded, oss = shard(model_of(), AdamW)
+    plain = model_of()
+    optimizer = AdamW(plain.parameters(), lr=0.1)
+    for step in range(5):
+        changed = [[], [0, 1], [0, 1, 4], [2], [2]][step]
+        for model in (sharded.module, plain):
+            for index, parameter in enumerate(model.parameters()):
+                parameter.requires_grad_(index not in changed)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            oss.zero_grad()
+            backward(sharded, step)
+        assert len(caught) == (step in (1, 2, 3)), step
+        assert all("warn_on_trainable_params_changed" in str(warning.message) for warning in caught)
+        optimizer.zero_grad()
+        ddp = DistributedDataParallel(plain)
+        backward(ddp, step)
+        assert_gradients(sharded, oss, plain)
+        oss.step()
+        optimizer.step()
+        assert_parameters(sharded, plain)
+
+
+@on_ranks(2)
+def test_changes_may_go_unsaid_or_unseen() -> None:
+    sharded, oss = shard(model_of(), warn_on_trainable_params_changed=False)
+    manual, other = shard(model_of(), auto_refresh_trainable=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for model in (sharded, manual):
+            first = next(model.module.parameters())
+            first.requires_grad_(False)
+        manual.refresh_trainable()
+        backward(sharded, 0)
+        backward(manual, 0)
+        for a, b in zip(sharded.module.parameters(), manual.module.parameters(), strict=True):
+            assert_same("gradient", a.grad, b.grad)
+        # Nobody told it: the gradient stays local.
+        next(manual.module.parameters()).requires_grad_(True)
+        backward(manual, 0)
+        assert next(manual.module.parameters()).grad is not None
+    assert oss.world_size == other.world_size
+
+
+@on_ranks(2)
+def test_everything_frozen_and_thawed() -> None:
+    sharded, oss = shard(model_of(), warn_on_trainable_params_changed=False)
+    sharded.module.requires_grad_(False)
+    assert not sharded(inputs_for(sharded.module, 0)).requires_grad
+    sharded.module.requires_grad_(True)
+    ddp = DistributedDataParallel(model_of())
+    for model in (sharded, ddp):
+        backward(model, 1)
+    assert_gradients(sharded, oss, ddp)
+
+
+@on_ranks(2)
+def test_frozen_while_gradients_wait() -> None:
+    """They are reduced with the next ones."""
+    sharded, oss = shard(model_of(), warn_on_trainable_params_changed=False)
+    plain = model_of()
+
+    def run(model: nn.Module, rank: int) -> None:
+        for index, local in enumerate((True, False)):
+            for parameter in list(inner(model).parameters())[:3]:
+                parameter.requires_grad_(local)
+            loss = model(inputs_for(inner(model), 10 * index + rank)).square().mean()
+            if local and isinstance(model, ShardedDDP):
+                with model.no_sync():
+                    loss.backward()
+            else:
+                loss.backward()
+
+    run(sharded, dist.get_rank())
+    assert_gradients(sharded, oss, mean_gradients(plain, run), bitwise=False)
+
+
+@on_ranks(2)
+def test_parameters_added_to_the_optimizer() -> None:
+    model = model_of()
+    first, *others = model.parameters()
+    oss = OSS([first], optim=SGD, lr=0.1)
+    with pytest.warns(UserWarning, match="no sharded optimizer has") as caught:
+        sharded = ShardedDDP(model, oss, warn_on_trainable_params_changed=False)
+    assert len(caught) == 1
+    backward(sharded, 0)
+    local = [parameter.grad.clone() for parameter in others]
+    plain = model_of()
+    backward(plain, 0)
+    for gradient, parameter in zip(local, [*plain.parameters()][1:], strict=True):
+        assert_same("local gradient", gradient, parameter.grad)
+    model.zero_grad()
+    oss.add_param_group({"params": others})
+    ddp = DistributedDataParallel(model_of())
+    for wrapped in (sharded, ddp):
+        backward(wrapped, 0)
+    assert_gradients(sharded, oss, ddp)
+
+
+@on_ranks(2)
+def test_reduces_in_eval_mode_too() -> None:
+    """Fine-tuning with dropout and statistics off is training all the same."""
+    sharded, oss = shard(model_of(ConvNet))
+    ddp = DistributedDataParallel(model_of(ConvNet))
+    for model in (sharded, ddp):
+        for training in (False, True, False):
+            model.train(training)
+            model.zero_grad()
+            backward(model, 0)
+    assert_gradients(sharded, oss, ddp)
+    with torch.no_grad():
+        assert not sharded(inputs_for(sharded.module, 0)).requires_grad
+
+
+# -- Memory
+
+
+@on_ranks(2, 3, size=SIZES)
+def test_nothing_is_left_of_gradients_that_are_not_owned(size: int) -> None:
+    """Live bytes, bucketed or not: FairScale keeps its buckets."""
+    sharded, oss = shard(model_of(Wide), reduce_buffer_size=size)
+    held: list[tuple[StorageWeakRef, int]] = []
+
+    def watch(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        held.append((StorageWeakRef(storage), storage.nbytes()))
+        return tensor
+
+    for parameter in sharded.module.parameters():
+        parameter.register_hook(watch)
+    plan = whole_module.WholePlan
+    pack = plan.pack
+    plan.pack = lambda *args: watch(pack(*args))  # type: ignore[method-assign]
+    try:
+        for step in range(2):
+            held.clear()
+            backward(sharded, step)
+            owned = [p for p, owner in oss.owners().items() if owner == dist.get_rank()]
+            gradients = [p.grad for p in sharded.module.parameters() if p.grad is not None]
+            assert len(gradients) == len(owned)
+            expected = sum(parameter.nbytes for parameter in owned)
+            assert sum({g.untyped_storage().data_ptr(): g.untyped_storage().nbytes() for g in gradients}.values()) == (
+                expected
+            )
+            del gradients
+            alive = sum(size for reference, size in held if not reference.expired())
+            assert len(held) > len(owned)
+            assert alive == expected
+            oss.zero_grad()
+            assert all(reference.expired() for reference, _ in held)
+    finally:
+        plan.pack = pack  # type: ignore[method-assign]
+
+
+@on_ranks(2)
+def test_no_sync_after_a_reduction_frees_as_well() -> None:
+    sharded, oss = shard(model_of())
+    accumulate(sharded, "snns", lambda position: position)
+    for parameter, owner in oss.owners().items():
+        assert (parameter.grad is None) == (owner != dist.get_rank())
+
+
+@on_ranks(2)
+def test_dropping_the_wrapper_frees_the_model() -> None:
+    gc.disable()
+    try:
+        sharded, oss = shard(model_of(ConvNet))
+        backward(sharded, 0)
+        oss.step()
+        references = [weakref.ref(parameter) for parameter in sharded.module.parameters()]
+        storages = [StorageWeakRef(parameter.untyped_storage()) for parameter in sharded.module.parameters()]
+        module = sharded.module
+        del sharded
+        # The model may go on without it.
+        loss_of(module, 1).backward()
+        assert all(parameter.grad is not None for parameter in module.parameters())
+        del module, oss
+        assert [reference() for reference in references] == [None] * len(references)
+        assert all(storage.expired() for storage in storages)
+    finally:
+        gc.enable()
+
+
+# -- Autograd
+
+
+@on_ranks(2, reentrant=[True, False])
+def test_checkpointing(reentrant: bool) -> None:
+    class Checkpointed(MLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.tanh(self.layers[0](x))
+            # One layer twice, in different recomputations.
+            for index in (1, 2, 2):
+                x = checkpoint(self.layers[index], x, use_reentrant=reentrant)
+            return x
+
+    def make() -> nn.Module:
+        return Checkpointed((9, 17, 12, 12))
+
+    sharded, oss = shard(model_of(make))
+    for _ in range(2):
+        oss.zero_grad()
+        backward(sharded, 0)
+        truth = mean_gradients(
+            model_of(make), lambda model, rank: model(inputs_for(model, rank)).square().mean().backward()
+        )
+        assert_gradients(sharded, oss, truth, bitwise=False)
+
+
+@on_ranks(2)
+def test_gradients_of_inputs_between_backward_passes() -> None:
+    """`torch.autograd.grad` adds to no parameter, so it starts no reduction and disturbs none."""
+    sharded, oss = shard(model_of())
+    ddp = DistributedDataParallel(model_of())
+    for model in (sharded, ddp):
+        backward(model, 0)
+    before = [None if p.grad is None else p.grad.clone() for p in sharded.module.parameters()]
+    loss = loss_of(sharded, 1, sharded.module)
+    torch.autograd.grad(loss, list(sharded.module.parameters()), retain_graph=True)
+    for parameter, gradient in zip(sharded.module.parameters(), before, strict=True):
+        assert_same("gradient", parameter.grad, gradient)
+    loss.backward()
+    backward(ddp, 1)
+    assert_gradients(sharded, oss, ddp, bitwise=False)
+
+
+@on_ranks(2)
+def test_gradient_penalty() -> None:
+    def run(model: nn.Module, rank: int) -> None:
+        x = branch_input(rank)
+        y = model(x)
+        (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        (y.square().mean() + gradient.square().mean()).backward()
+
+    sharded, oss = shard(model_of())
+    run(sharded, dist.get_rank())
+    assert_gradients(sharded, oss, mean_gradients(model_of(), run), bitwise=False)
+
+
+@on_ranks(2)
+def test_parts_of_a_graph_one_after_the_other() -> None:
+    def run(model: nn.Module, rank: int) -> None:
+        first = model(branch_input(rank), [0, 1])
+        second = model(branch_input(rank), [2])
+        (first.sum() + second.sum()).backward(retain_graph=True)
+        first.square().sum().backward()
+        second.square().sum().backward()
+
+    sharded, oss = shard(model_of(Branches))
+    run(sharded, dist.get_rank())
+    assert_gradients(sharded, oss, mean_gradients(model_of(Branches), run), bitwise=False)
+
+
+@on_ranks(2)
+def test_an_exception_in_backward_leaves_no_trace() -> None:
+    class Breaks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            raise KeyError("broken")
+
+    for size in SIZES:
+        sharded, oss = shard(model_of(Wide), reduce_buffer_size=size)
+        backward(sharded, 0)
+        kept = {p: p.grad.clone() for p in sharded.module.parameters() if p.grad is not None}
+        handle = sharded.module.layers[1].register_forward_pre_hook(lambda _, args: (Breaks.apply(args[0]),))
+        with pytest.raises(KeyError):
+            backward(sharded, 1)
+        handle.remove()
+        # Whatever the failed one computed is gone, what was there before is not.
+        backward(sharded, 2)
+        other, _ = shard(model_of(Wide), reduce_buffer_size=size)
+        for step in (0, 2):
+            backward(other, step)
+        for parameter, twin in zip(sharded.module.parameters(), other.module.parameters(), strict=True):
+            assert_same("gradient", parameter.grad, twin.grad)
+        assert set(kept) == {p for p, owner in oss.owners().items() if owner == dist.get_rank()}
+
+
+@on_ranks(2)
+def test_an_exception_in_forward_leaves_no_trace() -> None:
+    sharded, oss = shard(model_of())
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        sharded(torch.ones(2, 3))
+    ddp = DistributedDataParallel(model_of())
+    for model in (sharded, ddp):
+        backward(model, 0)
+    assert_gradients(sharded, oss, ddp)
+
+
+@dataclasses.dataclass
+class Output:
+    value: torch.Tensor
+    label: str
+
+
+@on_ranks(2)
+def test_outputs_of_any_form() -> None:
+    class Shaped(MLP):
+        form = "tuple"
+
+        def forward(self, x: torch.Tensor) -> Any:
+            y = super().forward(x)
+            if self.form == "tuple":
+                return y, None, torch.arange(3)
+            return {"y": [y]} if self.form == "dict" else Output(y, "label")
+
+    for form in ("tuple", "dict", "dataclass"):
+        Shaped.form = form
+        sharded, oss = shard(model_of(Shaped))
+        output = sharded(inputs_for(sharded.module, dist.get_rank()))
+        value = output[0] if form == "tuple" else output["y"][0] if form == "dict" else output.value
+        assert type(output) is {"tuple": tuple, "dict": dict, "dataclass": Output}[form]
+        value += 1  # in place
+        value.square().mean().backward()
+        truth = mean_gradients(
+            model_of(), lambda model, rank: (model(inputs_for(model, rank)) + 1).square().mean().backward()
+        )
+        assert_gradients(sharded, oss, truth, bitwise=False)
+
+
+@on_ranks(2)
+def test_sparse_gradients_are_refused_by_name() -> None:
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))
+    sharded, _ = shard(model)
+    with pytest.raises(RuntimeError, match=r"parameter '0.weight' got a torch.sparse_coo gradient.*sparse=False"):
+        sharded(torch.tensor([1, 2])).sum().backward()
+
+
+# -- Several models and optimizers
+
+
+@on_ranks(2)
+def test_two_optimizers_for_one_model() -> None:
+    def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        parameters = list(model.parameters())
+        return parameters[:2], parameters[2:]
+
+    model, plain = model_of(), model_of()
+    a, b = split(model)
+    first, second = OSS(a, optim=SGD, lr=0.1), OSS(b, optim=AdamW, lr=0.01)
+    sharded = ShardedDDP(model, [first, second])
+    ddp = DistributedDataParallel(plain)
+    c, d = split(plain)
+    optimizers = [SGD(c, lr=0.1), AdamW(d, lr=0.01)]
+    for step in range(3):
+        sharded.zero_grad()
+        ddp.zero_grad()
+        backward(sharded, step)
+        backward(ddp, step)
+        for stepped in (first, second, *optimizers):
+            stepped.step()
+    assert_parameters(sharded, ddp)
+    for parameter, owner in {**first.owners(), **second.owners()}.items():
+        assert (parameter.grad is None) == (owner != dist.get_rank())
+    with pytest.raises(ValueError, match=r"'layers.0.bias' is in several optimizers, with owners 0 and 1"):
+        ShardedDDP(model, [OSS(list(reversed(a)), lr=0.1), OSS([b[0], *a], lr=0.1)])
+
+
+@on_ranks(2)
+def test_two_models_of_one_optimizer_and_adversarial_steps() -> None:
+    """A generator and a critic: the generator's backward goes through the critic as well."""
+
+    def build() -> tuple[nn.Module, nn.Module]:
+        return model_of(lambda: MLP((9, 11, 9))), model_of(lambda: MLP((9, 7, 1)), seed=2)
+
+    generator, critic = build()
+    oss = OSS([*generator.parameters(), *critic.parameters()], optim=AdamW, lr=0.01)
+    ours = ShardedDDP(generator, oss), ShardedDDP(critic, oss)
+    theirs = tuple(DistributedDataParallel(model) for model in build())
+    plain = AdamW([p for model in theirs for p in model.parameters()], lr=0.01)
+    for step in range(3):
+        for (g, c), optimizer in ((ours, oss), (theirs, plain)):
+            noise = inputs_for(inner(g), 10 * step + dist.get_rank())
+            optimizer.zero_grad()
+            c(noise).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            (-c(g(noise)).mean()).backward()
+            optimizer.step()
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_parameters(mine, other)
+
+
+# -- Process groups
+
+
+@on_ranks(3)
+def test_a_subgroup_has_ranks_of_its_own() -> None:
+    """FairScale compares an owner's rank in the group with the rank in the world, and drops owned gradients."""
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return
+    for size in SIZES:
+        model = model_of(ConvNet)
+        oss = OSS(model.parameters(), optim=AdamW, lr=0.1, group=group)
+        # The group is the optimizer's, if no other is given.
+        sharded = ShardedDDP(model, oss, process_group=group if size else None, reduce_buffer_size=size)
+        ddp = DistributedDataParallel(model_of(ConvNet), process_group=group)
+        optimizer = AdamW(ddp.parameters(), lr=0.1)
+        for step in range(3):
+            for wrapped, stepped in ((sharded, oss), (ddp, optimizer)):
+                stepped.zero_grad()
+                backward(wrapped, step)
+            for parameter, expected in zip(model.parameters(), ddp.module.parameters(), strict=True):
+                if oss.owners()[parameter] == dist.get_rank() - 1:
+                    assert parameter.grad is not None
+                    assert torch.equal(parameter.grad, expected.grad)
+                else:
+                    assert parameter.grad is None
+            oss.step()
+            optimizer.step()
+        for mine, other in zip(model.state_dict().values(), ddp.module.state_dict().values(), strict=True):
+            assert torch.equal(mine, other)
+    with pytest.raises(ValueError, match="pass the same process group to both"):
+        ShardedDDP(model, oss, process_group=dist.group.WORLD)
+
+
+# -- Start-up and buffers
+
+
+@on_ranks(2, 3)
+def test_all_ranks_start_as_the_first() -> None:
+    model = model_of(ConvNet, seed=dist.get_rank())
+    for buffer in model.buffers():
+        buffer.add_(dist.get_rank())
+    model.register_buffer("mask", torch.tensor([dist.get_rank() == 0, True]), persistent=False)
+    sharded, _ = shard(model)
+    truth = model_of(ConvNet, seed=0)
+    truth.register_buffer("mask", torch.tensor([True, True]), persistent=False)
+    assert_parameters(sharded, truth)
+    assert torch.equal(model.mask, truth.mask)
+
+
+@on_ranks(2)
+def test_or_as_they_are() -> None:
+    model = model_of(MLP, seed=dist.get_rank())
+    shard(model, sync_models_at_startup=False)
+    assert_parameters(model, model_of(MLP, seed=dist.get_rank()))
+
+
+@on_ranks(2)
+def test_ranks_with_other_parameters_are_told() -> None:
+    rank = dist.get_rank()
+    with pytest.raises(ValueError, match=r"layers.0.weight \(17, 9\).*on rank 0, layers.0.weight \(18, 9\).*rank 1"):
+        shard(MLP((9, 17 + rank, 5)))
+    model = MLP()
+    model.layers[0].weight.requires_grad_(rank == 0)
+    with pytest.raises(ValueError, match=r"requires_grad=True.*rank 0.*requires_grad=False"):
+        shard(model)
+    with pytest.raises(ValueError, match="on rank 0, none on rank 1"):
+        shard(MLP((9, 4) if rank else (9, 4, 4)))
+
+
+@on_ranks(2)
+def test_buffers_follow_the_first_rank() -> None:
+    for broadcasts in (True, False):
+        sharded, _ = shard(model_of(ConvNet), broadcast_buffers=broadcasts)
+        for step in range(2):
+            sharded(inputs_for(sharded.module, 10 * step + dist.get_rank()))
+        statistics = sharded.module.layers[0][1].running_mean
+        means = [torch.empty_like(statistics) for _ in range(2)]
+        dist.all_gather(means, statistics)
+        assert not torch.equal(*means)  # each rank's own last batch
+        sharded.eval()
+        sharded(inputs_for(sharded.module, 0))
+        assert torch.equal(statistics, means[0] if broadcasts else means[dist.get_rank()])
+
+
+@on_ranks(2)
+def test_buffers_by_hand() -> None:
+    sharded, _ = shard(model_of(ConvNet), broadcast_buffers=False)
+    for blocking in (True, False, False):
+        for buffer in sharded.module.buffers():
+            buffer.fill_(dist.get_rank() + 5)
+        sharded.sync_buffers(blocking=blocking)
+        if not blocking:
+            sharded.eval()
+            sharded(inputs_for(sharded.module, 0))  # waits for them
+        assert all((buffer == 5).all() for buffer in sharded.module.buffers())
+    # Buffers that were replaced, or changed their dtype.
+    sharded.module.layers[0][1].running_mean = torch.full((6,), float(dist.get_rank()), dtype=torch.float64)
+    sharded.sync_buffers(blocking=True)
+    assert (sharded.module.layers[0][1].running_mean == 0).all()
+    sharded.module.layers[0][1].running_mean.fill_(dist.get_rank() + 3)
+    sharded.double()
+    sharded.sync_buffers(blocking=True)
+    assert (sharded.module.layers[0][1].running_mean == 3).all()
+
+
+@on_ranks(2)
+def test_two_forwards_before_a_backward() -> None:
+    """With batch norm, whose statistics are broadcast in between."""
+
+    def run(model: nn.Module, step: int) -> None:
+        losses = [loss_of(model, index, inner(model)) for index in (step, step + 1)]
+        sum(losses).backward()  # type: ignore[attr-defined, union-attr]
+
+    sharded, oss = shard(model_of(ConvNet))
+    ddp = DistributedDataParallel(model_of(ConvNet), broadcast_buffers=False)
+    for model in (sharded, ddp):
+        run(model, 0)
+    assert_gradients(sharded, oss, ddp)
+
+
+# -- Dtypes
+
+
+@on_ranks(2, size=SIZES)
+def test_parameters_of_several_dtypes(size: int) -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+            self.layers = nn.ModuleList(nn.Linear(9, 9, dtype=dtype) for dtype in dtypes)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = torch.tanh(layer(x.to(layer.weight.dtype)))
+            return x
+
+    def run(model: nn.Module, rank: int) -> None:
+        model(branch_input(rank)).square().mean().backward()
+
+    sharded, oss = shard(model_of(Mixed), reduce_buffer_size=size)
+    plain = model_of(Mixed)
+    optimizer = SGD(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        for stepped in (oss, optimizer):
+            stepped.zero_grad()
+        run(sharded, dist.get_rank())
+        mean_gradients(plain, run)
+        # Halving before the sum costs the smallest float16 numbers a bit.
+        assert_gradients(sharded, oss, plain, bitwise=False)
+        oss.step()
+        optimizer.step()
+    assert_parameters(sharded, plain, bitwise=False)
+
+
+@on_ranks(2)
+def test_float16_sums_do_not_overflow() -> None:
+    """Two gradients of 40000 have a mean that float16 holds, and no sum."""
+    layer = nn.Linear(1, 1, bias=False, dtype=torch.float16)
+    other = nn.Linear(1, 1, bias=False, dtype=torch.float32)
+    for model, options in ((layer, {}), (other, {"reduce_fp16": True}), (other, {"reduce_fp16": True} | NO_BUFFERS)):
+        sharded, _ = shard(model, **options)
+        sharded.zero_grad()
+        (sharded(torch.ones(1, 1, dtype=model.weight.dtype)) * 40000).sum().backward()
+        if model.weight.grad is not None:
+            assert model.weight.grad.item() == pytest.approx(40000, rel=1e-3)
+            assert model.weight.grad.dtype == model.weight.dtype
+
+
+NO_BUFFERS = {"reduce_buffer_size": 0}
+
+
+@on_ranks(2, size=SIZES)
+def test_reduce_fp16_rounds_gradients(size: int) -> None:
+    """With buffers as without: FairScale turns it off where there are any."""
+    sharded, oss = shard(model_of(Wide), reduce_fp16=True, reduce_buffer_size=size)
+    backward(sharded, 0)
+    locals_ = []
+    for rank in range(2):
+        plain = model_of(Wide)
+        plain(inputs_for(plain, rank)).square().mean().backward()
+        locals_.append([parameter.grad for parameter in plain.parameters()])
+    for parameter, gradients in zip(sharded.module.parameters(), zip(*locals_, strict=True), strict=True):
+        if oss.owners()[parameter] == dist.get_rank():
+            halves = [(gradient / 2).half() for gradient in gradients]
+            assert_same("gradient", parameter.grad, (halves[0] + halves[1]).float())
+
+
+@on_ranks(2)
+def test_channels_last() -> None:
+    def make() -> nn.Module:
+        return ConvNet().to(memory_format=torch.channels_last)
+
+    sharded, oss = shard(model_of(make), AdamW)
+    ddp = DistributedDataParallel(model_of(make))
+    optimizer = AdamW(ddp.parameters(), lr=0.1)
+    for step in range(2):
+        for model, stepped in ((sharded, oss), (ddp, optimizer)):
+            stepped.zero_grad()
+            backward(model, step)
+            stepped.step()
+        for parameter in sharded.module.parameters():
+            assert parameter.grad is None or parameter.grad.stride() == parameter.stride()
+    assert_parameters(sharded, ddp, bitwise=False)
+
+
+# -- The module
+
+
+@on_ranks(2)
+def test_to_gives_the_wrapper_back() -> None:
+    """FairScale's gives None."""
+    sharded, oss = shard(model_of())
+    assert sharded.to("cpu") is sharded
+    assert sharded.to(device=torch.device("cpu"), dtype=torch.float64, non_blocking=True) is sharded
+    ddp = DistributedDataParallel(model_of().double())
+    for model in (sharded, ddp):
+        model(inputs_for(inner(model), dist.get_rank()).double()).square().mean().backward()
+    assert_gradients(sharded, oss, ddp)
+    with pytest.raises(ValueError, match="cannot move from cpu to meta"):
+        sharded.to("meta")
+    assert next(sharded.parameters()).device.type == "cpu"
+    assert sharded.half() is sharded
+    assert next(sharded.parameters()).dtype == torch.float16
+
+
+@on_ranks(2)
+def test_looks_like_ddp() -> None:
+    model = model_of()
+    model.greeting = "hello"  # type: ignore[assignment]
+    sharded, _ = shard(model)
+    assert sharded.greeting == "hello"
+    assert sharded.layers is model.layers
+    assert sharded.module is model
+    with pytest.raises(AttributeError, match="unheard"):
+        _ = sharded.unheard
+    assert [*sharded.state_dict()] == [*DistributedDataParallel(model).state_dict()]
+    assert (sharded.device_type, sharded.is_multi_device_module) == ("cpu", False)
+    assert ShardedDDP is ShardedDataParallel
+    sharded.load_state_dict(sharded.state_dict())
+
+
+@on_ranks(2)
+def test_pickling_and_copying() -> None:
+    sharded, oss = shard(model_of(), AdamW)
+    backward(sharded, 0)
+    oss.step()
+    oss.zero_grad()
+    stream = io.BytesIO()
+    pickle.dump((sharded, oss), stream)
+    stream.seek(0)
+    copies = [pickle.load(stream), copy.deepcopy((sharded, oss))]
+    backward(sharded, 1)
+    oss.step()
+    for other, optimizer in copies:
+        backward(other, 1)
+        for parameter, owner in optimizer.owners().items():
+            assert (parameter.grad is None) == (owner != dist.get_rank())
+        optimizer.step()
+        assert_parameters(other, sharded)
+    group = dist.new_group([0, 1])
+    model = model_of()
+    with pytest.raises(TypeError, match="subgroup cannot be pickled"):
+        pickle.dumps(ShardedDDP(model, OSS(model.parameters(), group=group, lr=0.1)))
+
+
+@on_ranks(2)
+def test_arguments() -> None:
+    model = model_of()
+    oss = OSS(model.parameters(), lr=0.1)
+    for wrong in (SGD(model.parameters(), lr=0.1), [], [oss, None]):
+        with pytest.raises(TypeError, match="OSS"):
+            ShardedDDP(model, wrong)
+    with pytest.raises(ValueError, match="reduce_buffer_size=-1"):
+        ShardedDDP(model, oss, reduce_buffer_size=-1)
+    with pytest.raises(ValueError, match="not on none"):
+        ShardedDDP(nn.Module(), oss)
+    mixed = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))
+    with pytest.raises(ValueError, match="not on cpu, meta"):
+        ShardedDDP(mixed, oss)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ShardedDDP(model, (oss,), None, True, True, 2**23, True, False, True)
+
+
+def test_the_table_has_every_argument() -> None:
+    assert [*ARGUMENTS] == [name for name in inspect.signature(ShardedDataParallel).parameters if name != "self"]
+    assert all(argument.meaning in (ShardedDataParallel.__doc__ or "") for argument in ARGUMENTS.values())
+
+
+# -- Collectives
+
+
+@on_ranks(2, 3)
+def test_collectives_of_whole_tensors_on_every_backend() -> None:
+    """As many ranks use them that direct messages pay, as more do, and as other backends than gloo."""
+    group = dist.group.WORLD
+    rank, size = dist.get_rank(), dist.get_world_size()
+    before = comm_module.DIRECT_BELOW_BYTES
+    try:
+        for comm in (comm_for(group, torch.device("cpu")), PairwiseGlooComm(group), GlooComm(group), Comm(group)):
+            for comm_module.DIRECT_BELOW_BYTES in (0, before):
+                for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool):
+                    if dtype == torch.bool and type(comm) is Comm:
+                        continue  # gloo itself refuses it
+                    for owner in range(size):
+                        values = torch.arange(7).add(rank).to(dtype)
+                        for work in comm.broadcast(values, owner):
+                            work.wait()
+                        assert torch.equal(values, torch.arange(7).add(owner).to(dtype))
+                        if dtype != torch.bool:
+                            values = torch.arange(7).mul(rank + 1).to(dtype)
+                            for work in comm.reduce(values, owner):
+                                work.wait()
+                            if rank == owner:
+                                assert torch.equal(values, torch.arange(7).mul(size * (size + 1) // 2).to(dtype))
+                moved = torch.full((3,), float(rank))
+                comm.move(moved, 1, 0)
+                comm.move(moved, 1, 1)
+                assert moved[0] == (1 if rank <= 1 else rank)
+            assert comm.gather_objects({"rank": rank}) == [{"rank": other} for other in range(size)]
+            assert comm.host_device == torch.device("cpu")
+    finally:
+        comm_module.DIRECT_BELOW_BYTES = before
+
+
+@on_ranks(2)
+def test_trains_on_a_backend_without_direct_messages() -> None:
+    known = comm_module._comms.setdefault(dist.group.WORLD, {})
+    before, known["cpu"] = known.get("cpu"), GlooComm(dist.group.WORLD)
+    try:
+        for size in SIZES:
+            sharded, oss = shard(model_of(Wide), AdamW, reduce_buffer_size=size)
+            ddp = DistributedDataParallel(model_of(Wide))
+            optimizer = AdamW(ddp.parameters(), lr=0.1)
+            for step in range(2):
+                for model, stepped in ((sharded, oss), (ddp, optimizer)):
+                    stepped.zero_grad()
+                    backward(model, step)
+                    stepped.step()
+            assert_parameters(sharded, ddp)
+    finally:
+        del known["cpu"]
+        if before is not None:
+            known["cpu"] = before
+
+
+# -- FairScale
+
+
+@needs_fairscale
+@on_ranks(2, options=[{}, NO_BUFFERS, {"reduce_fp16": True, **NO_BUFFERS}], make=[MLP, ConvNet, Wide])
+def test_like_fairscale(options: dict[str, Any], make: Callable[[], nn.Module]) -> None:
+    from fairscale.nn.data_parallel import sharded_ddp as fairscale_sharded_ddp
+    from fairscale.optim import oss as fairscale_oss
+
+    for optim in (SGD, Adam):
+        sharded, oss = shard(model_of(make), optim, **options)
+        model = model_of(make)
+        theirs_oss = fairscale_oss.OSS(model.parameters(), optim=optim, lr=0.1)
+        theirs = fairscale_sharded_ddp.ShardedDataParallel(model, theirs_oss, **options)
+        for step in range(3):
+            for wrapped, stepped in ((sharded, oss), (theirs, theirs_oss)):
+                wrapped.zero_grad()
+                loss_of(wrapped, step, wrapped.module).backward()
+                stepped.step()
+            assert_parameters(sharded, model)
