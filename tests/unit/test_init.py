@@ -161,6 +161,7 @@ def dtypes(m: Any) -> None:
 
 
 def ways_around_operators(m: Any) -> None:
+    m.random = nn.Parameter(torch.rand(3))
     m.a = nn.Parameter(torch.zeros(2, 3))
     m.a.data.numpy()[1] = 7
     m.b = nn.Parameter(torch.from_numpy(np.arange(3.0)))
@@ -427,6 +428,33 @@ def test_large_values_are_held_by_reference_and_checked() -> None:
     large[7] += 1
     with pytest.raises(RuntimeError, match=r"shape \(524288,\).*changed before materialize"):
         materialize(model)
+
+
+def test_values_that_the_constructor_itself_changes_later() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            large = torch.tensor(np.ones(2**17))
+            self.a = nn.Parameter(torch.empty(2**17).copy_(large))
+            large.mul_(3)
+            self.b = nn.Parameter(torch.empty(2**17).copy_(large))
+
+    assert_recorded(Model)
+
+
+def test_memory_that_somebody_has_the_address_of_stays() -> None:
+    arrays: list[Any] = []
+
+    def build(m: Any) -> None:
+        m.a = torch.tensor([1.0, 2.0])
+        arrays.append(m.a.numpy())
+        m.a.normal_()
+        m.b = nn.Parameter(torch.rand(2))
+
+    model, truth = on_meta(lambda: Built(build)), built(lambda: Built(build))
+    assert_same(materialize(model), truth)
+    assert torch.equal(model.a, truth.a)
+    assert arrays[0].tolist() == model.a.tolist()
 
 
 def test_writes_without_memory_are_not_lost_in_silence() -> None:

@@ -55,6 +55,7 @@ def materialize(
 
     Raises:
         TypeError: for an argument of a wrong type.
+        ValueError: for a seed of more than 64 bits.
         StateError: naming what nothing initializes, or why the recorded history does not hold; nothing is changed then.
     """
     _check_arguments(model, seed, init_fn)
@@ -68,6 +69,8 @@ def materialize(
         work = _work(names, targets, init_fn, seed)
         generators.find_followers(list(work), seed)
         starts = _starts(list(work), meshes, seed, fast)
+        for record in work:
+            record.check_constants()
         for owner in shards:
             owner.leave_meta()
         states = States(starts)

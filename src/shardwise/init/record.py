@@ -250,6 +250,14 @@ class Record:
         """Whether anything was ever put into ``storage``."""
         return storage in self._writers or not self.memory[storage].nbytes
 
+    def check_constants(self) -> None:
+        """
+        Raises:
+            StateError: if somebody changed values that were taken from elsewhere.
+        """
+        for op in self.ops:
+            replace_leaves((op.args, op.kwargs), Constant, lambda constant: constant.value())
+
     def keep(self, storages: Iterable[int]) -> None:
         """Forget what none of ``storages`` depends on, except for the draws, which move their generators."""
         needed = {index for storage in storages for index in self.slice(storage)}

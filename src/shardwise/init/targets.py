@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from ..core.device import local_of, shard_like, spec_of, wrap_local
 from ..core.errors import StateError
@@ -222,14 +223,14 @@ def find_targets(modules: list[tuple[str, nn.Module]], shards: list[Shards]) -> 
         for slot in owner.slots:
             if slot.buffer.local.is_meta or not slot.has_values:
                 alive = [(place.module(), place.name) for place in slot.places]
-                sites = [Site(module, name) for module, name in alive if module is not None]
-                targets.append(SlotTarget(full(sites[0]), sites, slot))
+                if sites := [Site(module, name) for module, name in alive if module is not None]:
+                    targets.append(SlotTarget(full(sites[0]), sites, slot))
     device = shards[0].mesh.device if shards else None
     plain: dict[int, list[Site]] = {}
     for _, module in modules:
         for site in sites_of(module):
             tensor = site.get()
-            if owner_of(tensor) is None and _is_meta(tensor):
+            if owner_of(tensor) is None and not is_lazy(tensor) and _is_meta(tensor):
                 plain.setdefault(id(tensor), []).append(site)
     targets += [WholeTarget(full(sites[0]), sites, device) for sites in plain.values()]
     return targets
