@@ -422,8 +422,9 @@ def test_clipping_looks_at_the_gradients_of_now() -> None:
         for model in (mine, plain):
             model.zero_grad()
             give_gradients([p for index, p in enumerate(model.parameters()) if index in chosen], 1)
-        norm = oss.clip_grad_norm(0.1)
-        assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
+        for order in (2.0, math.inf, -math.inf, -1.0):
+            norm = oss.clip_grad_norm(1e9, norm_type=order)
+            assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9, norm_type=order)), order
 
 
 @on_ranks(2)
@@ -508,15 +509,16 @@ def test_state_travels_to_the_plain_optimizer_and_back() -> None:
             assert_same(mine.parameters(), model.parameters(), optim.__name__)
 
 
-@on_ranks(2)
+@on_ranks(1, 2)
 def test_what_was_consolidated_stays_as_it_was() -> None:
-    model = model_of()
-    oss = OSS(model.parameters(), optim=Adam)
-    give_gradients(model.parameters(), 0)
+    """Small tensors and large ones, of this rank and of others."""
+    parameters = [nn.Parameter(torch.ones(shape)) for shape in ((60, 60), (50, 50), (3,), (2,))]
+    oss = OSS(parameters, optim=Adam)
+    give_gradients(parameters, 0)
     oss.step()
     saved = oss.state_dict(all_ranks=True)
     kept = copy.deepcopy(saved)
-    give_gradients(model.parameters(), 1)
+    give_gradients(parameters, 1)
     oss.step()
     assert_same_state(saved, kept)
 

@@ -184,6 +184,32 @@ def test_runs_are_sent_while_few_bytes_may_be_under_way() -> None:
 
 
 @on_ranks(2)
+def test_reductions_overlap_backward() -> None:
+    """Those of the last layers are under way before the first layer's gradient is there."""
+    sharded, oss = shard(model_of(Wide), reduce_buffer_size=0)
+    first = sharded.module.layers[0].weight
+    comm = comm_for(dist.group.WORLD, torch.device("cpu"))
+    events: list[Any] = []
+    reduce = comm.reduce
+
+    def watched(tensor: torch.Tensor, owner: int) -> Any:
+        events.append(tensor.numel())
+        return reduce(tensor, owner)
+
+    first.register_hook(lambda _: events.append("first layer"))
+    comm.reduce = watched  # type: ignore[method-assign]
+    try:
+        backward(sharded, 0)
+    finally:
+        del comm.reduce  # type: ignore[method-assign]
+    # One for each gradient, the latest layer first.
+    sizes = [4, 4 * 300, 300, 300 * 300, 300, 9 * 300]
+    assert [event for event in events if event != "first layer"] == sizes
+    assert events.index("first layer") >= 3
+    assert oss.world_size == 2
+
+
+@on_ranks(2)
 def test_closures() -> None:
     sharded, oss = shard(model_of(), AdamW)
     ddp = DistributedDataParallel(model_of())
@@ -437,6 +463,18 @@ def test_everything_frozen_and_thawed() -> None:
     for model in (sharded, ddp):
         backward(model, 1)
     assert_gradients(sharded, oss, ddp)
+
+
+@on_ranks(2)
+def test_frozen_between_backward_passes_that_add_up() -> None:
+    def run(model: nn.Module, rank: int) -> None:
+        for step in range(2):
+            inner(model).layers[1].bias.requires_grad_(step == 0)
+            model(inputs_for(inner(model), 10 * step + rank)).square().mean().backward()
+
+    sharded, oss = shard(model_of(), warn_on_trainable_params_changed=False)
+    run(sharded, dist.get_rank())
+    assert_gradients(sharded, oss, mean_gradients(model_of(), run), bitwise=False)
 
 
 @on_ranks(2)
