@@ -15,13 +15,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Shard
 
 from .core.context import FSDPCommContext
-from .core.device import device_for
 from .core.errors import UnsupportedShardError
-from .core.group import ParamGroup, ShardState
+from .core.group import ParamGroup
 from .core.hooks import Unit
 from .core.mesh import DataParallelMesh, data_parallel_mesh, smaller_mesh
 from .core.module import FSDPModule, become_fsdp_module, unit_of
 from .core.parameter import Place, alias_of, owner_of, successor_of
+from .core.root import make_root, managed_modules
+from .core.shards import ParameterShards
 from .core.slot import GroupPolicy, ManagedParameter
 from .placements import PRESETS, Placements
 
@@ -114,19 +115,20 @@ def fully_shard(
     data_parallel = data_parallel_mesh(mesh if mesh is not None else _default_mesh(), strategy, dp_mesh_dims)
     if comm_ctx is not None and comm_ctx.device.torch_device.type != data_parallel.device.type:
         raise ValueError(f"comm_ctx is for {comm_ctx.device.torch_device.type}, the mesh is on {data_parallel.device}")
-    managed = _managed_modules(modules)
+    managed = managed_modules(modules)
     policy = _policy(mp_policy, offload_policy, reshard_after_forward, data_parallel)
     parameters = _managed_parameters(managed, ignored_params or set(), module_fqn)
     groups = _make_groups(parameters, data_parallel, policy, shard_placement_fn)
     _move_buffers(managed, data_parallel.device)
     # The root's parameters are needed at once in backward; where they are kept anyway, resharding costs nothing.
     by_default = reshard_after_forward is None and comm_ctx is None and not strategy.keeps_unsharded
-    unit = Unit(modules, groups, data_parallel.device, mp_policy, module_fqn, comm_ctx, by_default, _make_root)
+    unit = Unit(modules, groups, data_parallel.device, mp_policy, module_fqn, comm_ctx, by_default, make_root)
     for group in groups:
         group.options.reshard_after_forward = reshard_after_forward is None or bool(reshard_after_forward)
         if reshard_after_forward == 1 and reshard_after_forward is not True:
             group.options.reshard_after_forward = False
         _install_state_dict_hooks(group)
+    unit.install_hooks()
     for member in modules:
         become_fsdp_module(member, unit)
     return module
@@ -214,25 +216,6 @@ def _policy(
 # -- What belongs to the unit
 
 
-def _managed_modules(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Modules below ``roots`` that no other unit has, children first, with their names relative to their root."""
-    found: list[tuple[str, nn.Module]] = []
-    seen: set[int] = set()
-    for index, root in enumerate(roots):
-        _visit(str(index) if len(roots) > 1 else "", root, found, seen)
-    return found
-
-
-def _visit(name: str, module: nn.Module, found: list[tuple[str, nn.Module]], seen: set[int]) -> None:
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    for child_name, child in module.named_children():
-        if unit_of(child) is None:
-            _visit(f"{name}.{child_name}" if name else child_name, child, found, seen)
-    found.append((name, module))
-
-
 def _managed_parameters(
     managed: Sequence[tuple[str, nn.Module]],
     ignored: Iterable[nn.Parameter],
@@ -307,7 +290,7 @@ def _make_groups(
         own_policy = policy
         if policy.reshard_to is not None and meshes[key] is not mesh:
             own_policy = replace(policy, reshard_to=smaller_mesh(meshes[key], policy.reshard_to.shard.size))
-        groups.append(ParamGroup(members, meshes[key], own_policy))
+        groups.append(ParamGroup(ParameterShards(members, meshes[key], own_policy)))
     return groups
 
 
@@ -336,46 +319,6 @@ def _move_buffers(managed: Sequence[tuple[str, nn.Module]], device: torch.device
         for buffer in module.buffers(recurse=False):
             if buffer.device.type not in (device.type, "meta"):
                 buffer.data = buffer.to(device)
-
-
-# -- The tree
-
-
-def _make_root(root: Unit) -> FSDPCommContext:
-    """Make ``root`` the outermost unit of its tree: one context, full names, and its own default for resharding."""
-    named = [pair for module in root.modules for pair in module.named_modules()]
-    units = dict.fromkeys(unit for _, module in named if (unit := unit_of(module)) is not None)
-    given = (unit.context for unit in units if unit.context is not None and not unit.context.has_root)
-    context = next(given, None)
-    if context is None:
-        context = FSDPCommContext(root.device.type)
-        context.use_device(device_for(root.device))
-    context.has_root = True
-    for unit in units:
-        unit.join(context, is_root=unit is root)
-    _name_units(root, named)
-    for unit in units:
-        for group in unit.groups:
-            if group.state is ShardState.SHARDED:
-                group.adopt_registered()
-    return context
-
-
-def _name_units(root: Unit, named: Sequence[tuple[str, nn.Module]]) -> None:
-    names: dict[Unit, list[str]] = {}
-    by_parameter: dict[int, str] = {}
-    for name, module in named:
-        if (unit := unit_of(module)) is not None:
-            names.setdefault(unit, []).append(name)
-        for parameter_name, parameter in module._parameters.items():
-            by_parameter.setdefault(id(parameter), f"{name}.{parameter_name}" if name else parameter_name)
-    for unit, own in names.items():
-        if unit.given_name is not None:
-            continue
-        unit.rename(", ".join(own))
-        for group in unit.groups:
-            for slot in group.slots:
-                slot.name = by_parameter.get(id(slot.places[0].get()), slot.name)
 
 
 def _install_state_dict_hooks(group: ParamGroup) -> None:

@@ -1,4 +1,4 @@
-"""Norms and clipping of sharded gradients."""
+"""What happens to sharded gradients between backward and the optimizer: norms, clipping, loss scaling."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from .core.comm import comm_for
+from .core.comm import Comm, comm_for
 from .core.device import local_norms, local_of, mesh_device, scale_each
+from .grad_scaler import ShardedGradScaler
+
+__all__ = ["ShardedGradScaler", "clip_grad_norm_", "norm_over_ranks", "scale_to_norm", "total_norm"]
 
 
 @torch.no_grad()
@@ -49,20 +52,33 @@ def clip_grad_norm_(
             f"the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; "
             "pass error_if_nonfinite=False to scale them by it all the same"
         )
+    scale_to_norm(gradients, norm, max_norm, foreach=foreach is not False)
+    return norm
+
+
+def scale_to_norm(
+    gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float, *, foreach: bool = True
+) -> None:
+    """Scale ``gradients``, whose norm over all ranks is ``norm``, down to ``max_norm``, in place.
+
+    Args:
+        gradients: DTensors or plain ones, on any devices.
+        norm: 0-dim.
+        max_norm: in the unit of the gradients.
+        foreach: all tensors of a device at once, which needs memory for temporaries.
+    """
     # As torch does: no branch on the value, which would wait for the device.
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    locals_ = [local_of(g) if isinstance(g, DTensor) else g for g in gradients]
     by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for local in locals_:
-        by_device.setdefault(local.device, []).append(local)
+    for gradient in gradients:
+        by_device.setdefault(gradient.device, []).append(local_of(gradient))
     for device, tensors in by_device.items():
         on_device = scale.to(device)
-        if foreach is False:
+        if foreach:
+            scale_each(tensors, on_device)
+        else:
             for tensor in tensors:
                 tensor.mul_(on_device)
-        else:
-            scale_each(tensors, on_device)
-    return norm
 
 
 @torch.no_grad()
@@ -82,7 +98,7 @@ def total_norm(tensors: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch
     norms: list[torch.Tensor | None] = [None] * len(tensors)
     for mesh, indices in by_mesh.items():
         members = [tensors[index] for index in indices]
-        vector = torch.stack(local_norms([local_of(t) if isinstance(t, DTensor) else t for t in members], norm_type))
+        vector = torch.stack(local_norms([local_of(tensor) for tensor in members], norm_type))
         if mesh is not None:
             # Norms of offloaded gradients go to where the mesh communicates.
             vector = _complete(
@@ -110,15 +126,16 @@ def _complete(vector: torch.Tensor, sharded: Sequence[set[int]], mesh: DeviceMes
         if mesh.size(axis) == 1:
             continue
         cuts = [axis in axes for axes in sharded]
-        combined = _combine(vector.clone(), mesh, axis, norm_type)
+        combined = norm_over_ranks(vector.clone(), comm_for(mesh.get_group(axis), vector.device), norm_type)
         # Where the axis does not cut a tensor its ranks have the same norm already.
         vector = combined if all(cuts) else torch.where(vector.new_tensor(cuts, dtype=torch.bool), combined, vector)
     return vector
 
 
-def _combine(vector: torch.Tensor, mesh: DeviceMesh, axis: int, norm_type: float) -> torch.Tensor:
-    """Norms over the ranks of one axis from each rank's norms."""
-    comm = comm_for(mesh.get_group(axis), vector.device)
+def norm_over_ranks(vector: torch.Tensor, comm: Comm, norm_type: float) -> torch.Tensor:
+    """Norms of what all ranks of ``comm`` hold, from each rank's norms ``vector``, which may be overwritten."""
+    if comm.size == 1:
+        return vector
     if math.isinf(norm_type):
         comm.all_reduce_largest(vector, smallest=norm_type < 0)
         return vector

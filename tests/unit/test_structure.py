@@ -31,11 +31,13 @@ ORDER = [
     "core.parameter",
     "core.slot",
     "core.shards",
+    "core.flat",
     "core.reducer",
     "core.group",
     "core.context",
     "core.hooks",
     "core.module",
+    "core.root",
     "fully_shard",
     "grad",
     "optim",
@@ -78,6 +80,12 @@ ORDER = [
     "fairscale.arguments",
     "fairscale.oss",
     "fairscale.sharded_ddp",
+    "fairscale.flat_parameter",
+    "fairscale.ranks",
+    "fairscale.fsdp_parameters",
+    "fairscale.fsdp_weights",
+    "fairscale.fsdp_optimizer",
+    "fairscale.fsdp",
 ]
 
 

@@ -200,6 +200,29 @@ class ShardedBuffer:
         if self._full is not None and not self.is_identity:
             free_storage(self._full)
 
+    def gather_whole(self, index: int) -> torch.Tensor:
+        """One whole tensor in the dtype of the shards, on the device that computes; all ranks of the axis call this.
+
+        In memory of its own, unless there is nothing to gather. Not through DTensor, which stages: this takes the
+        memory of one tensor, and of two if it is cut unevenly or not on dim 0.
+        """
+        tensor = self.layout.tensors[index]
+        if tensor.world_size == 1:
+            return self.local_view(index).to(self.device)
+        own = self.local.narrow(0, tensor.local_offset, tensor.chunk_numel).to(self.device)
+        gathered = own.new_empty(tensor.world_size * tensor.chunk_numel)
+        if not tensor.chunk_numel:
+            return gathered.view(tensor.shape)
+        for work in self.comm.all_gather([gathered], [own]):
+            work.wait()
+        if tensor.is_even and tensor.dim == 0:
+            return gathered.view(tensor.shape)
+        if tensor.dim == 0:
+            return gathered[: tensor.numel].view(tensor.shape).clone()
+        whole = own.new_empty(tensor.shape)
+        join_chunks(tensor, gathered, whole.view(-1))
+        return whole
+
     def _offsets(self) -> list[int]:
         return [tensor.full_offset for tensor in self.layout.tensors]
 

@@ -21,6 +21,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch.distributed.distributed_c10d import PrefixStore
 
 from .device import Waitable
+from .errors import StateError
 
 PAIRWISE_WORLD_SIZE = 8
 PACK_BELOW_BYTES = 128 * 1024
@@ -129,6 +130,24 @@ class SingleComm(Comm):
 
     def __init__(self) -> None:
         self.rank, self.size = 0, 1
+
+
+class MissingComm(Comm):
+    """Ranks without a process group: what they hold can be told, and nothing can be sent."""
+
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size = rank, size
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """
+        Raises:
+            StateError: always.
+        """
+        raise StateError(
+            f"rank {self.rank} of {self.size} has no process group to communicate in: set process_group to one of as "
+            "many ranks first"
+        )
 
 
 class GlooComm(Comm):

@@ -317,9 +317,9 @@ def wrap_local(
     return wrapped
 
 
-def wrap_gradient(local: torch.Tensor, parameter: torch.Tensor) -> DTensor:
-    """``local`` placed as ``parameter``, a DTensor, is."""
-    return wrap_local(local, spec_of(parameter))
+def wrap_gradient(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """``local`` placed as ``parameter`` is, if that is a DTensor."""
+    return wrap_local(local, spec_of(parameter)) if isinstance(parameter, DTensor) else local
 
 
 def spec_of(tensor: torch.Tensor) -> DTensorSpec:
@@ -371,8 +371,8 @@ def complete(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The local tensor itself (`DTensor.to_local` gives an autograd view of it)."""
-    local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
+    """The local tensor itself (`DTensor.to_local` gives an autograd view of it); a plain tensor is its own."""
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
 
 

@@ -11,18 +11,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from .buffer import Gather, ShardedBuffer
 from .comm import StagedCollective
 from .device import Lane, Ticket, Waitable, label, local_of, make_spec, not_inference, without_torch_function
 from .errors import explain
 from .layout import per_parameter
-from .mesh import DataParallelMesh
+from .mesh import DataParallelMesh, DataParallelRanks
 from .parameter import make_sharded_parameter, remember_successor
 from .reducer import GradientReducer
 from .shards import Shards
-from .slot import GroupOptions, GroupPolicy, ManagedParameter, Slot
+from .slot import GroupOptions, Slot
 
 
 class ShardState(Enum):
@@ -63,22 +62,19 @@ class ParamGroup:
     Takes parameters, not a module: an optimizer wrapper has no module.
 
     Args:
-        parameters: what to manage; their registered places get the sharded parameters.
-        mesh: ranks and strategy.
-        policy: dtypes and memory.
+        shards: the sharded parameters.
     """
 
-    def __init__(self, parameters: Sequence[ManagedParameter], mesh: DataParallelMesh, policy: GroupPolicy):
-        self.mesh, self.policy = mesh, policy
+    def __init__(self, shards: Shards):
+        self.shards, self.mesh, self.policy = shards, shards.mesh, shards.policy
         self.options = GroupOptions()
         self.state = ShardState.SHARDED
-        self.shards = Shards(parameters, mesh, policy)
-        self.slots: Sequence[Slot] = self.shards.slots
-        self.gradients = GradientReducer(self.slots, mesh, policy, self.options)
+        self.slots: Sequence[Slot] = shards.slots
+        self.gradients = GradientReducer(self.slots, self.mesh, self.policy, self.options)
         self._name = ""
         self._gather: tuple[Ticket | None, Sequence[Gather]] | None = None
         self._prepared: _Prepared | None = None
-        self._is_kept = mesh.strategy.keeps_unsharded
+        self._is_kept = self.mesh.strategy.keeps_unsharded
 
     @property
     def name(self) -> str:
@@ -88,6 +84,14 @@ class ParamGroup:
     @name.setter
     def name(self, name: str) -> None:
         self._name = self.shards.unit_name = self.gradients.unit_name = name
+
+    def use_ranks(self, ranks: DataParallelRanks) -> None:
+        """Communicate by ``ranks`` from now on: as many, and this rank in the same place."""
+        assert (ranks.shard.rank, ranks.shard.size) == (self.mesh.shard.rank, self.mesh.shard.size)
+        self.mesh = self.shards.mesh = self.gradients.mesh = ranks
+        for buffer in self.shards.buffers:
+            buffer.comm = ranks.shard
+        self.gradients.forget_plans()
 
     def adopt_registered(self, *, is_loading: bool = False) -> None:
         """`Shards.adopt_registered`, between uses."""
@@ -184,27 +188,13 @@ class ParamGroup:
 
     def _register_unsharded(self) -> None:
         with without_torch_function():
-            for slot in self.slots:
-                requires_grad = slot.sharded.requires_grad
-                if slot.unsharded is None:
-                    slot.unsharded = self._make_unsharded(slot, requires_grad)
-                elif slot.unsharded.requires_grad != requires_grad:
-                    slot.unsharded.requires_grad_(requires_grad)
-                for place in slot.places:
-                    place.put(slot.unsharded)
+            for position, slot in enumerate(self.slots):
+                for made in slot.put_unsharded():
+                    # An optimizer made while it is registered must not step it: the shards are what counts.
+                    remember_successor(made, self.shards.reference, position)
         for buffer in self.shards.buffers:
             buffer.drop_resharded()
         self.state = ShardState.UNSHARDED
-
-    def _make_unsharded(self, slot: Slot, requires_grad: bool) -> nn.Parameter:
-        with not_inference():
-            value = slot.buffer.full_view(slot.index)
-            if slot.parallel is not None:
-                value = slot.parallel.unsharded(value)
-            parameter = nn.Parameter(value, requires_grad=requires_grad)
-        # An optimizer made while it is registered must not step it: the shards are what counts.
-        remember_successor(parameter, self.shards.reference, self.slots.index(slot))
-        return parameter
 
     def reshard(self, *, after_forward: bool = False, keep: bool = False) -> None:
         """Register the sharded parameters and free the gathered ones, unless the strategy keeps them.
@@ -222,8 +212,7 @@ class ParamGroup:
             return
         self._prepared = None
         for slot in self.slots:
-            for place in slot.places:
-                place.put(slot.sharded)
+            slot.put_sharded()
         self.state = ShardState.SHARDED
         self._is_kept = keep or self.mesh.strategy.keeps_unsharded
         if self._is_kept:
@@ -253,7 +242,7 @@ class ParamGroup:
 
     def kept(self, output: torch.Tensor) -> torch.Tensor:
         """``output``, or a copy if it is an unsharded parameter or a view of one, whose memory resharding frees."""
-        own = local_of(output) if isinstance(output, DTensor) else output
+        own = local_of(output)
         if self.mesh.strategy.keeps_unsharded or type(own) not in (torch.Tensor, nn.Parameter):
             return output
         freed = any(not buffer.is_identity and buffer.shares_memory(own) for buffer in self.shards.buffers)

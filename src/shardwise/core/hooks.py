@@ -81,7 +81,6 @@ class Unit:
         self.context = context
         if context is not None:
             context.join(self)
-        self._install_hooks(modules)
 
     def join(self, context: FSDPCommContext, *, is_root: bool) -> None:
         """Use ``context``, as the outermost unit of its tree or not."""
@@ -106,11 +105,12 @@ class Unit:
         for group in self.groups:
             group.name = name or f"{type(self.modules[0]).__name__.removeprefix('FSDP')} (root)"
 
-    def _install_hooks(self, modules: Sequence[nn.Module]) -> None:
+    def install_hooks(self) -> None:
+        """Let the modules' forward call `pre_forward` and `post_forward`; where it does not, `run` does."""
         before = eager(self.pre_forward)
         after = eager(self.post_forward)
-        several = len(modules) > 1
-        for module in modules:
+        several = len(self.modules) > 1
+        for module in self.modules:
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             module.register_forward_hook(after, always_call=several)
 
@@ -246,6 +246,15 @@ class Unit:
                 "its parameters would not be gathered for backward: return tensors in a dict, list or dataclass, "
                 "or pass reshard_after_forward=False to fully_shard"
             )
+
+    def run(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What ``function`` gives, as if it were the forward of ``module``."""
+        try:
+            args, kwargs = self.pre_forward(module, args, kwargs)
+            return self.post_forward(module, args, function(*args, **kwargs))
+        except BaseException:
+            self.leave_by_exception(module)
+            raise
 
     def leave_by_exception(self, module: nn.Module) -> None:
         """Forward raised: what it began is over, so that the next one starts anew."""

@@ -129,6 +129,20 @@ def per_parameter(
     return _rank_major(cuts, world_size, full_offsets, full_numel)
 
 
+def flat(totals: Sequence[int], world_size: int, packed: Sequence[bool] | None = None) -> Layout:
+    """Cut runs of joined tensors evenly: less than one element per rank and run is padded.
+
+    Each run is one tensor of the layout, with its padding inside, at the end.
+
+    Args:
+        totals: elements of each run.
+        world_size: ranks on the sharding axis.
+        packed: as of `per_parameter`.
+    """
+    padded = [(-(-total // world_size) * world_size,) for total in totals]
+    return per_parameter(padded, [0] * len(padded), world_size, packed)
+
+
 def for_gradients(
     shapes: Sequence[tuple[int, ...]], dims: Sequence[int], world_size: int, packed: Sequence[bool]
 ) -> Layout:

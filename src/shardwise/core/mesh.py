@@ -16,26 +16,20 @@ from .device import flatten_axes, join_meshes, mesh_device
 
 
 @dataclass(frozen=True, eq=False)
-class DataParallelMesh:
-    """The collectives of each mesh axis, by what the strategy does over it.
+class DataParallelRanks:
+    """The collectives of each axis of ranks, by what the strategy does over it.
 
     Args:
-        mesh: one axis (shard) or two (replicate, shard).
         strategy: what is sharded between uses.
         device: that this rank computes on.
         shard: the axis that tensors are cut over; size 1 where the strategy replicates everything.
         replicate: axes that gradients are averaged over beside that.
-        whole: the mesh that ``mesh`` was cut from by ``dp_mesh_dims``; parameters are then DTensors on it.
-        axis_names: names of its data-parallel axes.
     """
 
-    mesh: DeviceMesh
     strategy: Placements
     device: torch.device
     shard: Comm
     replicate: tuple[Comm, ...]
-    whole: DeviceMesh | None = None
-    axis_names: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -44,6 +38,21 @@ class DataParallelMesh:
         for comm in self.replicate:
             size *= comm.size
         return size
+
+
+@dataclass(frozen=True, eq=False)
+class DataParallelMesh(DataParallelRanks):
+    """The ranks of a device mesh, over which parameters are DTensors.
+
+    Args:
+        mesh: one axis (shard) or two (replicate, shard).
+        whole: the mesh that ``mesh`` was cut from by ``dp_mesh_dims``; parameters are then DTensors on it.
+        axis_names: names of its data-parallel axes.
+    """
+
+    mesh: DeviceMesh
+    whole: DeviceMesh | None = None
+    axis_names: tuple[str, ...] = ()
 
     def placements(self, dim: int) -> tuple[Placement, ...]:
         """Placements, by mesh axis, of the DTensor of a tensor that is cut on tensor dim ``dim``."""
@@ -92,7 +101,7 @@ def data_parallel_mesh(
     shard, replicate = comms[-1], tuple(comms[:-1])
     if not strategy.shards_optimizer:
         shard, replicate = SingleComm(), tuple(comms)
-    return DataParallelMesh(mesh, strategy, device, shard, tuple(comm for comm in replicate if comm.size > 1))
+    return DataParallelMesh(strategy, device, shard, tuple(comm for comm in replicate if comm.size > 1), mesh)
 
 
 def _named_axes(mesh: DeviceMesh, axes: DataParallelAxes) -> DeviceMesh:

@@ -37,6 +37,11 @@ def unit_of(module: nn.Module) -> Unit | None:
     return unit
 
 
+def set_unit(module: nn.Module, unit: Unit) -> None:
+    """``module`` was wrapped as ``unit``."""
+    module.__dict__[_UNIT] = unit
+
+
 class UnshardHandle(torch_fsdp.UnshardHandle):
     """What `FSDPModule.unshard` with ``async_op=True`` gives."""
 
@@ -380,7 +385,7 @@ def become_fsdp_module(module: nn.Module, unit: Unit) -> None:
     if (wrapped := _classes.get(original)) is None:
         wrapped = _classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), {})
     module.__class__ = wrapped
-    module.__dict__[_UNIT] = unit
+    set_unit(module, unit)
     answer_pipelines(module, functools.partial(_finish_iteration, unit.reference))
 
 
@@ -414,13 +419,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     def run(*args: Any, **kwargs: Any) -> Any:
         alive = reference()
         assert alive is not None
-        try:
-            args, kwargs = unit.pre_forward(alive, args, kwargs)
-            output = bound_later(*args, **kwargs) if function is None else function(alive, *args, **kwargs)
-            return unit.post_forward(alive, args, output)
-        except BaseException:
-            unit.leave_by_exception(alive)
-            raise
+        return unit.run(alive, bound_later if function is None else functools.partial(function, alive), args, kwargs)
 
     if function is None:
         bound_later = bound  # static, of the class, or set on the instance: not bound to the module

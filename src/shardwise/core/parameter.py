@@ -18,6 +18,21 @@ from .errors import StateError
 from .tree import tensors_in
 
 
+class OwnerReference(weakref.ref[Any]):
+    """A weak reference that may hang on parameters: whoever pickles or copies them gets one to nothing."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _reference_to_nothing, ()
+
+
+def _reference_to_nothing() -> Any:
+    return _nothing
+
+
+def _nothing() -> None:
+    pass
+
+
 class Owner(Protocol):
     """Who a sharded parameter belongs to."""
 
@@ -290,6 +305,18 @@ class Place:
         parameter = module._parameters[self.name]
         assert parameter is not None
         return parameter
+
+    def hide(self, stand_in: torch.Tensor) -> None:
+        """Register nothing; the name gives ``stand_in``."""
+        if (module := self.module()) is not None:
+            module._parameters.pop(self.name, None)
+            module.__dict__[self.name] = stand_in
+
+    def show(self, parameter: nn.Parameter) -> None:
+        """`put` after `hide`."""
+        if (module := self.module()) is not None:
+            module.__dict__.pop(self.name, None)
+            self.put(parameter)
 
     def put(self, parameter: nn.Parameter) -> None:
         """Register ``parameter``."""

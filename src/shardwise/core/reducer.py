@@ -19,9 +19,9 @@ from .device import (
     wrap_gradient,
 )
 from .errors import StateError
-from .gradient import Deliver, GradientPlan, Reduction, Route, gradient_scale
-from .mesh import DataParallelMesh
-from .slot import GroupOptions, GroupPolicy, Slot
+from .gradient import Deliver, GradientPlan, Reduction, Route, Scale, gradient_scale
+from .mesh import DataParallelRanks
+from .slot import GroupOptions, GroupPolicy, Slot, reduction_dtype
 
 MOST_PLANS = 64
 """Which parameters are reduced together may change with every step; plans are cheap to make again."""
@@ -39,7 +39,7 @@ class GradientReducer:
         options: what users set.
     """
 
-    def __init__(self, slots: Sequence[Slot], mesh: DataParallelMesh, policy: GroupPolicy, options: GroupOptions):
+    def __init__(self, slots: Sequence[Slot], mesh: DataParallelRanks, policy: GroupPolicy, options: GroupOptions):
         self.slots, self.mesh, self.policy, self.options = slots, mesh, policy, options
         self.unit_name = ""
         self._plans: dict[tuple[tuple[int, ...], int, torch.dtype, bool], GradientPlan] = {}
@@ -51,33 +51,20 @@ class GradientReducer:
         self._absences.clear()
 
     def _reduce_dtype(self, gradient_dtype: torch.dtype) -> torch.dtype:
-        wanted = self.policy.precision.reduce_dtype
-        return wanted if wanted is not None and gradient_dtype.is_floating_point else gradient_dtype
+        return reduction_dtype(gradient_dtype, self.policy.precision.reduce_dtype)
 
     def accumulate(self) -> None:
         """Keep this backward's unsharded gradients for a later reduction, in the reduction's dtype."""
         for slot in self.slots:
-            gradient = slot.unsharded.grad if slot.unsharded is not None else None
-            if gradient is None:
-                continue
-            assert slot.unsharded is not None
-            if slot.accumulated is not None:
-                slot.accumulated += gradient
-                slot.unsharded.grad = None
-            elif gradient.dtype != (dtype := self._reduce_dtype(gradient.dtype)):
-                slot.accumulated = gradient.to(dtype)
-                slot.unsharded.grad = None
+            slot.accumulate(self.policy.precision.reduce_dtype)
 
     def _trainable(self) -> list[Slot]:
         with without_torch_function():
-            return [slot for slot in self.slots if slot.unsharded is not None and slot.sharded.requires_grad]
+            return [slot for slot in self.slots if slot.trains]
 
     def has_any(self) -> bool:
         """Whether an unsharded gradient waits for its reduction."""
-        return any(
-            slot.accumulated is not None or (slot.unsharded is not None and slot.unsharded.grad is not None)
-            for slot in self.slots
-        )
+        return any(slot.has_gradient for slot in self.slots)
 
     def trains(self) -> bool:
         """Whether any parameter requires a gradient."""
@@ -86,32 +73,11 @@ class GradientReducer:
     def drop(self) -> None:
         """Forget unsharded gradients."""
         for slot in self.slots:
-            slot.accumulated = None
-            if slot.unsharded is not None:
-                slot.unsharded.grad = None
+            slot.drop_gradient()
         for plan in self._plans.values():
             plan.partial = None
         # Ranks may have been told of different reductions.
         self._absences.clear()
-
-    def _take(self, slot: Slot) -> torch.Tensor | None:
-        assert slot.unsharded is not None
-        gradient, fresh = slot.accumulated, slot.unsharded.grad
-        slot.accumulated = slot.unsharded.grad = None
-        if gradient is None:
-            gradient = fresh
-        elif fresh is not None:
-            gradient += fresh
-        if gradient is None:
-            return None
-        if slot.parallel is not None:
-            gradient = slot.parallel.local_gradient(gradient)
-        if gradient.layout is not torch.strided:
-            raise StateError(
-                f"parameter {slot.name!r} got a {gradient.layout} gradient, which cannot be reduced to shards: "
-                "use dense gradients (nn.Embedding(sparse=False))"
-            )
-        return gradient.contiguous()
 
     def take(self) -> list[tuple[list[Slot], list[torch.Tensor | None]]]:
         """Remove the unsharded gradients of the trainable parameters, those of one buffer together."""
@@ -119,7 +85,7 @@ class GradientReducer:
         for slot in self._trainable():
             slots, gradients = by_buffer.setdefault(id(slot.buffer), ([], []))
             slots.append(slot)
-            gradients.append(self._take(slot))
+            gradients.append(slot.take_gradient())
         return list(by_buffer.values())
 
     def reduce(self, slots: Sequence[Slot], gradients: list[torch.Tensor | None], lane: Lane) -> Reduction | None:
@@ -201,10 +167,14 @@ class GradientReducer:
     def _route(self, dtype: torch.dtype) -> Route:
         options, replicate = self.options, self.mesh.replicate
         size = self.mesh.size // self.mesh.shard.size
+        if options.divisors is not None:
+            scale = Scale(before=options.divisors[0], after=options.divisors[1])
+        else:
+            scale = gradient_scale(dtype, self.mesh.shard.size, size, options.divide_factor, options.force_sum)
         return Route(
             options.reduce_comm or self.mesh.shard,
             replicate,
-            gradient_scale(dtype, self.mesh.shard.size, size, options.divide_factor, options.force_sum),
+            scale,
             stop_after_shard=bool(replicate) and not options.all_reduce_gradients,
             hook=options.all_reduce_hook,
             custom=options.custom_reduce_scatter,
@@ -237,6 +207,8 @@ class GradientReducer:
     def _deliver_own(self, slots: Sequence[Slot], gradients: list[torch.Tensor | None]) -> None:
         """A world of one: the unsharded gradient is the shard, with the precision that a reduction would leave it."""
         factor, like = self.options.divide_factor, slots[0].buffer.local
+        if self.options.divisors is not None:
+            factor = self.options.divisors[0] * self.options.divisors[1]
         shards: list[torch.Tensor | None] = []
         for gradient in gradients:
             if gradient is not None:

@@ -4,6 +4,7 @@ or moves them."""
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -16,9 +17,10 @@ from .comm import PACK_BELOW_BYTES
 from .device import Ticket, local_of, make_spec, not_inference, pins_memory, set_local, spec_of, without_torch_function
 from .errors import StateError
 from .layout import Layout, per_parameter
-from .mesh import DataParallelMesh
+from .mesh import DataParallelMesh, DataParallelRanks
 from .model_parallel import describe
 from .parameter import (
+    OwnerReference,
     Place,
     adopt_parameter,
     make_sharded_parameter,
@@ -30,21 +32,20 @@ from .parameter import (
 from .slot import GroupPolicy, ManagedParameter, Slot
 
 
-class Shards:
-    """Sharded parameters over one mesh, in one flat buffer for each dtype.
+class Shards(ABC):
+    """The sharded parameters of one group, in one flat buffer for each dtype, and whether they were written.
 
     Args:
-        parameters: what to shard; their registered places get the sharded parameters.
         mesh: ranks and strategy.
         policy: dtypes and memory.
     """
 
-    def __init__(self, parameters: Sequence[ManagedParameter], mesh: DataParallelMesh, policy: GroupPolicy):
+    def __init__(self, mesh: DataParallelRanks, policy: GroupPolicy):
         self.mesh, self.policy = mesh, policy
         self.unit_name = ""
         self.slots: list[Slot] = []
         self.buffers: list[ShardedBuffer] = []
-        self.reference: weakref.ref[Shards] = weakref.ref(self)
+        self.reference: weakref.ref[Shards] = OwnerReference(self)
         self.is_adopted = True
         self.written_since_wrapping = False
         self.read_by: Ticket | None = None
@@ -52,17 +53,26 @@ class Shards:
         self._writes = 0
         self._gathered_writes = -1
         self._versions: list[int] | None = None
-        by_dtype: dict[torch.dtype, list[ManagedParameter]] = defaultdict(list)
-        for parameter in parameters:
-            by_dtype[parameter.value.dtype].append(parameter)
-        with torch.no_grad(), not_inference():
-            for dtype, members in by_dtype.items():
-                self._add_buffer(dtype, members)
-        order = {id(parameter.places[0]): position for position, parameter in enumerate(parameters)}
-        self.slots.sort(key=lambda slot: order[id(slot.places[0])])
-        for index, parameter in enumerate(parameters):
-            remember_successor(parameter.value, self.reference, index)
-            retire(parameter.value)
+
+    @abstractmethod
+    def leave_meta(self) -> list[Slot]:
+        """Give parameters on the meta device memory, as the same parameter objects; gives those that now wait for
+        values, without which they are refused in forward."""
+
+    @abstractmethod
+    def adopt_registered(self, *, is_loading: bool = False) -> bool:
+        """Take over what is registered now, after torch code replaced or moved sharded parameters
+        (`nn.Module.to`, `to_empty`, `load_state_dict(assign=True)`).
+
+        Args:
+            is_loading: more parameters of the unit may be replaced before its next use.
+
+        Returns:
+            Whether buffers were made anew.
+
+        Raises:
+            StateError: naming a parameter that is not sharded, or tied to another since it was sharded.
+        """
 
     # -- Making
 
@@ -81,26 +91,6 @@ class Shards:
             device = torch.device("cpu") if self.policy.offload else self.mesh.device
         pinned = self.policy.offload and self.policy.pin_memory and pins_memory(device)
         return torch.zeros(layout.local_numel, dtype=dtype, device=device, pin_memory=pinned)
-
-    def _add_buffer(self, dtype: torch.dtype, members: Sequence[ManagedParameter]) -> None:
-        rank = self.mesh.shard.rank
-        layout = self._layout([tuple(m.local.shape) for m in members], [m.dim for m in members], dtype)
-        local = self._new_local(layout, dtype, members[0].value.device)
-        buffer = ShardedBuffer(layout, local, self.mesh.shard, self._gather_dtype(dtype), self.mesh.device)
-        self.buffers.append(buffer)
-        for index, (member, tensor) in enumerate(zip(members, layout.tensors, strict=True)):
-            view = buffer.local_view(index)
-            if not member.value.is_meta:
-                view.copy_(member.local.narrow(tensor.dim, tensor.start(rank), tensor.length(rank)))
-            parallel = describe(member.name, member.value, tensor.dim, self.mesh)
-            own = make_spec(self.mesh.mesh, self.mesh.placements(tensor.dim), member.value)
-            spec = own if parallel is None else parallel.sharded
-            sharded = make_sharded_parameter(view, spec, member.value.requires_grad, self.reference)
-            # Marks that users leave on parameters ("no weight decay") stay on them.
-            sharded.__dict__.update({key: value for key, value in member.value.__dict__.items() if key[:1] != "_"})
-            self.slots.append(Slot(member.name, member.places, buffer, index, sharded, parallel))
-            for place in member.places:
-                place.put(sharded)
 
     # -- Who they are
 
@@ -175,11 +165,56 @@ class Shards:
             views = [*shards, *(local_of(shard) for shard in shards), *(buffer.local for buffer in self.buffers)]
         return [tensor._version for tensor in views]
 
+
+class ParameterShards(Shards):
+    """Parameters that are each cut on one dim, as DTensors.
+
+    Args:
+        parameters: what to shard; their registered places get the sharded parameters.
+        mesh: ranks and strategy.
+        policy: dtypes and memory.
+    """
+
+    mesh: DataParallelMesh
+
+    def __init__(self, parameters: Sequence[ManagedParameter], mesh: DataParallelMesh, policy: GroupPolicy):
+        super().__init__(mesh, policy)
+        by_dtype: dict[torch.dtype, list[ManagedParameter]] = defaultdict(list)
+        for parameter in parameters:
+            by_dtype[parameter.value.dtype].append(parameter)
+        with torch.no_grad(), not_inference():
+            for dtype, members in by_dtype.items():
+                self._add_buffer(dtype, members)
+        order = {id(parameter.places[0]): position for position, parameter in enumerate(parameters)}
+        self.slots.sort(key=lambda slot: order[id(slot.places[0])])
+        for index, parameter in enumerate(parameters):
+            remember_successor(parameter.value, self.reference, index)
+            retire(parameter.value)
+
+    def _add_buffer(self, dtype: torch.dtype, members: Sequence[ManagedParameter]) -> None:
+        rank = self.mesh.shard.rank
+        layout = self._layout([tuple(m.local.shape) for m in members], [m.dim for m in members], dtype)
+        local = self._new_local(layout, dtype, members[0].value.device)
+        buffer = ShardedBuffer(layout, local, self.mesh.shard, self._gather_dtype(dtype), self.mesh.device)
+        self.buffers.append(buffer)
+        for index, (member, tensor) in enumerate(zip(members, layout.tensors, strict=True)):
+            view = buffer.local_view(index)
+            if not member.value.is_meta:
+                view.copy_(member.local.narrow(tensor.dim, tensor.start(rank), tensor.length(rank)))
+            parallel = describe(member.name, member.value, tensor.dim, self.mesh)
+            own = make_spec(self.mesh.mesh, self.mesh.placements(tensor.dim), member.value)
+            spec = own if parallel is None else parallel.sharded
+            sharded = make_sharded_parameter(view, spec, member.value.requires_grad, self.reference)
+            # Marks that users leave on parameters ("no weight decay") stay on them.
+            sharded.__dict__.update({key: value for key, value in member.value.__dict__.items() if key[:1] != "_"})
+            self.slots.append(Slot(member.name, member.places, buffer, index, sharded, parallel))
+            for place in member.places:
+                place.put(sharded)
+
     # -- Making them again
 
     def leave_meta(self) -> list[Slot]:
-        """Give parameters on the meta device memory, as the same parameter objects; gives those that now wait for
-        values, without which they are refused in forward."""
+        """See `Shards.leave_meta`."""
         waiting: list[Slot] = []
         with torch.no_grad(), not_inference():
             for position, old in enumerate(self.buffers):
@@ -190,7 +225,8 @@ class Shards:
                 self.buffers[position] = buffer
                 members = [slot for slot in self.slots if slot.buffer is old]
                 for slot in members:
-                    slot.buffer, slot.unsharded, slot.accumulated, slot.has_values = buffer, None, None, False
+                    slot.buffer, slot.has_values = buffer, False
+                    slot.forget_unsharded()
                     spec, requires_grad = spec_of(slot.sharded), slot.sharded.requires_grad
                     replacement = make_sharded_parameter(slot.local, spec, requires_grad, self.reference)
                     marks = {key: value for key, value in slot.sharded.__dict__.items() if key[:1] != "_"}
@@ -202,24 +238,13 @@ class Shards:
         return waiting
 
     def adopt_registered(self, *, is_loading: bool = False) -> bool:
-        """Take over what is registered now, after torch code replaced or moved sharded parameters
-        (`nn.Module.to`, `to_empty`, `load_state_dict(assign=True)`).
-
-        Args:
-            is_loading: more parameters of the unit may be replaced before its next use.
-
-        Returns:
-            Whether buffers were made anew.
-
-        Raises:
-            StateError: naming a parameter that is not sharded, or tied to another since it was sharded.
-        """
+        """See `Shards.adopt_registered`."""
         self.mark_stale()
         self.is_adopted = True
         rebuilt = False
         for buffer in list(self.buffers):
             slots = [slot for slot in self.slots if slot.buffer is buffer]
-            registered = [slot.newest() for slot in slots]
+            registered = [slot.registered() for slot in slots]
             self._check_registered(slots, registered)
             with without_torch_function():
                 locals_ = [local_of(parameter) for parameter in registered]
@@ -295,5 +320,6 @@ class Shards:
         self.buffers[self.buffers.index(old)] = buffer
         old.free()
         for slot in slots:
-            slot.buffer, slot.unsharded, slot.accumulated = buffer, None, None
+            slot.buffer = buffer
+            slot.forget_unsharded()
         return True

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 
 from .buffer import ShardedBuffer
 from .comm import Comm, StagedCollective
-from .device import local_of
+from .device import local_of, not_inference
+from .errors import StateError
 from .mesh import DataParallelMesh
 from .model_parallel import ModelParallel
 from .parameter import Place
@@ -37,7 +37,7 @@ class ManagedParameter:
     @property
     def local(self) -> torch.Tensor:
         """What data parallelism shards: the parameter, or its local part under another parallelism."""
-        return local_of(self.value) if isinstance(self.value, DTensor) else self.value.detach()
+        return local_of(self.value).detach()
 
 
 @dataclass(eq=False)
@@ -61,6 +61,87 @@ class Slot:
         """This rank's chunk, without padding, in the chunk's shape."""
         return self.buffer.local_view(self.index)
 
+    # -- The two faces
+
+    def put_sharded(self) -> None:
+        """Register the sharded face."""
+        for place in self.places:
+            place.put(self.sharded)
+
+    def put_unsharded(self) -> Sequence[nn.Parameter]:
+        """Register the unsharded face; gives the parameters that were made for it, the first time."""
+        made: tuple[nn.Parameter, ...] = ()
+        requires_grad = self.sharded.requires_grad
+        if self.unsharded is None:
+            with not_inference():
+                value = self.buffer.full_view(self.index)
+                if self.parallel is not None:
+                    value = self.parallel.unsharded(value)
+                self.unsharded = nn.Parameter(value, requires_grad=requires_grad)
+            made = (self.unsharded,)
+        elif self.unsharded.requires_grad != requires_grad:
+            self.unsharded.requires_grad_(requires_grad)
+        for place in self.places:
+            place.put(self.unsharded)
+        return made
+
+    def forget_unsharded(self) -> None:
+        """The buffer is another: the unsharded face is made anew."""
+        self.unsharded = self.accumulated = None
+
+    # -- Unsharded gradients
+
+    @property
+    def trains(self) -> bool:
+        """Whether a gradient may come."""
+        return self.unsharded is not None and self.sharded.requires_grad
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether an unsharded gradient waits for its reduction."""
+        return self.accumulated is not None or (self.unsharded is not None and self.unsharded.grad is not None)
+
+    def drop_gradient(self) -> None:
+        """Forget unsharded gradients."""
+        self.accumulated = None
+        if self.unsharded is not None:
+            self.unsharded.grad = None
+
+    def accumulate(self, reduce_dtype: torch.dtype | None) -> None:
+        """Keep this backward's gradient for a later reduction, in ``reduce_dtype`` if that is another."""
+        gradient = self.unsharded.grad if self.unsharded is not None else None
+        if gradient is None:
+            return
+        assert self.unsharded is not None
+        if self.accumulated is not None:
+            self.accumulated += gradient
+            self.unsharded.grad = None
+        elif gradient.dtype != (dtype := reduction_dtype(gradient.dtype, reduce_dtype)):
+            self.accumulated = gradient.to(dtype)
+            self.unsharded.grad = None
+
+    def take_gradient(self) -> torch.Tensor | None:
+        """Remove the unsharded gradient, contiguous; None if there is none.
+
+        Raises:
+            StateError: if it is sparse.
+        """
+        assert self.unsharded is not None
+        gradient, fresh = self.accumulated, self.unsharded.grad
+        self.accumulated = self.unsharded.grad = None
+        if gradient is None:
+            gradient = fresh
+        elif fresh is not None:
+            gradient += fresh
+        if gradient is None:
+            return None
+        if self.parallel is not None:
+            gradient = self.parallel.local_gradient(gradient)
+        check_dense(self.name, gradient)
+        return gradient.contiguous()
+
+    # -- Values
+
     @torch.no_grad()
     def write(self, whole: torch.Tensor) -> None:
         """Keep this rank's chunk of ``whole``, which has the shape that data parallelism cuts."""
@@ -68,10 +149,27 @@ class Slot:
         self.local.copy_(whole.narrow(tensor.dim, tensor.start(rank), tensor.length(rank)))
         self.has_values = True
 
-    def newest(self) -> nn.Parameter:
+    def registered(self) -> nn.Parameter:
         """What is registered: of a tied parameter, the one that was replaced last."""
         replaced = [value for place in self.places if (value := place.get()) is not self.sharded]
         return replaced[-1] if replaced else self.sharded
+
+
+def reduction_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """Dtype that gradients of ``dtype`` are reduced in, where ``wanted`` is asked for."""
+    return wanted if wanted is not None and dtype.is_floating_point else dtype
+
+
+def check_dense(name: str, gradient: torch.Tensor) -> None:
+    """
+    Raises:
+        StateError: if the gradient of parameter ``name`` is sparse.
+    """
+    if gradient.layout is not torch.strided:
+        raise StateError(
+            f"parameter {name!r} got a {gradient.layout} gradient, which cannot be reduced to shards: "
+            "use dense gradients (nn.Embedding(sparse=False))"
+        )
 
 
 @dataclass
@@ -83,6 +181,8 @@ class GroupOptions:
     reduce_gradients: bool = True
     all_reduce_gradients: bool = True
     divide_factor: float | None = None
+    divisors: tuple[float, float] | None = None
+    """In place of ``divide_factor``: what gradients are divided by before and after they are summed."""
     force_sum: bool = False
     unshard_in_backward: bool = True
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None

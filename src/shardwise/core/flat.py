@@ -1,0 +1,456 @@
+"""Flat shards: parameters that are joined to runs of elements, each cut evenly over the ranks and registered as one
+parameter (FairScale's layout). A run of one parameter is the parameter itself, flattened."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .buffer import ShardedBuffer
+from .comm import PACK_BELOW_BYTES
+from .device import call_without_torch_function, copy_each, not_inference, without_torch_function
+from .errors import StateError
+from .layout import Layout, flat
+from .mesh import DataParallelRanks
+from .parameter import Place, remember_successor, retire
+from .shards import Shards
+from .slot import GroupPolicy, Slot, check_dense
+from .tree import tensors_in
+
+
+@dataclass(frozen=True)
+class FlatPart:
+    """One parameter inside a run.
+
+    Args:
+        name: for messages.
+        shape: of the whole parameter.
+        places: where it is registered while it is unsharded.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    places: list[Place]
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class FlatRun:
+    """Parameters of one dtype that are joined.
+
+    Args:
+        name: of the sharded parameter, for messages.
+        parts: at least one.
+        sharded: 1-D; its data become this rank's part of the run, with its padding.
+        home: where ``sharded`` is registered at all times; None for a run of one parameter that is registered at the
+            parameter's own places while it is sharded.
+        values: whole values of the parts; None if ``sharded`` has its values already.
+    """
+
+    name: str
+    parts: tuple[FlatPart, ...]
+    sharded: nn.Parameter
+    home: Place | None = None
+    values: Sequence[torch.Tensor] | None = None
+
+    @property
+    def numel(self) -> int:
+        """Elements without padding."""
+        return sum(part.numel for part in self.parts)
+
+
+class AbsentParameter(torch.Tensor):
+    """What a module has under a parameter's name while the parameter is joined to others and sharded: it has a shape
+    and a dtype, but no values."""
+
+    # Not attributes of a tensor that could be given at construction: `as_subclass` takes none.
+    label: str
+    owner: weakref.ref[Shards] | None
+
+    @classmethod
+    def stand_in(cls, part: FlatPart, dtype: torch.dtype, owner: weakref.ref[Shards]) -> AbsentParameter:
+        """For ``part`` of the shards ``owner``."""
+        made = torch.empty(part.shape, dtype=dtype, device="meta").as_subclass(cls)
+        made.label, made.owner = part.name, owner
+        return made
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Where it is when it is unsharded."""
+        shards = self.owner() if self.owner is not None else None
+        return shards.mesh.device if shards is not None else torch.device("meta")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ not in _LOOKS and func not in _PROPERTIES:
+            for tensor in tensors_in((args, kwargs or {})):
+                if isinstance(tensor, AbsentParameter):
+                    raise StateError(tensor._explain(func.__name__))
+        return call_without_torch_function(func, types, args, kwargs or {})
+
+    def _explain(self, operator: str) -> str:
+        shards = self.owner() if self.owner is not None else None
+        unit = f" of unit {shards.unit_name!r}" if shards is not None else ""
+        return (
+            f"{operator}: parameter {self.label!r}{unit} is sharded outside of the unit's forward and has no values of "
+            "its own here: use it inside the forward, or inside `with module.summon_full_params():`"
+        )
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"AbsentParameter({self.label!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _absent, (tuple(self.shape), self.dtype, self.label)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AbsentParameter:
+        return _absent(tuple(self.shape), self.dtype, self.label)
+
+
+def _absent(shape: tuple[int, ...], dtype: torch.dtype, label: str) -> AbsentParameter:
+    """As it is unpickled: without an owner, until its wrapper makes another."""
+    made = torch.empty(shape, dtype=dtype, device="meta").as_subclass(AbsentParameter)
+    made.label, made.owner = label, None
+    return made
+
+
+_LOOKS = {"size", "dim", "stride", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "__len__"}
+_PROPERTIES = {
+    getattr(torch.Tensor, name).__get__
+    for name in ("shape", "dtype", "ndim", "requires_grad", "is_meta", "layout", "grad", "is_leaf", "itemsize")
+}
+
+
+class FlatSlot(Slot):
+    """One run.
+
+    Args:
+        run: its parameters.
+        buffer: that holds it.
+        index: of the run in the buffer's layout.
+        owner: the shards that this is a part of.
+    """
+
+    def __init__(self, run: FlatRun, buffer: ShardedBuffer, index: int, owner: weakref.ref[Shards]):
+        super().__init__(run.name, [place for part in run.parts for place in part.places], buffer, index, run.sharded)
+        self.parts, self.home, self.total, self._owner = run.parts, run.home, run.numel, owner
+        self._faces: list[nn.Parameter] = []
+        self._summoned: torch.Tensor | None = None
+        self._stand_ins: list[AbsentParameter] = []
+        self._show_sharded()
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's part of the run, with its padding; 1-D."""
+        return self.buffer.local_view(self.index)
+
+    @property
+    def padding(self) -> int:
+        """Elements at the end of this rank's part that belong to no parameter."""
+        tensor, rank = self.buffer.layout.tensors[self.index], self.buffer.comm.rank
+        return min(max(tensor.start(rank) + tensor.length(rank) - self.total, 0), tensor.length(rank))
+
+    def registered(self) -> nn.Parameter:
+        """What is registered as the sharded face."""
+        return self.home.get() if self.home is not None else self.parts[0].places[0].get()
+
+    # -- The two faces
+
+    def _show_sharded(self) -> None:
+        if self.home is None:
+            for place in self.parts[0].places:
+                place.put(self.sharded)
+            return
+        if not self._stand_ins or self._stand_ins[0].dtype != self.sharded.dtype:
+            dtype = self.sharded.dtype
+            self._stand_ins = [AbsentParameter.stand_in(part, dtype, self._owner) for part in self.parts]
+        for part, stand_in in zip(self.parts, self._stand_ins, strict=True):
+            for place in part.places:
+                place.hide(stand_in)
+        self.home.put(self.sharded)
+
+    def put_sharded(self) -> None:
+        """See `Slot.put_sharded`."""
+        self._show_sharded()
+
+    def put_unsharded(self) -> Sequence[nn.Parameter]:
+        """See `Slot.put_unsharded`."""
+        made: Sequence[nn.Parameter] = ()
+        requires_grad = self.sharded.requires_grad
+        if not self._faces:
+            with not_inference():
+                run = self.buffer.full_view(self.index)
+                # Of each a version counter of its own: modifying one must not count as modifying all.
+                self._faces = [nn.Parameter(view.data, requires_grad) for view in self.views(run)]
+            made = self._faces
+        for part, face in zip(self.parts, self._faces, strict=True):
+            if face.requires_grad != requires_grad:
+                face.requires_grad_(requires_grad)
+            for place in part.places:
+                place.show(face)
+        return made
+
+    def views(self, run: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of a whole run, in their shapes."""
+        pieces = run[: self.total].split([part.numel for part in self.parts])
+        return [piece.view(part.shape) for piece, part in zip(pieces, self.parts, strict=True)]
+
+    def forget_unsharded(self) -> None:
+        """See `Slot.forget_unsharded`."""
+        self._faces, self.accumulated = [], None
+
+    # -- Unsharded gradients
+
+    @property
+    def trains(self) -> bool:
+        """See `Slot.trains`."""
+        return bool(self._faces) and self.sharded.requires_grad
+
+    @property
+    def has_gradient(self) -> bool:
+        """See `Slot.has_gradient`."""
+        return self.accumulated is not None or any(face.grad is not None for face in self._faces)
+
+    def drop_gradient(self) -> None:
+        """See `Slot.drop_gradient`."""
+        self.accumulated = None
+        for face in self._faces:
+            face.grad = None
+
+    def accumulate(self, reduce_dtype: torch.dtype | None) -> None:
+        """See `Slot.accumulate`."""
+        fresh = self._join_gradients(reduce_dtype)
+        if self.accumulated is None:
+            self.accumulated = fresh
+        elif fresh is not None:
+            self.accumulated += fresh
+
+    def take_gradient(self) -> torch.Tensor | None:
+        """See `Slot.take_gradient`; zeros where only other parts of the run have one."""
+        gradient, self.accumulated = self.accumulated, None
+        fresh = self._join_gradients(None)
+        if gradient is None:
+            return fresh
+        return gradient if fresh is None else gradient.add_(fresh)
+
+    def _join_gradients(self, dtype: torch.dtype | None) -> torch.Tensor | None:
+        """Remove this backward's gradients and give them as one run."""
+        gradients = [face.grad for face in self._faces]
+        like = next((gradient for gradient in gradients if gradient is not None), None)
+        if like is None:
+            return None
+        numel = self.buffer.layout.tensors[self.index].numel
+        run = like.new_zeros(numel, dtype=dtype) if self._has_gaps(gradients) else like.new_empty(numel, dtype=dtype)
+        targets, sources = [], []
+        for part, view, gradient in zip(self.parts, self.views(run), gradients, strict=True):
+            if gradient is not None:
+                check_dense(part.name, gradient)
+                targets.append(view)
+                sources.append(gradient)
+        copy_each(targets, sources)
+        for face in self._faces:
+            face.grad = None
+        return run
+
+    def _has_gaps(self, gradients: Sequence[torch.Tensor | None]) -> bool:
+        padded = self.buffer.layout.tensors[self.index].numel != self.total
+        return padded or any(gradient is None for gradient in gradients)
+
+    # -- Whole values
+
+    def gather_like(self, shard: torch.Tensor) -> torch.Tensor:
+        """The whole run of which ``shard`` is this rank's part, padding included; all ranks call this."""
+        own = shard.detach().contiguous().to(self.buffer.device)
+        if self.buffer.comm.size == 1:
+            return own
+        run = own.new_empty(self.buffer.comm.size * own.numel())
+        for work in self.buffer.comm.all_gather([run], [own]):
+            work.wait()
+        return run
+
+    def cut(self, run: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a whole run without padding, padded by zeros; memory of its own."""
+        length = self.local.numel()
+        part = run[self.buffer.comm.rank * length : (self.buffer.comm.rank + 1) * length]
+        cut = run.new_zeros(length)
+        cut[: part.numel()] = part
+        return cut
+
+    def summon(self) -> None:
+        """Register whole parameters in the dtype of the shards; all ranks call this, between uses."""
+        run = self._summoned = self.gather_like(self.local)
+        requires_grad = self.sharded.requires_grad
+        for part, view in zip(self.parts, self.views(run), strict=True):
+            face = nn.Parameter(view, requires_grad)
+            for place in part.places:
+                place.show(face)
+        if self.home is not None and (module := self.home.module()) is not None:
+            del module._parameters[self.home.name]
+
+    @torch.no_grad()
+    def dismiss(self, *, keep_changes: bool) -> None:
+        """Register the sharded face again, with what was written into this rank's part if ``keep_changes``."""
+        run, self._summoned = self._summoned, None
+        assert run is not None
+        if keep_changes:
+            for part, view in zip(self.parts, self.views(run), strict=True):
+                value = part.places[0].get()
+                if value.data_ptr() != view.data_ptr():  # replaced, not written
+                    view.copy_(value)
+            length = self.local.numel()
+            self.local.copy_(run.narrow(0, self.buffer.comm.rank * length, length))
+        self._show_sharded()
+
+    @property
+    def is_summoned(self) -> bool:
+        """Whether whole parameters are registered by `summon`."""
+        return self._summoned is not None
+
+    def holds(self, value: torch.Tensor) -> bool:
+        """Whether ``value`` is in the memory of summoned parameters."""
+        run = self._summoned
+        return run is not None and value.untyped_storage().data_ptr() == run.untyped_storage().data_ptr()
+
+
+class FlatShards(Shards):
+    """Runs of parameters, which optimizers see as 1-D tensors of this rank's elements.
+
+    Args:
+        runs: in the order in which they are told of.
+        ranks: that share them.
+        policy: dtypes and memory.
+    """
+
+    slots: list[FlatSlot]  # type: ignore[assignment]
+
+    def __init__(self, runs: Sequence[FlatRun], ranks: DataParallelRanks, policy: GroupPolicy):
+        super().__init__(ranks, policy)
+        self.holder: weakref.ref[nn.Module] | None = None
+        """The module that the joined parameters are registered on."""
+        by_dtype: dict[torch.dtype, list[FlatRun]] = defaultdict(list)
+        for run in runs:
+            like = run.sharded if run.values is None else run.values[0]
+            by_dtype[like.dtype].append(run)
+        with torch.no_grad(), not_inference():
+            for dtype, members in by_dtype.items():
+                buffer = self._new_buffer([run.numel for run in members], dtype)
+                self.buffers.append(buffer)
+                for index, run in enumerate(members):
+                    self._fill(buffer, index, run)
+                    self.slots.append(FlatSlot(run, buffer, index, self.reference))
+        order = {id(run.sharded): position for position, run in enumerate(runs)}
+        self.slots.sort(key=lambda slot: order[id(slot.sharded)])
+        self._remember(runs)
+
+    def _new_buffer(self, totals: Sequence[int], dtype: torch.dtype) -> ShardedBuffer:
+        layout = self._layout_of(totals, dtype)
+        local = self._new_local(layout, dtype, self.mesh.device)
+        return ShardedBuffer(layout, local, self.mesh.shard, self._gather_dtype(dtype), self.mesh.device)
+
+    def _layout_of(self, totals: Sequence[int], dtype: torch.dtype) -> Layout:
+        size = self.mesh.shard.size
+        small = PACK_BELOW_BYTES // self._gather_dtype(dtype).itemsize
+        return flat(totals, size, [total < small * size for total in totals])
+
+    def _fill(self, buffer: ShardedBuffer, index: int, run: FlatRun) -> None:
+        """Put this rank's part of ``run`` into the buffer, and the sharded parameter around it."""
+        chunk = buffer.local_view(index)
+        if run.values is None:
+            chunk.copy_(run.sharded)
+        else:
+            start, position = buffer.layout.tensors[index].start(buffer.comm.rank), 0
+            for value in run.values:
+                first, end = max(position, start), min(position + value.numel(), start + chunk.numel())
+                if first < end:
+                    piece = value.detach().reshape(-1)[first - position : end - position]
+                    chunk[first - start : end - start].copy_(piece)
+                position += value.numel()
+        run.sharded.data = chunk
+        run.sharded.__dict__["_shardwise_owner"] = self.reference
+
+    def _remember(self, runs: Sequence[FlatRun]) -> None:
+        for position, run in enumerate(runs):
+            for value in run.values or ():
+                if isinstance(value, nn.Parameter) and value is not run.sharded:
+                    remember_successor(value, self.reference, position)
+                    retire(value)
+
+    # -- Whole values
+
+    def summon(self) -> None:
+        """Register whole parameters; all ranks call this, between uses."""
+        with torch.no_grad(), not_inference():
+            for slot in self.slots:
+                slot.summon()
+
+    def dismiss(self, *, keep_changes: bool) -> None:
+        """Undo `summon`."""
+        with not_inference():
+            for slot in self.slots:
+                slot.dismiss(keep_changes=keep_changes)
+        self.mark_stale()
+
+    @property
+    def is_summoned(self) -> bool:
+        """Whether whole parameters are registered by `summon`."""
+        return any(slot.is_summoned for slot in self.slots)
+
+    # -- Making them again
+
+    def leave_meta(self) -> list[Slot]:
+        """See `Shards.leave_meta`; flat shards are never on the meta device."""
+        return []
+
+    def adopt_registered(self, *, is_loading: bool = False) -> bool:
+        """See `Shards.adopt_registered`."""
+        self.mark_stale()
+        rebuilt = False
+        for position, buffer in enumerate(self.buffers):
+            slots = [slot for slot in self.slots if slot.buffer is buffer]
+            with without_torch_function():
+                rebuilt |= self._adopt(position, slots)
+        return rebuilt
+
+    def _adopt(self, position: int, slots: Sequence[FlatSlot]) -> bool:
+        old = self.buffers[position]
+        untouched = True
+        for slot in slots:
+            current = slot.registered()
+            if current.numel() != slot.local.numel():
+                raise StateError(
+                    f"parameter {slot.name!r} of unit {self.unit_name!r}, {slot.local.numel()} elements of this rank, "
+                    f"was replaced by one of {current.numel()}: write values into it, or load a state dict"
+                )
+            untouched &= current is slot.sharded and current.data_ptr() == slot.local.data_ptr()
+            untouched &= current.dtype == old.local.dtype and current.device == old.local.device
+            slot.sharded = current
+        if untouched:
+            return False
+        dtypes = {slot.sharded.dtype for slot in slots}
+        if len(dtypes) > 1:
+            raise StateError(
+                f"parameters of unit {self.unit_name!r} that had one dtype now have {sorted(map(str, dtypes))}: "
+                "convert all parameters of a unit alike"
+            )
+        with torch.no_grad(), not_inference():
+            buffer = self.buffers[position] = self._new_buffer([slot.total for slot in slots], dtypes.pop())
+            for slot in slots:
+                chunk = buffer.local_view(slot.index)
+                chunk.copy_(slot.sharded)
+                slot.sharded.data = chunk
+                slot.sharded.__dict__["_shardwise_owner"] = self.reference
+                slot.buffer = buffer
+                slot.forget_unsharded()
+                slot.put_sharded()
+        old.free()
+        return True

@@ -1,0 +1,69 @@
+"""Trees of units: which modules belong to a unit, and what becomes of the units when the outermost one is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from .context import FSDPCommContext
+from .device import device_for
+from .group import ShardState
+from .hooks import Unit
+from .module import unit_of
+
+
+def managed_modules(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """Modules below ``roots`` that no other unit has, children first, with their names relative to their root."""
+    found: list[tuple[str, nn.Module]] = []
+    seen: set[int] = set()
+    for index, root in enumerate(roots):
+        _visit(str(index) if len(roots) > 1 else "", root, found, seen)
+    return found
+
+
+def _visit(name: str, module: nn.Module, found: list[tuple[str, nn.Module]], seen: set[int]) -> None:
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    for child_name, child in module.named_children():
+        if unit_of(child) is None:
+            _visit(f"{name}.{child_name}" if name else child_name, child, found, seen)
+    found.append((name, module))
+
+
+def make_root(root: Unit) -> FSDPCommContext:
+    """Make ``root`` the outermost unit of its tree: one context, full names, and its own default for resharding."""
+    named = [pair for module in root.modules for pair in module.named_modules()]
+    units = dict.fromkeys(unit for _, module in named if (unit := unit_of(module)) is not None)
+    given = (unit.context for unit in units if unit.context is not None and not unit.context.has_root)
+    context = next(given, None)
+    if context is None:
+        context = FSDPCommContext(root.device.type)
+        context.use_device(device_for(root.device))
+    context.has_root = True
+    for unit in units:
+        unit.join(context, is_root=unit is root)
+    _name_units(root, named)
+    for unit in units:
+        for group in unit.groups:
+            if group.state is ShardState.SHARDED:
+                group.adopt_registered()
+    return context
+
+
+def _name_units(root: Unit, named: Sequence[tuple[str, nn.Module]]) -> None:
+    names: dict[Unit, list[str]] = {}
+    by_parameter: dict[int, str] = {}
+    for name, module in named:
+        if (unit := unit_of(module)) is not None:
+            names.setdefault(unit, []).append(name)
+        for parameter_name, parameter in module._parameters.items():
+            by_parameter.setdefault(id(parameter), f"{name}.{parameter_name}" if name else parameter_name)
+    for unit, own in names.items():
+        if unit.given_name is not None:
+            continue
+        unit.rename(", ".join(own))
+        for group in unit.groups:
+            for slot in group.slots:
+                slot.name = by_parameter.get(id(slot.registered()), slot.name)

@@ -1,0 +1,794 @@
+"""FullyShardedDataParallel: FairScale's wrapper, which shards parameters, gradients and optimizer state (ZeRO-3)."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from enum import Enum, auto
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim import Optimizer
+
+from ..core.comm import Comm
+from ..core.context import FSDPCommContext
+from ..core.flat import FlatPart, FlatRun, FlatShards, FlatSlot
+from ..core.group import ParamGroup
+from ..core.hooks import Phase, Unit
+from ..core.module import set_unit, unit_of
+from ..core.parameter import Place, owner_of
+from ..core.root import make_root
+from ..core.slot import GroupPolicy
+from ..core.tree import map_tensors
+from ..grad import norm_over_ranks, scale_to_norm
+from .arguments import Argument, Support, check_arguments, documented
+from .flat_parameter import FlatParameter
+from .fsdp_optimizer import gather_optimizer_state, shard_optimizer_state
+from .fsdp_parameters import (
+    INNER,
+    Member,
+    Run,
+    check_parameters,
+    clean,
+    describe_runs,
+    own_modules,
+    own_parameters,
+    sync_from_first_rank,
+)
+from .fsdp_weights import consolidate, describe_shards, finish_load, finish_state_dict, prepare_load
+from .ranks import MissingGroup, compute_device_of, given_group, ranks_of, reduce_comm_of
+
+ACCEPTED = Support.ACCEPTED
+
+ARGUMENTS = {
+    "module": Argument("what to wrap, in place; parameters that instances inside it have are left to them"),
+    "process_group": Argument("the ranks that share each parameter; None for all"),
+    "process_group_reduce_scatter": Argument(
+        "the ranks' group for gradients: 'reduce_scatter' for a communicator of its own, 'default' or None for that of "
+        "the gathers, or a group of as many ranks"
+    ),
+    "reshard_after_forward": Argument("whether whole parameters are freed between forward and backward"),
+    "disable_reshard_on_root": Argument("whether those of the outermost instance are kept then all the same"),
+    "mixed_precision": Argument("whether compute_dtype differs from that of the parameters, which is then float32"),
+    "fp32_reduce_scatter": Argument("whether gradients are reduced in float32; needs mixed_precision"),
+    "flatten_parameters": Argument(
+        "whether an instance's parameters are joined to one; otherwise each is flattened and cut by itself"
+    ),
+    "move_params_to_cpu": Argument("whether shards, gradients and with them the optimizer's state live on the host"),
+    "compute_dtype": Argument("dtype of the whole parameters; float16 with mixed_precision, float32 without"),
+    "buffer_dtype": Argument("dtype of floating-point buffers; compute_dtype by default"),
+    "move_grads_to_cpu": Argument("must be what move_params_to_cpu is, since torch wants both on one device"),
+    "bucket_cap_mb": Argument("an instance's gradients are one collective anyway", ACCEPTED),
+    "compute_device": Argument("where whole parameters are; by default where process_group communicates"),
+    "no_broadcast_optim_state": Argument("whether gathered optimizer state leaves this instance's out"),
+    "state_dict_device": Argument("where `state_dict` puts tensors; by default where it computes, or stores"),
+    "clear_autocast_cache": Argument("whether autocast forgets cast weights after each forward"),
+    "force_input_to_fp32": Argument("whether half-precision inputs become float32 where mixed_precision is off"),
+    "verbose": Argument("whether printing the module tells all settings"),
+    "cpu_offload": Argument("another name of move_params_to_cpu"),
+    "state_dict_on_rank_0_only": Argument("whether other ranks than the first get an empty `state_dict`"),
+    "gradient_predivide_factor": Argument(
+        "divides gradients before they are summed; what is left of the number of ranks divides after"
+    ),
+    "allow_reset_parameters": Argument("whether `reset_parameters` may be called"),
+}
+
+
+class TrainingState(Enum):
+    """What an instance is doing."""
+
+    IDLE = auto()
+    FORWARD = auto()
+    BACKWARD_PRE = auto()
+    BACKWARD_POST = auto()
+    SUMMON_FULL_PARAMS = auto()
+
+
+_STATES = {
+    Phase.IDLE: TrainingState.IDLE,
+    Phase.FORWARD: TrainingState.FORWARD,
+    Phase.PRE_BACKWARD: TrainingState.BACKWARD_PRE,
+    Phase.POST_BACKWARD: TrainingState.BACKWARD_POST,
+}
+
+
+@documented(ARGUMENTS)
+class FullyShardedDataParallel(nn.Module):
+    """Holds the parameters of a module in shards and brings them together while it computes.
+
+    Wrap from the inside out; then make the optimizer, whose parameters are 1-D tensors of this rank's elements. At
+    construction all ranks get the first rank's parameters and buffers. Everything that needs whole parameters is a
+    collective: `state_dict`, `load_state_dict`, `summon_full_params`, `apply`.
+
+    Attributes:
+        rank: of this process in ``process_group``.
+        world_size: ranks of ``process_group``.
+
+    Raises:
+        ValueError: for parameters that cannot be sharded so, or settings that exclude each other.
+        TypeError: for an argument of a wrong type.
+        RuntimeError: if there is no process group.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Any = None,
+        process_group_reduce_scatter: Any = None,
+        reshard_after_forward: bool = True,
+        disable_reshard_on_root: bool = True,
+        mixed_precision: bool = False,
+        fp32_reduce_scatter: bool = False,
+        flatten_parameters: bool = True,
+        move_params_to_cpu: bool = False,
+        compute_dtype: torch.dtype | None = None,
+        buffer_dtype: torch.dtype | None = None,
+        move_grads_to_cpu: bool | None = None,
+        bucket_cap_mb: int = 25,
+        compute_device: torch.device | None = None,
+        no_broadcast_optim_state: bool | None = False,
+        state_dict_device: torch.device | None = None,
+        clear_autocast_cache: bool = False,
+        force_input_to_fp32: bool = False,
+        verbose: bool = False,
+        cpu_offload: bool = False,
+        state_dict_on_rank_0_only: bool = False,
+        gradient_predivide_factor: float | None = None,
+        allow_reset_parameters: bool = False,
+    ):
+        given = {name: value for name, value in locals().items() if name in ARGUMENTS}
+        check_arguments(type(self).__init__, "FullyShardedDataParallel", ARGUMENTS, given)
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"FullyShardedDataParallel wraps a module, not {type(module).__name__}")
+        group = given_group(process_group)
+        self.rank, self.world_size = group.rank(), group.size()
+        self.reshard_after_forward, self.disable_reshard_on_root = reshard_after_forward, disable_reshard_on_root
+        self.mixed_precision, self.fp32_reduce_scatter = mixed_precision, fp32_reduce_scatter
+        self.flatten_parameters, self.bucket_cap_mb = flatten_parameters, bucket_cap_mb
+        self.move_params_to_cpu = move_params_to_cpu or cpu_offload
+        self.move_grads_to_cpu = self.move_params_to_cpu if move_grads_to_cpu is None else move_grads_to_cpu
+        self.compute_dtype = compute_dtype or (torch.float16 if mixed_precision else torch.float32)
+        self.buffer_dtype = buffer_dtype or self.compute_dtype
+        self.compute_device = torch.device(compute_device or compute_device_of(group, module))
+        default = torch.device("cpu") if self.move_params_to_cpu else self.compute_device
+        self.state_dict_device = torch.device(state_dict_device or default)
+        self.no_broadcast_optim_state, self.verbose = bool(no_broadcast_optim_state), verbose
+        self.clear_autocast_cache, self.force_input_to_fp32 = clear_autocast_cache, force_input_to_fp32
+        self.state_dict_on_rank_0_only = state_dict_on_rank_0_only
+        self.allow_reset_parameters = allow_reset_parameters
+        self._check_settings()
+        self._describe_divisors(gradient_predivide_factor)
+        own = own_parameters(module)
+        check_parameters(own, mixed_precision, self.compute_dtype)
+        sync_from_first_rank(module, own, group, self.compute_device)
+        self._modules[INNER] = module
+        self._appended: list[nn.Parameter] = []
+        self._names = {path: tuple(member._parameters) for path, member in own_modules(module)}
+        self._runs = describe_runs(own, flatten_parameters)
+        self.register_state_dict_post_hook(finish_state_dict)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(prepare_load)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(finish_load)  # type: ignore[no-untyped-call]
+        self._start(group, process_group_reduce_scatter, [parameter for _, parameter in own])
+
+    # -- Construction
+
+    def _check_settings(self) -> None:
+        if self.fp32_reduce_scatter and not self.mixed_precision:
+            raise ValueError("fp32_reduce_scatter=True needs mixed_precision=True: without it gradients are float32")
+        if self.move_grads_to_cpu != self.move_params_to_cpu and self.compute_device.type != "cpu":
+            raise ValueError(
+                f"move_grads_to_cpu={self.move_grads_to_cpu} with move_params_to_cpu={self.move_params_to_cpu}: torch "
+                "keeps a parameter and its gradient on one device, so both have to be the same"
+            )
+
+    def _describe_divisors(self, before: float | None) -> None:
+        factor = 1
+        while self.world_size % factor == 0 and self.world_size / factor > factor:
+            factor *= 2
+        self.gradient_predivide_factor = float(before or factor)
+        self.gradient_postdivide_factor = self.world_size / self.gradient_predivide_factor
+        self._own_divisors = before is not None
+
+    def _start(self, group: Any, reduce_group: Any, values: Sequence[nn.Parameter] | None) -> None:
+        """Everything that belongs to this process; ``values`` are whole parameters, in the order of the runs' members,
+        unless shards are registered already."""
+        self._process_group, self._reduce_group = group, reduce_group
+        self._summons = self._gives_local = False
+        runs = self._flat_runs(values)
+        param_dtype = self.compute_dtype if self.mixed_precision else None
+        precision = MixedPrecisionPolicy(param_dtype, torch.float32 if self.fp32_reduce_scatter else None)
+        ranks = ranks_of(group, self.compute_device)
+        policy = GroupPolicy(precision, offload=self.move_params_to_cpu, pin_memory=True)
+        groups = [ParamGroup(FlatShards(runs, ranks, policy))] if runs else []
+        self._own = groups[0] if groups else None
+        for own in groups:
+            cast(FlatShards, own.shards).holder = weakref.ref(self)
+            own.options.reshard_after_forward = self.reshard_after_forward
+            own.options.reduce_comm = reduce_comm_of(reduce_group, ranks.shard, self.compute_device)
+            own.options.divisors = self._divisors() if self._own_divisors else None
+        kept_by_root = self.reshard_after_forward and self.disable_reshard_on_root
+        set_unit(self, Unit([self], groups, self.compute_device, precision, None, None, kept_by_root, make_fsdp_root))
+
+    def _flat_runs(self, values: Sequence[nn.Parameter] | None) -> list[FlatRun]:
+        runs, position = [], 0
+        for run in self._runs:
+            parts = tuple(FlatPart(one.name, one.shape, self._places(one)) for one in run.members)
+            own = None
+            if values is not None:
+                own = values[position : position + len(parts)]
+                position += len(parts)
+            runs.append(FlatRun(run.name, parts, self._sharded_of(run, parts, own), self._home_of(run), own))
+        return runs
+
+    def _places(self, member: Member) -> list[Place]:
+        return [Place(self.module.get_submodule(path), name) for path, name in member.places]
+
+    def _home_of(self, run: Run) -> Place | None:
+        return Place(self, run.name) if run.is_joined else None
+
+    def _sharded_of(self, run: Run, parts: Sequence[FlatPart], values: Sequence[nn.Parameter] | None) -> nn.Parameter:
+        home = self._home_of(run)
+        if values is None:
+            return home.get() if home is not None else parts[0].places[0].get()
+        if home is None:
+            return values[0]
+        joined = FlatParameter.of([part.name for part in parts], [part.shape for part in parts], values[0])
+        self.register_parameter(run.name, joined)
+        return joined
+
+    def _divisors(self) -> tuple[float, float]:
+        return self.gradient_predivide_factor, self.gradient_postdivide_factor
+
+    @property
+    def _unit(self) -> Unit:
+        unit = unit_of(self)
+        assert unit is not None
+        return unit
+
+    def _own_slots(self) -> list[FlatSlot]:
+        """One for each run of this instance, in their order."""
+        return cast(list[FlatSlot], list(self._own.slots)) if self._own is not None else []
+
+    def _flat_slots(self) -> list[FlatSlot]:
+        """Also those of instances that it shares parameters with."""
+        return [cast(FlatSlot, slot) for group in self._unit.groups for slot in group.slots]
+
+    def _borrowed(self) -> list[tuple[str, FlatSlot]]:
+        """Parameters of other instances that are registered here, by their names here."""
+        slots = {id(slot.sharded): slot for slot in self._flat_slots()}
+        names = {id(p): name for name, p in self.module.named_parameters(remove_duplicate=False)}
+        return [(clean(names[id(p)]), slots[id(p)]) for p in self._appended]
+
+    @property
+    def module(self) -> Any:
+        """The wrapped module."""
+        return self._modules[INNER]
+
+    @property
+    def process_group(self) -> Any:
+        """The ranks that share the parameters; a stand-in after unpickling, until it is set."""
+        return self._process_group
+
+    @process_group.setter
+    def process_group(self, group: Any) -> None:
+        if (group.rank(), group.size()) != (self.rank, self.world_size):
+            raise ValueError(
+                f"process_group: this instance holds the shards of rank {self.rank} of {self.world_size}, and in the "
+                f"group this process is rank {group.rank()} of {group.size()}"
+            )
+        self._process_group = group
+        if self._own is not None:
+            self._own.use_ranks(ranks_of(group, self.compute_device))
+            self.process_group_reduce_scatter = self._reduce_group
+
+    @property
+    def process_group_reduce_scatter(self) -> Any:
+        """Their group for gradients, as it was given."""
+        return self._reduce_group
+
+    @process_group_reduce_scatter.setter
+    def process_group_reduce_scatter(self, group: Any) -> None:
+        self._reduce_group = group
+        if self._own is not None:
+            self._own.options.reduce_comm = reduce_comm_of(group, self._own.mesh.shard, self.compute_device)
+
+    @property
+    def cpu_offload(self) -> bool:
+        """Another name of ``move_params_to_cpu``."""
+        return self.move_params_to_cpu
+
+    def append_shared_param(self, p: nn.Parameter) -> None:
+        """Use a parameter that another instance has sharded; both then gather together, from the first of their
+        forwards to the last.
+
+        Args:
+            p: registered in the wrapped module too; neither instance flattens its parameters.
+
+        Raises:
+            ValueError: if it is not such a parameter, or this instance has run already, or has no other.
+        """
+        owner = owner_of(p)
+        lender = owner.holder() if isinstance(owner, FlatShards) and owner.holder is not None else None
+        if not isinstance(owner, FlatShards) or not isinstance(lender, FullyShardedDataParallel):
+            raise ValueError(
+                "append_shared_param: the parameter is not sharded by another instance; wrap that one first"
+            )
+        slot = next(slot for slot in owner.slots if slot.sharded is p)
+        if self.flatten_parameters or slot.home is not None:
+            raise ValueError(f"append_shared_param: {slot.name!r} can be shared with flatten_parameters=False only")
+        if self._unit.context is not None or lender._unit.context is not None:
+            raise ValueError(f"append_shared_param: call it for {slot.name!r} before the first forward")
+        if self._own is None:
+            raise ValueError(f"append_shared_param: this instance has no parameter of its own beside {slot.name!r}")
+        modules = own_modules(self.module)
+        places = [Place(m, name) for _, m in modules for name, value in m._parameters.items() if value is p]
+        if not places:
+            raise ValueError(f"append_shared_param: {slot.name!r} is not registered in the module of this instance")
+        slot.parts[0].places.extend(places)
+        slot.places.extend(places)
+        self._appended.append(p)
+        share_unit(self, lender)
+
+    # -- Running
+
+    @property
+    def training_state(self) -> TrainingState:
+        """What this instance is doing."""
+        return TrainingState.SUMMON_FULL_PARAMS if self._summons else _STATES[self._unit.phase]
+
+    def assert_state(self, state: TrainingState | list[TrainingState]) -> None:
+        """
+        Raises:
+            ValueError: if `training_state` is not ``state``, or none of them.
+        """
+        states = [state] if isinstance(state, TrainingState) else list(state)
+        if self.training_state not in states:
+            names = " or ".join(one.name for one in states)
+            raise ValueError(f"{self._title()} has to be in state {names} here, and is in {self.training_state.name}")
+
+    def _title(self) -> str:
+        return f"FullyShardedDataParallel({type(self.module).__name__}) {self._unit.name!r}"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module with whole parameters."""
+        if self._summons:
+            raise ValueError(
+                f"{self._title()}: forward cannot run inside summon_full_params, whose parameters are not those that "
+                "are trained; leave it first"
+            )
+        if self.force_input_to_fp32 and not self.mixed_precision:
+            args, kwargs = map_tensors((args, kwargs), _widened)
+        outputs = self._unit.run(self, self.module, args, kwargs)
+        if self.clear_autocast_cache:
+            torch.clear_autocast_cache()
+        return outputs
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside add gradients up unsharded; the first one outside reduces the sum."""
+        options = [instance._own.options for instance in get_fsdp_instances(self) if instance._own is not None]
+        before = [option.reduce_gradients for option in options]
+        for option in options:
+            option.reduce_gradients = False
+        try:
+            yield
+        finally:
+            for option, value in zip(options, before, strict=True):
+                option.reduce_gradients = value
+
+    def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
+        """Divide gradients by ``pre`` before they are summed over ranks and by ``post`` after.
+
+        Args:
+            pre: by default about the root of the number of ranks.
+            post: by default what is left.
+            recursive: whether to set them for the instances inside too.
+
+        Raises:
+            ValueError: if the instance is not idle.
+        """
+        self.assert_state(TrainingState.IDLE)
+        for instance in get_fsdp_instances(self) if recursive else [self]:
+            instance.gradient_predivide_factor, instance.gradient_postdivide_factor = pre, post
+            instance._own_divisors = True
+            if instance._own is not None:
+                instance._own.options.divisors = instance._divisors()
+
+    # -- Whole parameters
+
+    @contextlib.contextmanager
+    def summon_full_params(self, recurse: bool = True, volatile: bool = False) -> Iterator[None]:
+        """Whole parameters in the dtype of the shards, under their own names; a collective.
+
+        What is written into them stays, as far as it is in this rank's part. Forward and backward cannot run inside.
+
+        Args:
+            recurse: also those of the instances inside.
+            volatile: do not keep what is written.
+
+        Raises:
+            ValueError: if an instance is not idle.
+        """
+        with contextlib.ExitStack() as stack:
+            for instance in get_fsdp_instances(self) if recurse else [self]:
+                stack.enter_context(instance._summoned(volatile))
+            yield
+
+    @contextlib.contextmanager
+    def _summoned(self, volatile: bool) -> Iterator[None]:
+        opened = self._summon()
+        try:
+            yield
+        finally:
+            self._dismiss(opened, volatile)
+
+    def _summon(self) -> list[FlatShards]:
+        self.assert_state(TrainingState.IDLE)
+        self._summons, opened = True, []
+        for group in self._unit.groups:
+            shards = group.shards
+            assert isinstance(shards, FlatShards)
+            if not shards.is_summoned:
+                group.reshard()
+                shards.summon()
+                opened.append(shards)
+        return opened
+
+    def _dismiss(self, opened: Sequence[FlatShards], volatile: bool) -> None:
+        for shards in opened:
+            shards.dismiss(keep_changes=not volatile)
+        self._summons = False
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """`torch.nn.Module.apply` with whole parameters, one instance's at a time; a collective."""
+        with self._summoned(volatile=False):
+            super().apply(fn)
+        return self
+
+    def reset_parameters(self) -> None:
+        """Call the wrapped module's ``reset_parameters`` with whole parameters; a collective.
+
+        Raises:
+            RuntimeError: unless ``allow_reset_parameters``.
+        """
+        if not self.allow_reset_parameters:
+            raise RuntimeError(
+                f"{self._title()}: reset_parameters after wrapping gives every rank other numbers unless their random "
+                "state agrees; pass allow_reset_parameters=True if it does, or initialize before wrapping"
+            )
+        with self.summon_full_params():
+            self.module.reset_parameters()
+
+    # -- State
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Whole parameters and buffers under the names that the model has without wrappers, as
+        `torch.nn.Module.state_dict`; a collective. Floating-point values are in the dtype of the shards: float32,
+        unless the model is in half precision."""
+        if self._summons or self._gives_local:
+            return super().state_dict(*args, **kwargs)
+        with self._summoned(volatile=True):
+            return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load what `state_dict` of this model, wrapped or not, gave; a collective. Every rank passes all of it.
+
+        Args:
+            state_dict: names to whole tensors; not changed.
+            strict: whether missing and unexpected names are errors.
+            assign: has no meaning for shards, which are copied into.
+
+        Raises:
+            ValueError: for ``assign=True``.
+            RuntimeError: for names or shapes that do not fit, by the names of the model without wrappers.
+        """
+        if assign:
+            raise ValueError("load_state_dict(assign=True): a rank keeps a part of each tensor only; leave assign out")
+        given: Any = OrderedDict(state_dict)
+        if (metadata := getattr(state_dict, "_metadata", None)) is not None:
+            given._metadata = {
+                name: metadata[clean(name)] for name, _ in self.named_modules() if clean(name) in metadata
+            }
+        try:
+            return super().load_state_dict(given, strict)
+        finally:
+            for instance in get_fsdp_instances(self):
+                instance._leave_loading()
+
+    def _enter_loading(self, messages: list[str]) -> None:
+        """A state dict is being loaded; ``messages`` are what goes wrong."""
+        self._loading = messages, None if self._summons or self._gives_local else self._summon()
+
+    def _leave_loading(self) -> None:
+        if (loading := self.__dict__.pop("_loading", None)) is None:
+            return
+        messages, opened = loading
+        messages[:] = [clean(message) for message in messages]
+        if opened is not None:
+            self._dismiss(opened, volatile=False)
+
+    @contextlib.contextmanager
+    def _locally(self) -> Iterator[None]:
+        instances = get_fsdp_instances(self)
+        for instance in instances:
+            if instance._summons:
+                raise ValueError(f"{instance._title()}: parameters are whole inside summon_full_params; leave it first")
+            for group in instance._unit.groups:
+                group.reshard()
+            instance._gives_local = True
+        try:
+            yield
+        finally:
+            for instance in instances:
+                instance._gives_local = False
+
+    def local_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """This rank's shards, 1-D and padded to equal sizes, and all buffers; loads at the same world size only.
+
+        Raises:
+            ValueError: inside `summon_full_params`.
+        """
+        with self._locally():
+            return self.state_dict(*args, **kwargs)
+
+    def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+        """Load what `local_state_dict` of the same rank gave.
+
+        Raises:
+            ValueError: inside `summon_full_params`.
+            RuntimeError: for names or shapes that do not fit.
+        """
+        with self._locally():
+            return self.load_state_dict(state_dict, strict)
+
+    def local_metadata_dict(self) -> dict[str, Any]:
+        """What `consolidate_shard_weights` needs beside the `local_state_dict` of each rank: ``param_metadata``, a dict
+        for each instance, and ``buffer_names``."""
+        return describe_shards(self, get_fsdp_instances(self))
+
+    @staticmethod
+    def consolidate_shard_weights(
+        shard_weights: list[dict[str, torch.Tensor]],
+        shard_metadata: list[dict[str, Any]],
+        with_module_buffers: bool = True,
+        strict: bool = True,
+    ) -> dict[str, torch.Tensor]:
+        """Whole weights from all ranks' shards, without processes.
+
+        Args:
+            shard_weights: `local_state_dict` of each rank, in order; not changed.
+            shard_metadata: `local_metadata_dict` of each rank.
+            with_module_buffers: whether the first rank's buffers are given too.
+            strict: whether a parameter that is described and not there is an error; otherwise it is left out.
+
+        Raises:
+            ValueError: if there is not one description for each rank, or none.
+            KeyError: naming what is missing.
+        """
+        return consolidate(shard_weights, shard_metadata, with_module_buffers, strict)
+
+    # -- Optimizer
+
+    @property
+    def params_with_grad(self) -> list[nn.Parameter]:
+        """Parameters that have a gradient."""
+        return [parameter for parameter in self.parameters() if parameter.grad is not None]
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their norm over all ranks is at most ``max_norm``; a collective.
+
+        Args:
+            max_norm: in the unit of the gradients.
+            norm_type: order of the norm; ``inf`` for the largest absolute value.
+
+        Returns:
+            The norm before scaling, 0-dim, the same on all ranks.
+
+        Raises:
+            ValueError: if the instance is not idle, or inside another one.
+        """
+        self.assert_state(TrainingState.IDLE)
+        if self._unit.context is not None and not self._unit.is_root:
+            raise ValueError(f"{self._title()}: call clip_grad_norm_ on the outermost instance")
+        norm = norm_of_gradients(get_fsdp_instances(self), float(norm_type))
+        gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        scale_to_norm(gradients, norm, float(max_norm))
+        return norm.cpu() if self.move_grads_to_cpu else norm
+
+    def gather_full_optim_state_dict(self, optim: Optimizer, recipient_rank: int | None = 0) -> dict[str, Any] | None:
+        """State of ``optim``, as if it trained the model without wrappers; a collective, which changes nothing.
+
+        Args:
+            optim: over parameters of this module; elementwise, so that its state can be cut like parameters.
+            recipient_rank: rank in ``process_group`` that gets the result; None for all.
+
+        Returns:
+            What `Optimizer.state_dict` gives, tensors on the host, numbered as ``parameters()`` of the model without
+            wrappers, its param groups kept; None on other ranks. Instances with ``no_broadcast_optim_state`` that are
+            spread over several ranks are left out.
+
+        Raises:
+            ValueError: for a parameter that is not of this module, or state that is not elementwise.
+        """
+        state = gather_optimizer_state(self, get_fsdp_instances(self), optim, recipient_rank)
+        return state if recipient_rank in (None, self.rank) else None
+
+    def get_shard_from_optim_state_dict(self, full_optim_state_dict: dict[str, Any]) -> dict[str, Any]:
+        """This rank's part of the state of an optimizer of the model without wrappers.
+
+        Args:
+            full_optim_state_dict: as `gather_full_optim_state_dict` gives it, at any world size, or the
+                ``state_dict()`` of an optimizer of the plain model; not changed.
+
+        Returns:
+            What ``load_state_dict`` of an optimizer over this module's parameters takes: each of its param groups has
+            them in the order of `parameters`.
+
+        Raises:
+            ValueError: if it has not as many parameters, or splits parameters that are joined here.
+        """
+        return shard_optimizer_state(self, get_fsdp_instances(self), full_optim_state_dict)
+
+    # -- Module
+
+    def _prepare_modules(self) -> None:
+        """Cast and move buffers, as FairScale does before the first forward.
+
+        Raises:
+            ValueError: naming a parameter that another instance has sharded and this one was not told of.
+        """
+        for path, module in own_modules(self.module):
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    dtype = self.buffer_dtype if buffer.is_floating_point() else buffer.dtype
+                    module._buffers[name] = buffer.to(self.compute_device, dtype)
+            for name, parameter in module._parameters.items():
+                owner = owner_of(parameter) if parameter is not None else None
+                if owner is not None and not owner.manages(Place(module, name)):
+                    raise ValueError(
+                        f"{self._title()}: parameter {path}.{name} is sharded by another instance: call "
+                        "append_shared_param with it before the first forward"
+                    )
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As `torch.nn.Module.named_parameters`, without the names of wrappers."""
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            yield clean(name), parameter
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if INNER not in self.__dict__.get("_modules", {}):  # while this is being made or unpickled
+                raise
+            return getattr(self.module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FullyShardedDataParallel:
+        self.assert_state(TrainingState.IDLE)
+        if self._own is not None:
+            self._own.reshard()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self._own is not None:
+            self._own.adopt_registered()
+            if not self.mixed_precision and (dtype := self._own.slots[0].sharded.dtype) != self.compute_dtype:
+                follows = self.buffer_dtype == self.compute_dtype
+                self.compute_dtype, self.buffer_dtype = dtype, dtype if follows else self.buffer_dtype
+        return self
+
+    def extra_repr(self) -> str:
+        """Settings; all of them if ``verbose``."""
+        names = ["world_size", "flatten_parameters", "mixed_precision"]
+        if self.verbose:
+            names += ["rank", "reshard_after_forward", "compute_dtype", "buffer_dtype", "fp32_reduce_scatter"]
+            names += [
+                "compute_device",
+                "move_params_to_cpu",
+                "move_grads_to_cpu",
+                "bucket_cap_mb",
+                "clear_autocast_cache",
+            ]
+            names += ["force_input_to_fp32"]
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but process groups, and what belongs to this process.
+
+        Raises:
+            TypeError: for an instance that uses a parameter of another one.
+        """
+        if self._appended:
+            raise TypeError(f"{self._title()} uses a parameter of another instance, so it cannot be pickled")
+        if self._own is not None:
+            self._own.reshard()
+        state = {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_PROCESS}
+        if isinstance(self._reduce_group, str):
+            state["_reduce_group"] = self._reduce_group
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        reduce_group = state.pop("_reduce_group", None)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        for _, parameter in self.named_parameters(recurse=False):
+            # Not in memory that is shared with the process that sent it.
+            parameter.data = parameter.data.clone()
+        self._start(MissingGroup(self.rank, self.world_size), reduce_group, None)
+
+
+_OF_THIS_PROCESS = {"_process_group", "_reduce_group", "_own", "_loading", "_shardwise_unit"}
+
+FSDP = FullyShardedDataParallel
+
+
+def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[FullyShardedDataParallel]:
+    """Instances in ``mod``, itself among them, outer ones first.
+
+    Args:
+        mod: any module.
+        skip_empty: leave out those without parameters of their own.
+    """
+    found = [member for member in mod.modules() if isinstance(member, FullyShardedDataParallel)]
+    return [instance for instance in found if not skip_empty or instance._own is not None]
+
+
+def share_unit(borrower: FullyShardedDataParallel, owner: FullyShardedDataParallel) -> None:
+    """Let two instances be gathered together, before their first forward."""
+    mine, other = borrower._unit, owner._unit
+    modules = [*other.modules, *mine.modules]
+    groups = [*other.groups, *mine.groups]
+    kept_by_root = other.reshards_unless_root and mine.reshards_unless_root
+    unit = Unit(modules, groups, other.device, other.precision, None, None, kept_by_root, make_fsdp_root)
+    for module in modules:
+        set_unit(module, unit)
+
+
+def make_fsdp_root(root: Unit) -> FSDPCommContext:
+    """Make ``root`` the outermost unit: names without wrappers, inputs cast where precision changes, buffers cast."""
+    context = make_root(root)
+    for unit in context.units:
+        unit.rename(clean(unit.name))
+        for slot in (slot for group in unit.groups for slot in group.slots):
+            slot.name = clean(slot.name)
+    for module in root.modules:
+        _choose_casts(module, None)
+        for instance in get_fsdp_instances(module):
+            instance._prepare_modules()
+    return context
+
+
+def _choose_casts(module: nn.Module, outer: torch.dtype | None) -> None:
+    """Instances of low precision cast their inputs, unless the instance around them computes in the same dtype."""
+    if isinstance(module, FullyShardedDataParallel):
+        unit, dtype = module._unit, module.compute_dtype
+        unit.precision = replace(unit.precision, cast_forward_inputs=module.mixed_precision and outer != dtype)
+        outer = dtype
+    for child in module.children():
+        _choose_casts(child, outer)
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def norm_of_gradients(instances: Sequence[FullyShardedDataParallel], norm_type: float) -> torch.Tensor:
+    """Norm of all gradients over all ranks, in float32 for narrower ones; all ranks call this."""
+    by_comm: dict[Comm, list[torch.Tensor]] = {}
+    for instance in instances:
+        for slot in instance._own.slots if instance._own is not None else ():
+            if (gradient := slot.sharded.grad) is not None:
+                wide = torch.promote_types(gradient.dtype, torch.float32)
+                norm = torch.linalg.vector_norm(gradient, norm_type, dtype=wide)
+                by_comm.setdefault(slot.buffer.comm, []).append(norm.to(instance.compute_device))
+    vectors = [norm_over_ranks(torch.stack(norms), comm, norm_type) for comm, norms in by_comm.items()]
+    if not vectors:
+        return torch.tensor(0.0)
+    total: torch.Tensor = torch.linalg.vector_norm(torch.cat(vectors), norm_type)
+    return total

@@ -1,0 +1,227 @@
+"""Optimizer state of FullyShardedDataParallel, between 1-D shards and the parameters of the model without wrappers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from ..core.comm import Comm
+from ..core.flat import FlatPart, FlatSlot
+
+if TYPE_CHECKING:
+    from .fsdp import FullyShardedDataParallel
+
+Part = tuple[FlatSlot, int]
+"""A slot, and which of its parameters."""
+
+
+def numbered_parts(root: FullyShardedDataParallel, instances: Sequence[FullyShardedDataParallel]) -> list[Part]:
+    """The parameters of the model without wrappers, in the order of its ``parameters()``."""
+    by_place: dict[tuple[int, str], Part] = {}
+    names: dict[int, tuple[str, ...]] = {}
+    for instance in instances:
+        for path, own in instance._names.items():
+            names[id(instance.module.get_submodule(path))] = own
+        for slot in instance._own_slots():
+            for index, part in enumerate(slot.parts):
+                for place in part.places:
+                    by_place[id(place.module()), place.name] = slot, index
+    found: dict[tuple[int, int], Part] = {}
+    for module in root.modules():
+        for name in names.get(id(module), ()):
+            if (part_of := by_place.get((id(module), name))) is not None:
+                slot, index = part_of
+                found.setdefault((id(slot), index), part_of)
+    return list(found.values())
+
+
+# -- Gathering
+
+
+def gather_optimizer_state(
+    root: FullyShardedDataParallel,
+    instances: Sequence[FullyShardedDataParallel],
+    optimizer: Optimizer,
+    recipient: int | None,
+) -> dict[str, Any]:
+    """See `FullyShardedDataParallel.gather_full_optim_state_dict`; without tensors on ranks that are no recipient."""
+    numbers: dict[tuple[int, int], int] = {}
+    for number, (slot, index) in enumerate(numbered_parts(root, instances)):
+        numbers[id(slot), index] = number
+    slots = {id(slot.sharded): (instance, slot) for instance in instances for slot in instance._own_slots()}
+    members = [_slots_of_group(group, slots) for group in optimizer.param_groups]
+    receives = recipient is None or recipient == root.rank
+    gathered = [pair for pairs in members for pair in pairs if _is_gathered(pair[0])]
+    _check_alike(optimizer, [slot for _, slot in gathered])
+    state: dict[int, dict[str, Any]] = {}
+    for _, slot in gathered:
+        own = optimizer.state.get(slot.sharded)
+        if own:
+            for index, values in enumerate(_gather_slot(slot, own, receives)):
+                state[numbers[id(slot), index]] = values
+    groups = [
+        {
+            **{key: copy.deepcopy(value) for key, value in group.items() if key != "params"},
+            "params": sorted(numbers[id(slot), index] for _, slot in pairs for index in range(len(slot.parts))),
+        }
+        for group, pairs in zip(optimizer.param_groups, members, strict=True)
+    ]
+    others = {key: value for key, value in optimizer.state_dict().items() if key not in ("state", "param_groups")}
+    return {**copy.deepcopy(others), "state": dict(sorted(state.items())), "param_groups": groups}
+
+
+def _slots_of_group(
+    group: Mapping[str, Any], slots: Mapping[int, tuple[FullyShardedDataParallel, FlatSlot]]
+) -> list[tuple[FullyShardedDataParallel, FlatSlot]]:
+    for parameter in group["params"]:
+        if id(parameter) not in slots:
+            raise ValueError(
+                f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is no shard of this module: "
+                "make it over module.parameters() after wrapping"
+            )
+    return [slots[id(parameter)] for parameter in group["params"]]
+
+
+def _is_gathered(instance: FullyShardedDataParallel) -> bool:
+    return not instance.no_broadcast_optim_state or instance.world_size == 1
+
+
+def _check_alike(optimizer: Optimizer, slots: Sequence[FlatSlot]) -> None:
+    """Ranks whose state differs would wait for each other.
+
+    Raises:
+        RuntimeError: naming a parameter that has other state on another rank.
+    """
+    by_comm: dict[Comm, list[FlatSlot]] = {}
+    for slot in slots:
+        by_comm.setdefault(slot.buffer.comm, []).append(slot)
+    for comm, members in by_comm.items():
+        if comm.size == 1:
+            continue
+        mine = {slot.name: sorted(map(str, optimizer.state.get(slot.sharded, {}))) for slot in members}
+        for rank, theirs in enumerate(comm.gather_objects(mine)):
+            for name in mine:
+                if theirs.get(name) != mine[name]:
+                    raise RuntimeError(
+                        f"the optimizer has state {mine[name]} for {name!r} on rank {comm.rank} and {theirs.get(name)} "
+                        f"on rank {rank}, so it cannot be gathered: step it on all ranks"
+                    )
+
+
+def _gather_slot(slot: FlatSlot, state: Mapping[str, Any], receives: bool) -> Iterator[dict[str, Any]]:
+    """State of each parameter of ``slot``."""
+    whole = {key: _gather_value(slot, key, value, receives) for key, value in state.items()}
+    if not receives:
+        return iter(())
+    return iter(
+        [
+            {key: values[index] if isinstance(values, list) else copy.deepcopy(values) for key, values in whole.items()}
+            for index in range(len(slot.parts))
+        ]
+    )
+
+
+def _gather_value(slot: FlatSlot, key: str, value: Any, receives: bool) -> Any:
+    """A list with the part of each parameter, or what they have in common."""
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    if value.ndim == 0:
+        return value.detach().cpu().clone()
+    if value.shape != slot.sharded.shape:
+        raise ValueError(
+            f"optimizer state {key!r} of {slot.name!r} has shape {tuple(value.shape)}, where its shard has "
+            f"{tuple(slot.sharded.shape)}: only elementwise optimizers can be gathered"
+        )
+    run = slot.gather_like(value)
+    return [view.cpu().clone() for view in slot.views(run)] if receives else []
+
+
+# -- Cutting
+
+
+def shard_optimizer_state(
+    root: FullyShardedDataParallel, instances: Sequence[FullyShardedDataParallel], full: Mapping[str, Any]
+) -> dict[str, Any]:
+    """See `FullyShardedDataParallel.get_shard_from_optim_state_dict`."""
+    parts = numbered_parts(root, instances)
+    numbers: dict[int, list[int]] = {}
+    for number, (slot, _) in enumerate(parts):
+        numbers.setdefault(id(slot), []).append(number)
+    told = sum(len(group["params"]) for group in full["param_groups"])
+    if told > len(parts):
+        raise ValueError(f"the optimizer state is of {told} parameters, and this module has {len(parts)}")
+    in_order = _in_parameters_order(root, instances)
+    state: dict[int, dict[str, Any]] = {}
+    groups: list[dict[str, Any]] = []
+    position = 0
+    for index, group in enumerate(full["param_groups"]):
+        members = [slot for slot in in_order if _belongs(slot, numbers[id(slot)], set(group["params"]), index)]
+        own = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+        groups.append({**own, "params": list(range(position, position + len(members)))})
+        for slot in members:
+            values = [full["state"].get(number, {}) for number in _by_part(slot, parts)]
+            if any(values):
+                state[position] = _cut_slot(slot, values)
+            position += 1
+    dropped = ("state", "param_groups", "param_id_map", "uncollected_local_ids")
+    others = {key: copy.deepcopy(value) for key, value in full.items() if key not in dropped}
+    return {**others, "state": state, "param_groups": groups}
+
+
+def _in_parameters_order(
+    root: FullyShardedDataParallel, instances: Sequence[FullyShardedDataParallel]
+) -> list[FlatSlot]:
+    slots = {id(slot.sharded): slot for instance in instances for slot in instance._own_slots()}
+    return [slots[id(parameter)] for parameter in root.parameters()]
+
+
+def _by_part(slot: FlatSlot, parts: Sequence[Part]) -> list[int]:
+    """Numbers of the parameters of ``slot``, in its own order."""
+    known = {index: number for number, (other, index) in enumerate(parts) if other is slot}
+    return [known[index] for index in range(len(slot.parts))]
+
+
+def _belongs(slot: FlatSlot, own: Sequence[int], group: set[int], index: int) -> bool:
+    inside = group.intersection(own)
+    if inside and len(inside) < len(own):
+        names = ", ".join(repr(part.name) for part in slot.parts)
+        raise ValueError(
+            f"param group {index} of the optimizer state has some of {names}, which are joined to {slot.name!r} here: "
+            "use flatten_parameters=False, or wrap those of each group by themselves"
+        )
+    return bool(inside)
+
+
+def _cut_slot(slot: FlatSlot, values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """This rank's state of ``slot`` from that of each of its parameters."""
+    keys = dict.fromkeys(key for one in values for key in one)
+    cut: dict[str, Any] = {}
+    for key in keys:
+        first = next(one[key] for one in values if key in one)
+        if not any(
+            key in one and _is_elementwise(key, one[key], part) for one, part in zip(values, slot.parts, strict=True)
+        ):
+            cut[key] = first.detach().clone() if isinstance(first, torch.Tensor) else copy.deepcopy(first)
+            continue
+        pieces = []
+        for one, part in zip(values, slot.parts, strict=True):
+            value = one.get(key)
+            if value is not None and value.numel() != part.numel:
+                raise ValueError(
+                    f"optimizer state {key!r} of {part.name!r} has shape {tuple(value.shape)}, where the parameter has "
+                    f"{part.shape}"
+                )
+            pieces.append(value.detach().reshape(-1) if value is not None else first.new_zeros(part.numel))
+        cut[key] = slot.cut(torch.cat(pieces))
+    return cut
+
+
+def _is_elementwise(key: str, value: Any, part: FlatPart) -> bool:
+    if not isinstance(value, torch.Tensor) or tuple(value.shape) != part.shape:
+        return False
+    # A count of steps looks like the state of a parameter without dims.
+    return value.ndim > 0 or key != "step"

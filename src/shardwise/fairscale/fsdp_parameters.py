@@ -1,0 +1,141 @@
+"""Which parameters an instance of FullyShardedDataParallel has, and how they are joined."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..core.parameter import owner_of, successor_of
+from ..core.root import managed_modules
+from ..core.whole import WholeBroadcast
+from .ranks import comm_of, is_stand_in
+
+INNER = "_fsdp_wrapped_module"
+"""Name of the wrapped module in its wrapper, FairScale's."""
+
+
+def clean(name: str) -> str:
+    """A name as it is in the model without wrappers."""
+    return name.replace(f"{INNER}.", "").removesuffix(INNER).removesuffix(".")
+
+
+@dataclass(frozen=True)
+class Member:
+    """One parameter of an instance.
+
+    Args:
+        name: in the wrapped module, where it is found first.
+        shape: of the whole parameter.
+        places: path of each module in the wrapped module that has it, and its name there.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    places: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Parameters that are sharded as one.
+
+    Args:
+        name: of the joined parameter in its wrapper, or of the only member.
+        members: in the order of the model.
+        is_joined: whether the wrapper has a joined parameter; otherwise the one member is sharded by itself.
+    """
+
+    name: str
+    members: tuple[Member, ...]
+    is_joined: bool
+
+
+def own_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Modules in ``module``, itself among them, that no instance inside it has; with their paths, parents first."""
+    known = {id(member): index for index, member in enumerate(module.modules())}
+    return sorted(managed_modules([module]), key=lambda pair: known[id(pair[1])])
+
+
+def own_parameters(module: nn.Module) -> list[tuple[Member, nn.Parameter]]:
+    """Parameters of `own_modules` that nobody has sharded yet.
+
+    Raises:
+        ValueError: for one that was joined to others by another instance, and so cannot be shared any more.
+    """
+    found: dict[int, tuple[nn.Parameter, list[tuple[str, str]]]] = {}
+    for path, member in own_modules(module):
+        for name, parameter in member._parameters.items():
+            if parameter is None or owner_of(parameter) is not None:
+                continue
+            if successor_of(parameter) is not None:
+                raise ValueError(
+                    f"parameter {_join(path, name)!r} is tied to one that another instance has flattened: wrap the "
+                    "modules that share it together, or wrap them with flatten_parameters=False and call "
+                    "append_shared_param"
+                )
+            found.setdefault(id(parameter), (parameter, []))[1].append((path, name))
+    return [
+        (Member(_join(*places[0]), tuple(parameter.shape), tuple(places)), parameter)
+        for parameter, places in found.values()
+    ]
+
+
+def describe_runs(own: Sequence[tuple[Member, nn.Parameter]], join: bool) -> list[Run]:
+    """How ``own`` parameters are joined: trainable ones and frozen ones apart, so that either can be switched."""
+    if not join:
+        return [Run(member.name, (member,), False) for member, _ in own]
+    by_kind: dict[bool, list[Member]] = {}
+    for member, parameter in own:
+        by_kind.setdefault(parameter.requires_grad, []).append(member)
+    return [Run(f"flat_param_{index}", tuple(members), True) for index, members in enumerate(by_kind.values())]
+
+
+def check_parameters(own: Sequence[tuple[Member, nn.Parameter]], mixed: bool, compute_dtype: torch.dtype) -> None:
+    """
+    Raises:
+        ValueError: naming a parameter that cannot be sharded with these settings.
+    """
+    for member, parameter in own:
+        name, wanted = member.name, torch.float32 if mixed else compute_dtype
+        if parameter.is_meta:
+            raise ValueError(
+                f"parameter {name!r} is on the meta device, without values: materialize the model before it is wrapped"
+            )
+        if isinstance(parameter, DTensor):
+            raise ValueError(f"parameter {name!r} is a DTensor, sharded already: wrap the model before")
+        if not parameter.is_floating_point():
+            raise ValueError(f"parameter {name!r} is {parameter.dtype}: only floating-point ones can be sharded")
+        if parameter.dtype != wanted:
+            fix = "keep the parameters in float32" if mixed else f"pass compute_dtype={parameter.dtype}"
+            raise ValueError(
+                f"parameter {name!r} is {parameter.dtype}, and with mixed_precision={mixed} and "
+                f"compute_dtype={compute_dtype} parameters are {wanted}: {fix}, or convert the module before"
+            )
+
+
+@torch.no_grad()
+def sync_from_first_rank(
+    module: nn.Module, own: Sequence[tuple[Member, nn.Parameter]], group: Any, device: torch.device
+) -> None:
+    """Give all ranks of ``group`` the first rank's ``own`` parameters, and buffers of `own_modules`; a collective."""
+    if is_stand_in(group) or group.size() == 1:
+        return
+    tensors = [parameter.detach() for _, parameter in own]
+    tensors += [buffer for _, member in own_modules(module) for buffer in member.buffers(recurse=False)]
+    tensors = list({id(tensor): tensor for tensor in tensors if tensor.numel()}.values())
+    if not tensors:
+        return
+    # Those elsewhere than where the group communicates go there and back.
+    there = [tensor.to(device) for tensor in tensors]
+    WholeBroadcast(there, [0] * len(there), lambda where: comm_of(group, where)).start()()
+    for tensor, synced in zip(tensors, there, strict=True):
+        if tensor is not synced:
+            tensor.copy_(synced)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

@@ -1,0 +1,162 @@
+"""State dicts of FullyShardedDataParallel: names without wrappers, and whole weights from shards without processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .fsdp_parameters import INNER, clean
+
+if TYPE_CHECKING:
+    from .fsdp import FullyShardedDataParallel
+
+
+# -- Hooks of state dicts
+
+
+def finish_state_dict(module: FullyShardedDataParallel, state_dict: Any, prefix: str, _: Any) -> None:
+    """Names without wrappers, memory of their own, on the device that was asked for."""
+    inner = f"{prefix}{INNER}."
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        value = state_dict.pop(key)
+        if isinstance(value, torch.Tensor):
+            value = _given(module, value)
+        state_dict[prefix + key.removeprefix(inner) if key.startswith(inner) else key] = value
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is not None:
+        for name in [name for name in metadata if INNER in name]:
+            metadata.setdefault(clean(name), {}).update(metadata.pop(name))
+    if module.state_dict_on_rank_0_only and module.rank != 0:
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            del state_dict[key]
+
+
+def _given(module: FullyShardedDataParallel, value: torch.Tensor) -> torch.Tensor:
+    is_whole = any(slot.holds(value) for slot in module._flat_slots())
+    dtype = torch.float32 if module.mixed_precision and value.is_floating_point() else value.dtype
+    device = value.device if value.device.type == module.state_dict_device.type else module.state_dict_device
+    if not is_whole and (device, dtype) == (value.device, value.dtype):
+        return value
+    # Whole parameters go when the state dict is complete.
+    return value.detach().to(device, dtype, copy=is_whole)
+
+
+def prepare_load(
+    module: FullyShardedDataParallel,
+    state_dict: dict[str, Any],
+    prefix: str,
+    _metadata: Any,
+    _strict: bool,
+    _missing: list[str],
+    _unexpected: list[str],
+    messages: list[str],
+) -> None:
+    """Names with the wrapper, and whole parameters to write into."""
+    module._enter_loading(messages)
+    own = {prefix + run.name for run in module._runs if run.is_joined} if module._gives_local else set()
+    for key in [key for key in state_dict if key.startswith(prefix) and key not in own]:
+        value = state_dict.pop(key)
+        state_dict[f"{prefix}{INNER}.{key.removeprefix(prefix)}"] = value
+
+
+def finish_load(module: FullyShardedDataParallel, incompatible: Any) -> None:
+    """Keep this rank's part of what was loaded; messages without the wrapper's name."""
+    module._leave_loading()
+    for names in (incompatible.missing_keys, incompatible.unexpected_keys):
+        names[:] = [clean(name) for name in names]
+
+
+# -- Whole weights from shards
+
+
+def describe_shards(root: FullyShardedDataParallel, instances: Sequence[FullyShardedDataParallel]) -> dict[str, Any]:
+    """See `FullyShardedDataParallel.local_metadata_dict`."""
+    paths = {id(module): clean(path) for path, module in root.named_modules()}
+    return {
+        "param_metadata": [_describe_instance(instance, paths[id(instance)]) for instance in instances],
+        "buffer_names": [clean(name) for name, _ in root.named_buffers()],
+    }
+
+
+def _describe_instance(instance: FullyShardedDataParallel, path: str) -> dict[str, Any]:
+    params: dict[str, Any] = {}
+    shared: list[tuple[str, str]] = []
+    padding = [slot.padding for slot in instance._own_slots()]
+    for run, padded in zip(instance._runs, padding, strict=True):
+        params[run.name] = {
+            "names": [member.name for member in run.members],
+            "shapes": [torch.Size(member.shape) for member in run.members],
+            "numels": [torch.Size(member.shape).numel() for member in run.members],
+            "padding": padded,
+        }
+        for member in run.members:
+            shared += [(member.name, ".".join(filter(None, place))) for place in member.places[1:]]
+    for name, slot in instance._borrowed():
+        shape = torch.Size(slot.parts[0].shape)
+        params[name] = {"names": [name], "shapes": [shape], "numels": [shape.numel()], "padding": slot.padding}
+    return {
+        "fsdp_path": path,
+        "params": params,
+        "no_broadcast_optim_state": instance.no_broadcast_optim_state,
+        "shared_param_info": shared,
+    }
+
+
+def consolidate(
+    weights: Sequence[Mapping[str, torch.Tensor]],
+    metadata: Sequence[Mapping[str, Any]],
+    with_buffers: bool,
+    strict: bool,
+) -> dict[str, torch.Tensor]:
+    """See `FullyShardedDataParallel.consolidate_shard_weights`."""
+    if not weights or len(weights) != len(metadata):
+        raise ValueError(
+            f"consolidate_shard_weights takes the weights and the metadata of every rank, and got {len(weights)} and "
+            f"{len(metadata)} of them"
+        )
+    whole: dict[str, torch.Tensor] = {}
+    for index, instance in enumerate(metadata[0]["param_metadata"]):
+        path = instance["fsdp_path"]
+        for name, described in instance["params"].items():
+            key = _under(path, name)
+            if not strict and key not in weights[0]:
+                continue
+            paddings = [one["param_metadata"][index]["params"][name]["padding"] for one in metadata]
+            joined = _join(key, weights, paddings, sum(described["numels"]))
+            for part, numel, shape in zip(
+                described["names"], joined.split(described["numels"]), described["shapes"], strict=True
+            ):
+                whole[_under(path, part)] = numel.view(shape)
+        for first, other in instance["shared_param_info"]:
+            if strict or _under(path, first) in whole:
+                whole[_under(path, other)] = whole[_under(path, first)]
+    for name in metadata[0]["buffer_names"] if with_buffers else ():
+        if strict or name in weights[0]:
+            whole[name] = _entry(weights, 0, name)
+    return whole
+
+
+def _join(key: str, weights: Sequence[Mapping[str, torch.Tensor]], paddings: Sequence[int], total: int) -> torch.Tensor:
+    """The whole run ``key`` of ``total`` elements; one shard is enough where an instance has a world of its own."""
+    parts: list[torch.Tensor] = []
+    for rank, padding in enumerate(paddings):
+        shard = _entry(weights, rank, key).reshape(-1)
+        parts.append(shard[: shard.numel() - padding])
+        if sum(part.numel() for part in parts) >= total:
+            break
+    joined = torch.cat(parts)
+    if joined.numel() != total:
+        raise ValueError(f"the shards of {key!r} have {joined.numel()} elements together, not {total}")
+    return joined
+
+
+def _entry(weights: Sequence[Mapping[str, torch.Tensor]], rank: int, key: str) -> torch.Tensor:
+    if key not in weights[rank]:
+        raise KeyError(f"the weights of rank {rank} have no {key!r}")
+    return weights[rank][key]
+
+
+def _under(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

@@ -1,0 +1,123 @@
+"""The ranks that FairScale's arguments speak of: process groups, real ones and stand-ins, and where they compute."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..core.comm import Comm, MissingComm, SingleComm, comm_for, new_group_like
+from ..core.mesh import DataParallelRanks
+from ..placements import Placements
+
+_reduce_comms: weakref.WeakKeyDictionary[dist.ProcessGroup, Comm] = weakref.WeakKeyDictionary()
+
+
+def given_group(process_group: Any) -> Any:
+    """``process_group``, or that of all ranks.
+
+    Raises:
+        TypeError: if it is neither a process group nor a stand-in with ``rank()`` and ``size()``.
+        RuntimeError: if none is given and torch.distributed is not initialized.
+    """
+    if process_group is None:
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "FullyShardedDataParallel shards over the ranks of a process group and there is none: call "
+                "torch.distributed.init_process_group first, or pass process_group=DummyProcessGroup(rank, size)"
+            )
+        return dist.group.WORLD
+    if not (callable(getattr(process_group, "rank", None)) and callable(getattr(process_group, "size", None))):
+        raise TypeError(f"process_group must be a process group, not {type(process_group).__name__}")
+    return process_group
+
+
+@dataclass(frozen=True)
+class MissingGroup:
+    """In the place of a process group that has to be set.
+
+    Args:
+        own_rank: of this process in it.
+        own_size: its ranks.
+    """
+
+    own_rank: int
+    own_size: int
+
+    def rank(self) -> int:
+        """Rank of this process."""
+        return self.own_rank
+
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.own_size
+
+
+def is_stand_in(group: Any) -> bool:
+    """Whether ``group`` only tells rank and size."""
+    return not isinstance(group, dist.ProcessGroup)
+
+
+def ranks_of(group: Any, device: torch.device) -> DataParallelRanks:
+    """The ranks of ``group``, over which everything is sharded."""
+    return DataParallelRanks(Placements.zero3, device, comm_of(group, device), ())
+
+
+def comm_of(group: Any, device: torch.device) -> Comm:
+    """Collectives of ``group``; a stand-in for several ranks has none."""
+    if not is_stand_in(group):
+        return comm_for(group, device)
+    return SingleComm() if group.size() == 1 else MissingComm(group.rank(), group.size())
+
+
+def compute_device_of(group: Any, module: nn.Module) -> torch.device:
+    """Where the parameters are if that is an accelerator, otherwise where ``group`` communicates."""
+    first = next(module.parameters(), None)
+    if first is not None and first.device.type not in ("cpu", "meta"):
+        return first.device
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or is_stand_in(group):
+        return torch.device("cpu")
+    backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(",") if ":" in entry)
+    # gloo names every device, and is what CPUs use.
+    if backends.get(accelerator.type, "gloo") == "gloo":
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def reduce_comm_of(given: Any, comm: Comm, device: torch.device) -> Comm | None:
+    """Collectives for reductions if they are not those of the gathers.
+
+    Args:
+        given: None or ``"default"`` for the same, ``"reduce_scatter"`` for a communicator of its own, or a group.
+        comm: of the gathers.
+        device: that computes.
+
+    Raises:
+        TypeError: for anything else.
+    """
+    name = getattr(given, "value", given)
+    if given is None or name == "default" or comm.size == 1 or isinstance(comm, MissingComm):
+        return None
+    if name == "reduce_scatter":
+        # One for all instances over the same ranks: a communicator takes connections and memory.
+        if comm.group not in _reduce_comms:
+            _reduce_comms[comm.group] = new_group_like(comm.group, device)
+        return _reduce_comms[comm.group]
+    if isinstance(given, str) or not hasattr(given, "size"):
+        raise TypeError(
+            f"process_group_reduce_scatter must be a process group, 'default', 'reduce_scatter' or None, not {given!r}"
+        )
+    if given.size() != comm.size:
+        warnings.warn(
+            f"process_group_reduce_scatter has {given.size()} ranks and process_group {comm.size}: gradients are "
+            "reduced over process_group",
+            stacklevel=4,
+        )
+        return None
+    return None if is_stand_in(given) else comm_for(given, device)
