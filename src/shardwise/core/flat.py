@@ -332,6 +332,7 @@ class FlatShards(Shards):
     """
 
     slots: list[FlatSlot]  # type: ignore[assignment]
+    sees_writes = False
 
     def __init__(self, runs: Sequence[FlatRun], ranks: DataParallelRanks, policy: GroupPolicy):
         super().__init__(ranks, policy)

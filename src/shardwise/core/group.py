@@ -201,8 +201,10 @@ class ParamGroup:
 
         Args:
             after_forward: reshard to the smaller world, where the policy has one.
-            keep: do not free the gathered ones; the next `unshard` gathers only if the shards were written.
+            keep: do not free the gathered ones; the next `unshard` gathers only if the shards were written. Frees them
+                all the same where writes may go unnoticed.
         """
+        keep = keep and self.shards.sees_writes
         if self._gather is not None:
             self.wait_for_unshard()
         if after_forward and self.policy.reshard_to is not None and self.is_unsharded:

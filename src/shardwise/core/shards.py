@@ -40,6 +40,9 @@ class Shards(ABC):
         policy: dtypes and memory.
     """
 
+    sees_writes = True
+    """Whether every write into a sharded parameter is noticed, also one through ``parameter.data``."""
+
     def __init__(self, mesh: DataParallelRanks, policy: GroupPolicy):
         self.mesh, self.policy = mesh, policy
         self.unit_name = ""

@@ -7,13 +7,14 @@ owner whether any rank had one (see `core.gradient`).
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
 
 from .comm import Comm
-from .device import Waitable, copy_each
+from .device import Waitable, backward_number, copy_each
 from .errors import StateError, explain
 from .gradient import Scale, gradient_scale
 from .layout import Run, whole
@@ -162,10 +163,54 @@ class WholeBroadcast:
         return finish
 
 
+class _Turns:
+    """The reducers of one backward pass send one after the other, in the order in which they began.
+
+    Which gradients exist may differ by rank: sent as they come, those of one model would meet another's elsewhere.
+    """
+
+    def __init__(self, backward: int):
+        self.backward = backward
+        # Gradients on several devices arrive on several threads.
+        self.lock = threading.Lock()
+        self._queue: deque[OwnerReducer] = deque()
+
+    def enter(self, reducer: OwnerReducer) -> None:
+        """``reducer`` begins."""
+        with self.lock:
+            self._queue.append(reducer)
+
+    def advance(self) -> None:
+        """Send what is complete and has its turn; under the lock."""
+        while self._queue and self._queue[0].send_complete():
+            self._queue.popleft()
+
+    def end(self, reducer: OwnerReducer) -> None:
+        """The backward pass is over: send all of those that began before ``reducer``, and its own."""
+        with self.lock:
+            while reducer in self._queue:
+                self._queue.popleft().send_rest()
+            self.advance()
+
+
+# Weak: after a pass that failed they would keep its models.
+_turns: weakref.WeakKeyDictionary[Comm, weakref.ref[_Turns]] = weakref.WeakKeyDictionary()
+"""Of the latest backward pass in which gradients are reduced over these ranks."""
+
+
+def _turns_now(comm: Comm) -> _Turns:
+    known = _turns.get(comm)
+    turns = known() if known is not None else None
+    if turns is None or turns.backward != backward_number():
+        turns = _Turns(backward_number())
+        _turns[comm] = weakref.ref(turns)
+    return turns
+
+
 class OwnerReducer:
     """Gradients of whole parameters to the ranks that own them. It knows how, never when.
 
-    One backward is `start`, `ready` for each gradient that autograd has added, and `finish`. Runs are sent in one
+    One backward is `begin`, `ready` for each gradient that autograd has added, and `finish`. Runs are sent in one
     order on all ranks, whatever order gradients arrive in. Non-owners' gradients are gone when sent; an owner's
     gradient from an earlier reduction is set aside meanwhile and the new mean is added to it.
 
@@ -194,24 +239,33 @@ class OwnerReducer:
         layout = self.plan.layout
         self.owned = layout.owned(comm.rank)
         self._runs = layout.runs
-        self._run_of = {index: number for number, run in enumerate(self._runs) for index in run.tensors}
+        # Empty gradients count as of the last run: when it is sent, it is known which gradients there were.
         self._without_run = [index for index, size in enumerate(layout.sizes) if not size]
+        self._run_of = dict.fromkeys(self._without_run, len(self._runs) - 1) if self._runs else {}
+        self._run_of |= {index: number for number, run in enumerate(self._runs) for index in run.tensors}
         self.reduced = reduced
         self._kept: dict[int, torch.Tensor] = {}
         self._flying: deque[tuple[Run, torch.Tensor, Sequence[Waitable]]] = deque()
         self._all_present: torch.Tensor | None = None
-        # Gradients on several devices arrive on several threads.
-        self._lock = threading.Lock()
         self._reset()
 
     def _reset(self) -> None:
+        self._turns: _Turns | None = None
         self._missing = [len(run.tensors) for run in self._runs]
+        if self._missing:
+            self._missing[-1] += len(self._without_run)
         self._next_run = 0
+        self._flags: tuple[torch.Tensor, Sequence[Waitable]] | None = None
         self._flying_bytes = 0
         self._present = [False] * len(self.parameters)
         self._means: dict[int, torch.Tensor] = {}
 
     # -- While autograd runs
+
+    def begin(self) -> None:
+        """A backward pass goes on whose gradients are to be reduced."""
+        self._turns = _turns_now(self.comm)
+        self._turns.enter(self)
 
     def set_aside(self, index: int) -> None:
         """A gradient is about to be added that will be reduced: it must not mix with the mean that is there."""
@@ -235,11 +289,23 @@ class OwnerReducer:
         """The gradient of a parameter is complete: send what is next and complete."""
         if index not in self._run_of:
             return
-        with self._lock:
+        assert self._turns is not None
+        with self._turns.lock, torch.no_grad():
             self._missing[self._run_of[index]] -= 1
-            while self._next_run < len(self._runs) and not self._missing[self._next_run]:
-                with torch.no_grad():
-                    self._send_next()
+            self._turns.advance()
+
+    def send_complete(self) -> bool:
+        """Start sending what is next and complete; gives whether that was all."""
+        while self._next_run < len(self._runs) and not self._missing[self._next_run]:
+            self._send_next()
+        return self._flags is not None
+
+    def send_rest(self) -> None:
+        """Start sending all that was not sent yet."""
+        while self._next_run < len(self._runs):
+            self._send_next()
+        if self._flags is None:
+            self._send_flags()
 
     def _scale(self, run: Run) -> Scale:
         return gradient_scale(self.plan.dtype(run), self.comm.size, 1, None, force_sum=True)
@@ -263,6 +329,8 @@ class OwnerReducer:
         self._flying_bytes += flat.nbytes
         while self._flying_bytes > RUNS_IN_FLIGHT * self.comm.run_bytes and len(self._flying) > 1:
             self._land_oldest()
+        if self._next_run == len(self._runs):
+            self._send_flags()
 
     def _take(self, index: int) -> torch.Tensor | None:
         """Remove this rank's part of the next sum from a parameter."""
@@ -327,11 +395,11 @@ class OwnerReducer:
 
     def _complete(self) -> list[tuple[int, torch.Tensor, bool]]:
         """Owned parameters: index, mean over ranks, whether any rank had a gradient."""
-        while self._next_run < len(self._runs):
-            self._send_next()
-        for index in self._without_run:
-            self._take(index)
-        flags, works = self._exchange_flags()
+        if self._turns is not None:
+            self._turns.end(self)
+        self.send_rest()
+        assert self._flags is not None
+        flags, works = self._flags
         self._wait()
         for work in works:
             work.wait()
@@ -342,8 +410,10 @@ class OwnerReducer:
         self._reset()
         return [(index, means[index], exists) for index, exists in zip(self.owned, exist, strict=True)]
 
-    def _exchange_flags(self) -> tuple[torch.Tensor, Sequence[Waitable]]:
+    def _send_flags(self) -> None:
         """Start adding up, for each parameter, which ranks have a gradient; every owner gets the row of its own."""
+        for index in self._without_run:
+            self._take(index)
         most = self.plan.layout.most_owned
         everything = all(self._present)
         sent = self._all_present if everything else None
@@ -355,7 +425,7 @@ class OwnerReducer:
             sent = torch.tensor(rows, dtype=torch.float32, device=self.parameters[0].device).view(-1)
             self._all_present = sent if everything else self._all_present
         received = sent.new_empty(most)
-        return received, self.comm.reduce_scatter([received], [sent], mean=False)
+        self._flags = received, self.comm.reduce_scatter([received], [sent], mean=False)
 
     @staticmethod
     def _like_parameter(mean: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

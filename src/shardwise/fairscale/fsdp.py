@@ -623,8 +623,8 @@ class FullyShardedDataParallel(nn.Module):
         """This rank's part of the state of an optimizer of the model without wrappers.
 
         Args:
-            full_optim_state_dict: as `gather_full_optim_state_dict` gives it, at any world size, or the
-                ``state_dict()`` of an optimizer of the plain model; not changed.
+            full_optim_state_dict: as `gather_full_optim_state_dict` gives it, ours or FairScale's, at any world size,
+                or the ``state_dict()`` of an optimizer of the plain model; not changed.
 
         Returns:
             What ``load_state_dict`` of an optimizer over this module's parameters takes: each of its param groups has

@@ -39,6 +39,12 @@ def numbered_parts(root: FullyShardedDataParallel, instances: Sequence[FullyShar
     return list(found.values())
 
 
+def _parts_by_instance(instances: Sequence[FullyShardedDataParallel]) -> list[Part]:
+    """The parameters in the order in which FairScale numbers them."""
+    slots = [slot for instance in instances for slot in instance._own_slots()]
+    return [(slot, index) for slot in slots for index in range(len(slot.parts))]
+
+
 # -- Gathering
 
 
@@ -147,7 +153,7 @@ def shard_optimizer_state(
     root: FullyShardedDataParallel, instances: Sequence[FullyShardedDataParallel], full: Mapping[str, Any]
 ) -> dict[str, Any]:
     """See `FullyShardedDataParallel.get_shard_from_optim_state_dict`."""
-    parts = numbered_parts(root, instances)
+    parts = _parts_by_instance(instances) if "param_id_map" in full else numbered_parts(root, instances)
     numbers: dict[int, list[int]] = {}
     for number, (slot, _) in enumerate(parts):
         numbers.setdefault(id(slot), []).append(number)

@@ -1,0 +1,992 @@
+"""FullyShardedDataParallel against torch's DDP, plain training on all data, `fully_shard`, and FairScale's own."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import inspect
+import pickle
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adagrad, AdamW, Optimizer
+from torch.utils.checkpoint import checkpoint
+
+import shardwise
+from shardwise.core.errors import StateError
+from shardwise.fairscale import (
+    FSDP,
+    DummyProcessGroup,
+    FlatParameter,
+    FullyShardedDataParallel,
+    ShardedGradScaler,
+    TrainingState,
+    auto_wrap_bn,
+    checkpoint_wrapper,
+    get_fsdp_instances,
+)
+from shardwise.fairscale.fsdp import ARGUMENTS
+
+from ..models import MLP, Block, ConvNet, Transformer, inputs_for
+from ..ranks.harness import on_ranks
+from .fairscale_on_cpu import fairscale_fsdp, needs_fairscale
+
+FLAT = (True, False)
+
+
+def tied_transformer() -> nn.Module:
+    return Transformer(tied=True)
+
+
+def made(kind: Callable[[], nn.Module], seed: int = 3) -> nn.Module:
+    torch.manual_seed(seed)
+    return kind()
+
+
+def wrapped(model: nn.Module, nested: bool = True, **options: Any) -> Any:
+    """``model`` with its blocks, or layers, in instances of their own."""
+    if nested:
+        for module in list(model.modules()):
+            for name, child in list(module.named_children()):
+                if isinstance(child, Block) or (isinstance(module, nn.ModuleList) and isinstance(child, nn.Linear)):
+                    setattr(module, name, FSDP(child, **options))
+    return FSDP(model, **options)
+
+
+def loss_of(model: Any, inputs: torch.Tensor) -> torch.Tensor:
+    return model(inputs).float().square().mean()
+
+
+def whole_gradients(model: Any) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def assert_same(actual: Any, expected: Any, exact: bool, summed_in: torch.dtype | None = None) -> None:
+    """Equal bits, or close; three ranks' numbers that were ``summed_in`` a narrow dtype, in any order, in that one."""
+    if summed_in is not None and not exact:
+        actual, expected = ([one.to(summed_in) for one in listed(value)] for value in (actual, expected))
+    torch.testing.assert_close(actual, expected, **({"rtol": 0, "atol": 0} if exact else {}))
+
+
+def listed(value: Any) -> list[torch.Tensor]:
+    return [value] if isinstance(value, torch.Tensor) else value
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "sgd": lambda parameters: SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda parameters: AdamW(parameters, lr=0.01),
+    "adagrad": lambda parameters: Adagrad(parameters, lr=0.05),
+}
+
+
+@on_ranks(1, 2, 3, 4, kind=(MLP, tied_transformer, ConvNet), flat=FLAT)
+def test_trains_like_ddp(kind: Callable[[], nn.Module], flat: bool) -> None:
+    nested = kind is not MLP or flat
+    rank, exact = dist.get_rank(), dist.get_world_size() <= 2
+    expected = DistributedDataParallel(made(kind))
+    actual = wrapped(made(kind, seed=3 + rank), nested, flatten_parameters=flat)  # the first rank's count
+    name = "sgd" if kind is not MLP else "adagrad"
+    optimizers = [OPTIMIZERS[name](expected.parameters()), OPTIMIZERS[name](actual.parameters())]
+    for step in range(3):
+        inputs = inputs_for(expected.module, 10 * step + rank)
+        for model, optimizer in zip((expected, actual), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss = loss_of(model, inputs)
+            loss.backward()
+            model.last = loss.detach()
+        assert_same(actual.last, expected.last, exact)
+        norm = torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.1)
+        torch.testing.assert_close(actual.clip_grad_norm_(0.1), norm)
+        if step == 2:
+            continue  # clipped gradients differ in their last bits, as their norms do
+        for optimizer in optimizers:
+            optimizer.step()
+        exact = False
+    full = actual.state_dict()
+    assert list(full) == list(expected.module.state_dict())
+    for name, value in expected.module.state_dict().items():
+        if rank == 0 or "running" not in name:  # DDP gives all ranks the first one's buffers
+            torch.testing.assert_close(full[name], value)
+
+
+@on_ranks(2, kind=(MLP, tied_transformer), flat=FLAT, optimizer=tuple(OPTIMIZERS))
+def test_is_bitwise_ddp(kind: Callable[[], nn.Module], flat: bool, optimizer: str) -> None:
+    expected, actual = DistributedDataParallel(made(kind)), wrapped(made(kind), flatten_parameters=flat)
+    steppers = [OPTIMIZERS[optimizer](model.parameters()) for model in (expected, actual)]
+    schedules = [torch.optim.lr_scheduler.StepLR(stepper, 1, 0.5) for stepper in steppers]
+    for step in range(4):
+        inputs = inputs_for(expected.module, 10 * step + dist.get_rank())
+        for model, stepper, schedule in zip((expected, actual), steppers, schedules, strict=True):
+            stepper.step(closure=_closure(model, stepper, inputs))
+            schedule.step()
+    for name, value in actual.state_dict().items():
+        assert_same(value, expected.module.state_dict()[name], True)
+
+
+def _closure(model: Any, stepper: Optimizer, inputs: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def run() -> torch.Tensor:
+        stepper.zero_grad()
+        loss = loss_of(model, inputs)
+        loss.backward()
+        return loss
+
+    return run
+
+
+@on_ranks(2, 3, flat=FLAT, fp32_reduce=(True, False))
+def test_mixed_precision_like_fully_shard(flat: bool, fp32_reduce: bool) -> None:
+    expected, actual = made(Transformer), made(Transformer)
+    summed_in = None if fp32_reduce else torch.bfloat16
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32 if fp32_reduce else None)
+    for layer in expected.layers:
+        shardwise.fully_shard(layer, mp_policy=policy)
+    shardwise.fully_shard(expected, mp_policy=policy)
+    options = {"mixed_precision": True, "compute_dtype": torch.bfloat16, "fp32_reduce_scatter": fp32_reduce}
+    actual = wrapped(actual, flatten_parameters=flat, **options)
+    steppers = [SGD(model.parameters(), lr=0.1) for model in (expected, actual)]
+    for step in range(3):
+        inputs = inputs_for(expected, 10 * step + dist.get_rank())
+        losses = []
+        for model, stepper in zip((expected, actual), steppers, strict=True):
+            losses.append(_closure(model, stepper, inputs)())
+            stepper.step()
+        assert_same(losses[1], losses[0], dist.get_world_size() == 2, summed_in)
+    assert all(parameter.grad.dtype == torch.float32 for parameter in actual.parameters())
+    full = shardwise.full_state_dict(expected, rank0_only=False)
+    for name, value in actual.state_dict().items():
+        assert value.dtype == torch.float32
+        assert_same(value, full[name], dist.get_world_size() == 2, summed_in)
+
+
+# -- FairScale's own
+
+
+@needs_fairscale
+@on_ranks(2, 3, flat=FLAT, mixed=(None, torch.float16, torch.bfloat16))
+def test_like_fairscale(flat: bool, mixed: torch.dtype | None) -> None:
+    options: dict[str, Any] = {"flatten_parameters": flat}
+    if mixed is not None:
+        options |= {"mixed_precision": True, "compute_dtype": mixed}
+    rank = dist.get_rank()
+    with fairscale_fsdp() as theirs:
+        results = []
+        # Not the group that FairScale remembers from another test of this process.
+        same = {"process_group": dist.group.WORLD, "process_group_reduce_scatter": dist.group.WORLD}
+        for cls, extra in ((theirs, {"bucket_cap_mb": 0, **same}), (FSDP, {})):
+            model = nn.Sequential(
+                nn.Linear(7, 13), nn.Tanh(), nn.Sequential(nn.Linear(13, 5), nn.Tanh()), nn.Linear(5, 3)
+            )
+            model.register_buffer("scale", torch.tensor([1.5]))
+            torch.manual_seed(0)
+            for parameter in model.parameters():
+                nn.init.normal_(parameter, std=0.5)
+            model[2] = cls(model[2], **options, **extra)
+            model = cls(model, **options, **extra)
+            optimizer = AdamW(model.parameters(), lr=0.01)
+            losses, norms = [], []
+            for step in range(3):
+                inputs = torch.randn(4, 7, generator=torch.Generator().manual_seed(10 * step + rank))
+                if mixed is torch.bfloat16:
+                    inputs = inputs.bfloat16()  # FairScale casts float32 to float16 whatever it computes in
+                loss = loss_of(model, inputs)
+                optimizer.zero_grad()
+                loss.backward()
+                norms.append(model.clip_grad_norm_(0.3))
+                optimizer.step()
+                losses.append(loss.detach())
+            sizes = [parameter.numel() for parameter in model.parameters()]
+            results.append((model, optimizer, losses, norms, sizes))
+        (their_model, their_optimizer, *their_numbers), (model, optimizer, *numbers) = results
+        assert_same(numbers[0][0], their_numbers[0][0], dist.get_world_size() == 2)
+        assert_same(numbers[0], their_numbers[0], False, mixed)
+        assert_same(numbers[1], their_numbers[1], False, mixed)
+        assert numbers[2] == their_numbers[2]
+        _compare_states(model, their_model, mixed)
+        if flat:  # otherwise FairScale gathers only instances of one parameter
+            _compare_optimizers(model, optimizer, their_model, their_optimizer, mixed)
+
+
+def _compare_states(ours: Any, theirs: Any, mixed: torch.dtype | None) -> None:
+    for method in ("state_dict", "local_state_dict"):
+        mine, other = getattr(ours, method)(), getattr(theirs, method)()
+        assert list(mine) == list(other), method
+        for name, value in other.items():
+            assert (mine[name].dtype, mine[name].shape) == (value.dtype, value.shape), name
+            assert_same(mine[name], value, False, mixed)
+    mine, other = ours.local_metadata_dict(), theirs.local_metadata_dict()
+    assert mine == other
+    everything: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everything, (dict(ours.local_state_dict()), mine))
+    weights, metadata = zip(*everything, strict=True)
+    whole = type(theirs).consolidate_shard_weights(list(weights), list(metadata))
+    again = FSDP.consolidate_shard_weights(list(weights), list(metadata))
+    for name, value in ours.state_dict().items():
+        assert torch.equal(whole[name].view_as(value).float(), value.float()) or whole[name].dtype != value.dtype
+        assert torch.equal(again[name].to(value.dtype), value), name
+    # Either loads what the other saved.
+    theirs.load_state_dict(dict(ours.state_dict()))
+    ours.load_state_dict(dict(theirs.state_dict()))
+    ours.load_local_state_dict(theirs.local_state_dict())
+    for name, value in whole.items():
+        torch.testing.assert_close(ours.state_dict()[name].float(), value.float())
+
+
+def _compare_optimizers(
+    ours: Any, optimizer: Optimizer, theirs: Any, their_optimizer: Optimizer, mixed: torch.dtype | None
+) -> None:
+    full = theirs.gather_full_optim_state_dict(their_optimizer)
+    shared = [full]
+    dist.broadcast_object_list(shared)
+    part = ours.get_shard_from_optim_state_dict(shared[0])
+    assert part["param_groups"][0]["params"] == optimizer.state_dict()["param_groups"][0]["params"]
+    for number, values in optimizer.state_dict()["state"].items():
+        for key in ("exp_avg_sq", "step"):  # FairScale gathers into one buffer, where `.cpu()` copies nothing here
+            assert_same(torch.as_tensor(part["state"][number][key]), values[key], False, mixed)
+
+
+@needs_fairscale
+def test_takes_fairscales_arguments() -> None:
+    with fairscale_fsdp() as theirs:
+        upstream = inspect.signature(theirs.__init__).parameters
+    ours = inspect.signature(FullyShardedDataParallel.__init__).parameters
+    assert list(ours) == list(upstream)
+    assert set(ARGUMENTS) == set(ours) - {"self"}
+    differ = {name for name in ours if ours[name].default != upstream[name].default}
+    assert differ == {"process_group_reduce_scatter"}
+
+
+# -- Memory
+
+
+@on_ranks(1, 2, 3, 4, flat=FLAT)
+def test_holds_shards_with_little_padding(flat: bool) -> None:
+    world_size = dist.get_world_size()
+    model = wrapped(made(Transformer), flatten_parameters=flat)
+    total = sum(parameter.numel() for parameter in made(Transformer).parameters())
+    for instance in get_fsdp_instances(model, skip_empty=True):
+        for slot in instance._own_slots():
+            held = torch.tensor(slot.local.numel())
+            dist.all_reduce(held)
+            assert 0 <= held - slot.total < world_size  # less than one element per rank
+    held = torch.tensor(sum(parameter.numel() for parameter in model.parameters()))
+    assert all(parameter.ndim == 1 for parameter in model.parameters())
+    dist.all_reduce(held)
+    runs = sum(len(instance._own_slots()) for instance in get_fsdp_instances(model))
+    assert total <= held < total + runs * world_size
+    stored = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    buffers = sum(buffer.local.nbytes for unit in get_fsdp_instances(model) for buffer in unit._own.shards.buffers)
+    assert sum(stored.values()) == buffers
+
+
+@on_ranks(2, flat=FLAT)
+def test_frees_whole_parameters(flat: bool) -> None:
+    model = wrapped(made(Transformer), flatten_parameters=flat)
+    inner = model.module.layers[0]
+    seen: list[int] = []
+    buffers = [buffer for instance in get_fsdp_instances(model) for buffer in instance._own.shards.buffers]
+    inner.module.register_forward_hook(lambda *_: seen.append(live(inner._own.shards.buffers)))
+    loss = loss_of(model, inputs_for(model.module, 1))
+    assert seen[0] > 0
+    assert live(inner._own.shards.buffers) == 0
+    assert live(model._own.shards.buffers) > 0  # the root's are needed next
+    loss.backward()
+    assert live(buffers) == 0
+    with torch.no_grad():
+        loss_of(model, inputs_for(model.module, 1))
+    assert live(buffers) == 0
+    gradients = {p.grad.untyped_storage().data_ptr(): p.grad.untyped_storage().nbytes() for p in model.parameters()}
+    assert sum(gradients.values()) <= sum(p.numel() * 4 for p in model.parameters()) + 64 * len(buffers)
+
+
+def live(buffers: Any) -> int:
+    return sum(buffer.full.untyped_storage().nbytes() for buffer in buffers)
+
+
+@on_ranks(2)
+def test_is_freed_when_deleted() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        model = wrapped(made(MLP))
+        loss_of(model, inputs_for(model.module, 1)).backward()
+        reference = weakref.ref(model.module.layers[0])
+        del model
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+# -- State
+
+
+@on_ranks(4, flat=FLAT)
+def test_state_goes_to_other_world_sizes(flat: bool) -> None:
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    alone = [dist.new_group([index]) for index in range(4)]
+    groups = {4: dist.group.WORLD, 2: pairs[rank // 2], 1: alone[rank]}
+
+    def build(size: int, seed: int) -> tuple[Any, Optimizer]:
+        model = wrapped(made(MLP, seed), flatten_parameters=flat, process_group=groups[size])
+        parameters = list(model.parameters())
+        settings = [{"params": parameters[:2], "lr": 0.02}, {"params": parameters[2:], "weight_decay": 0.1}]
+        return model, AdamW(settings, lr=0.01)
+
+    inputs = inputs_for(MLP(), 5)  # the same on all ranks, so that all world sizes take the same steps
+    source, optimizer = build(4, 3)
+    for _ in range(2):
+        _closure(source, optimizer, inputs)()
+        optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    weights, state = source.state_dict(), source.gather_full_optim_state_dict(optimizer, recipient_rank=None)
+    torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+    kept = copy.deepcopy(state)
+    for size in (1, 2, 4):
+        target, other = build(size, 11 + rank)
+        target.load_state_dict(weights)
+        other.load_state_dict(target.get_shard_from_optim_state_dict(state))
+        for model, stepper in ((source, optimizer), (target, other)):
+            again = copy.deepcopy((model.state_dict(), stepper.state_dict()))
+            _closure(model, stepper, inputs)()
+            stepper.step()
+            model.result = model.state_dict()
+            model.load_state_dict(again[0])
+            stepper.load_state_dict(again[1])
+        for name, value in source.result.items():
+            torch.testing.assert_close(target.result[name], value, msg=f"{name} at {size}")
+        assert [group["lr"] for group in other.param_groups] == [0.02, 0.01]
+    torch.testing.assert_close(state, kept, rtol=0, atol=0)  # not changed
+    plain = made(MLP)
+    plain.load_state_dict(weights)
+    named = [[p for i, p in enumerate(plain.parameters()) if i in group["params"]] for group in state["param_groups"]]
+    expected = AdamW([{"params": members} for members in named])
+    expected.load_state_dict(state)
+    _closure(plain, expected, inputs)()
+    expected.step()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(source.result[name], value)
+    # And back: the state of an optimizer of the plain model.
+    optimizer.load_state_dict(source.get_shard_from_optim_state_dict(expected.state_dict()))
+    assert next(iter(optimizer.state.values()))["step"] == 3
+
+
+@on_ranks(1, 2, 3, flat=FLAT)
+def test_gathers_optimizer_state_for_the_recipient(flat: bool) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = wrapped(made(tied_transformer), flatten_parameters=flat)
+    optimizer = AdamW(model.parameters())
+    empty = model.gather_full_optim_state_dict(optimizer, recipient_rank=None)
+    assert empty["state"] == {}
+    optimizer.load_state_dict(model.get_shard_from_optim_state_dict(empty))  # stateless
+    _closure(model, optimizer, inputs_for(model.module, rank))()
+    optimizer.step()
+    steps = [state["step"] for state in optimizer.state.values()]
+    last = size - 1
+    assert (model.gather_full_optim_state_dict(optimizer, recipient_rank=last) is None) == (rank != last)
+    assert (model.gather_full_optim_state_dict(optimizer) is None) == (rank != 0)
+    full = model.gather_full_optim_state_dict(optimizer, recipient_rank=None)
+    assert all(isinstance(step, torch.Tensor) for step in steps)
+    assert [state["step"] for state in optimizer.state.values()] == steps
+    names = [name for name, _ in made(tied_transformer).named_parameters()]
+    assert full["param_groups"][0]["params"] == list(range(len(names)))
+    shapes = [parameter.shape for parameter in made(tied_transformer).parameters()]
+    assert [state["exp_avg"].shape for state in full["state"].values()] == shapes
+    with pytest.raises(ValueError, match="no shard of this module"):
+        model.gather_full_optim_state_dict(SGD(nn.Linear(2, 2).parameters(), lr=1.0))
+
+
+@on_ranks(2)
+def test_optimizer_state_that_cannot_be_cut() -> None:
+    model = FSDP(made(MLP))
+    optimizer = AdamW(model.parameters())
+    _closure(model, optimizer, inputs_for(MLP(), 1))()
+    optimizer.step()
+    full = model.gather_full_optim_state_dict(optimizer, recipient_rank=None)
+    whole = full["param_groups"][0]
+    full["param_groups"] = [{**whole, "params": whole["params"][:3]}, {**whole, "params": whole["params"][3:]}]
+    with pytest.raises(ValueError, match="joined to 'flat_param_0'"):
+        model.get_shard_from_optim_state_dict(full)
+    full["param_groups"] = [{**whole, "params": list(range(20))}]
+    with pytest.raises(ValueError, match="20 parameters"):
+        model.get_shard_from_optim_state_dict(full)
+    next(iter(optimizer.state.values()))["rows"] = torch.zeros(3)
+    with pytest.raises(ValueError, match="elementwise"):
+        model.gather_full_optim_state_dict(optimizer)
+
+
+@on_ranks(2, flat=FLAT)
+def test_summons_whole_parameters(flat: bool) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = wrapped(made(MLP), flatten_parameters=flat)
+    names = [name for name, _ in made(MLP).named_parameters()]
+    before = model.state_dict()
+    with model.summon_full_params():
+        assert [name for name, _ in model.named_parameters()] == names
+        assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+        assert model.training_state is TrainingState.SUMMON_FULL_PARAMS
+        for parameter, value in zip(model.parameters(), before.values(), strict=True):
+            assert torch.equal(parameter, value)
+            parameter.data.add_(rank + 1)  # another number on each rank: a rank keeps its own part
+        with pytest.raises(ValueError, match="summon_full_params"):
+            model(inputs_for(MLP(), 1))
+        with pytest.raises(ValueError, match="SUMMON_FULL_PARAMS"):
+            model.apply(lambda module: None)
+        for value, old in zip(model.state_dict().values(), before.values(), strict=True):
+            assert torch.equal(value, old + (rank + 1))
+    assert model.training_state is TrainingState.IDLE
+    after = model.state_dict()
+    for name, value in after.items():
+        added = (value - before[name]).round().flatten()
+        assert set(added.tolist()) <= set(range(1, world_size + 1)), name
+    with model.summon_full_params(volatile=True):
+        next(iter(model.parameters())).data.zero_()
+    assert model.state_dict().keys() == after.keys()
+    with pytest.raises(ZeroDivisionError), model.summon_full_params():
+        _ = 1 / 0
+    loss_of(model, inputs_for(MLP(), 1)).backward()
+    with model.summon_full_params(recurse=False):
+        inner = model.module.layers[0]
+        assert inner.training_state is TrainingState.IDLE
+        with inner.summon_full_params():
+            assert inner.module.weight.shape == (17, 9)
+
+
+@on_ranks(2, flat=FLAT)
+def test_applies_and_resets_whole_parameters(flat: bool) -> None:
+    model = wrapped(made(MLP), flatten_parameters=flat, allow_reset_parameters=True)
+
+    def fill(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            assert module.weight.ndim == 2
+            nn.init.constant_(module.weight, 0.25)
+
+    assert model.apply(fill) is model
+    for name, value in model.state_dict().items():
+        assert not name.endswith("weight") or torch.equal(value, torch.full_like(value, 0.25))
+    torch.manual_seed(7)
+    model.module.layers[0].reset_parameters()
+    torch.manual_seed(7)
+    expected = nn.Linear(9, 17)
+    assert torch.equal(model.state_dict()["layers.0.weight"], expected.weight)
+    with pytest.raises(RuntimeError, match="allow_reset_parameters"):
+        FSDP(nn.Linear(2, 2)).reset_parameters()
+
+
+@on_ranks(2, flat=FLAT)
+def test_state_inside_of_plain_modules(flat: bool) -> None:
+    """Instances below a module that is not wrapped: its state dict is whole and clean too."""
+    plain = made(MLP)
+    model = made(MLP, seed=8)
+    model.layers[1] = FSDP(model.layers[1], flatten_parameters=flat)
+    missing, unexpected = model.load_state_dict(plain.state_dict())
+    assert (missing, unexpected) == ([], [])
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, plain.state_dict()[name]), name
+    assert list(model.state_dict()) == list(plain.state_dict())
+    bad = {**plain.state_dict(), "layers.1.weight": torch.zeros(3, 3), "layers.1.extra": torch.zeros(1)}
+    del bad["layers.1.bias"]
+    with pytest.raises(RuntimeError) as error:
+        model.load_state_dict(bad)
+    assert "layers.1.weight" in str(error.value)
+    assert "layers.1.extra" in str(error.value)
+    assert "_fsdp_wrapped_module" not in str(error.value)
+    result = model.load_state_dict({"layers.0.bias": torch.zeros(17)}, strict=False)
+    assert "layers.1.weight" in result.missing_keys
+    assert torch.equal(model.state_dict()["layers.0.bias"], torch.zeros(17))
+    assert torch.equal(model.state_dict()["layers.1.weight"], plain.state_dict()["layers.1.weight"])
+
+
+@on_ranks(2, flat=FLAT)
+def test_loading_leaves_the_given_dict_alone(flat: bool) -> None:
+    model = wrapped(made(ConvNet), flatten_parameters=flat)
+    state = made(ConvNet, seed=5).state_dict()
+    names, values = list(state), [value.clone() for value in state.values()]
+    model.load_state_dict(state)
+    assert list(state) == names
+    for value, old, loaded in zip(state.values(), values, model.state_dict().values(), strict=True):
+        assert torch.equal(value, old)
+        assert torch.equal(loaded, old)
+    local = model.local_state_dict()
+    names = list(local)
+    model.load_local_state_dict(local)
+    assert list(local) == names
+    with pytest.raises(RuntimeError, match="flat_param_0" if flat else "weight"):
+        model.load_local_state_dict({})
+    with pytest.raises(ValueError, match="assign"):
+        model.load_state_dict(state, assign=True)
+
+
+@on_ranks(2)
+def test_state_dict_options() -> None:
+    first = FSDP(made(MLP), state_dict_on_rank_0_only=True)
+    assert len(first.state_dict()) == (6 if dist.get_rank() == 0 else 0)
+    half = FSDP(made(MLP).half(), compute_dtype=torch.float16)
+    assert {value.dtype for value in half.state_dict().values()} == {torch.float16}
+    mixed = FSDP(made(ConvNet), mixed_precision=True, compute_dtype=torch.bfloat16)
+    mixed(inputs_for(ConvNet(), 1).bfloat16())
+    assert {b.dtype for b in mixed.buffers() if b.is_floating_point()} == {torch.bfloat16}
+    assert {v.dtype for v in mixed.state_dict().values() if v.is_floating_point()} == {torch.float32}
+    state = FSDP(made(MLP)).state_dict()
+    kept = {name: value.clone() for name, value in state.items()}
+    gc.collect()
+    assert all(torch.equal(value, kept[name]) for name, value in state.items())  # memory of its own
+
+
+@on_ranks(2, flat=FLAT)
+def test_pickles(flat: bool) -> None:
+    model = wrapped(made(MLP), flatten_parameters=flat)
+    inputs = inputs_for(MLP(), dist.get_rank())
+    loss_of(model, inputs)  # hooks of a forward must not be in the way
+    loaded = pickle.loads(pickle.dumps(model))
+    assert loaded.state_dict is not None
+    with pytest.raises(StateError, match="process_group"):
+        loaded(inputs)
+    for instance in get_fsdp_instances(loaded):
+        instance.process_group = dist.group.WORLD
+    for name, value in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value)
+    results = []
+    for each in (model, loaded):
+        optimizer = SGD(each.parameters(), lr=0.1)
+        _closure(each, optimizer, inputs)()
+        optimizer.step()
+        results.append(each.state_dict())
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+    # Built without processes, then given some.
+    dummy = FSDP(made(MLP), process_group=DummyProcessGroup(dist.get_rank(), 2), flatten_parameters=flat)
+    dummy.process_group = dist.group.WORLD
+    assert torch.equal(dummy.state_dict()["layers.0.weight"], made(MLP).layers[0].weight)
+    with pytest.raises(ValueError, match="rank"):
+        dummy.process_group = DummyProcessGroup(1 - dist.get_rank(), 2)
+
+
+def test_flat_parameter() -> None:
+    first, second = nn.Parameter(torch.arange(6.0).view(2, 3)), nn.Parameter(torch.tensor(7.0))
+    flat = FlatParameter([first, second])
+    assert flat.shape == (7,)
+    views = list(flat.get_param_views())
+    assert torch.equal(views[0], first)
+    assert torch.equal(views[1], second)
+    assert flat.metadata() == (["", ""], [torch.Size([2, 3]), torch.Size([])], [6, 1])
+    for other in (pickle.loads(pickle.dumps(flat)), copy.deepcopy(flat)):
+        assert type(other) is FlatParameter
+        assert torch.equal(other, flat)
+        assert other.metadata() == flat.metadata()
+    with pytest.raises(ValueError, match="7"):
+        flat.get_param_views(torch.zeros(3))
+    for bad, error in (([], ValueError), ([flat], ValueError), ([1], TypeError)):
+        with pytest.raises(error):
+            FlatParameter(bad)
+
+
+# -- Behaviour
+
+
+@on_ranks(1, 2, 3, flat=FLAT)
+def test_accumulates(flat: bool) -> None:
+    rank = dist.get_rank()
+    expected, actual = DistributedDataParallel(made(MLP)), wrapped(made(MLP), flatten_parameters=flat)
+    batches = [inputs_for(expected.module, 10 * step + rank) for step in range(3)]
+    for model in (expected, actual):
+        with pytest.raises(ZeroDivisionError), model.no_sync():
+            _ = 1 / 0
+        with model.no_sync():
+            for inputs in batches[:2]:
+                loss_of(model, inputs).backward()
+        if model is actual and dist.get_world_size() > 1:
+            assert all(parameter.grad is None for parameter in model.parameters())
+        loss_of(model, batches[2]).backward()
+        loss_of(model, batches[0]).backward()  # reduced by itself, and added
+    optimizers = [SGD(model.parameters(), lr=0.1) for model in (expected, actual)]
+    for optimizer in optimizers:
+        optimizer.step()
+    if dist.get_world_size() == 1:
+        return  # DDP's gradients of one rank are summed in another order
+    for name, value in actual.state_dict().items():
+        torch.testing.assert_close(value, expected.module.state_dict()[name])
+
+
+class Branches(nn.Module):
+    """Uses one of its layers, and gives a dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.never = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.frozen = nn.Linear(4, 4)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, which: int) -> Any:
+        return Output(self.frozen((self.first, self.second)[which](x)), None)
+
+
+@dataclasses.dataclass
+class Output:
+    value: torch.Tensor
+    nothing: None
+
+
+@on_ranks(2, flat=FLAT, nested=(True, False))
+def test_unused_frozen_and_dataclasses(flat: bool, nested: bool) -> None:
+    rank = dist.get_rank()
+    model = made(Branches)
+    plain = made(Branches)
+    if nested:
+        for name in ("first", "second", "never", "frozen"):
+            setattr(model, name, FSDP(getattr(model, name), flatten_parameters=flat))
+    model = FSDP(model, flatten_parameters=flat)
+    inputs = [inputs_for_branch(r) for r in range(dist.get_world_size())]
+    if dist.get_world_size() == 2 and not nested:
+        # Other parameters on each rank: no hang, and zeros where a rank has none.
+        model(inputs[rank], rank % 2).value.square().mean().backward()
+        losses = [plain(x, index % 2).value.square().mean() for index, x in enumerate(inputs)]
+    else:
+        model(inputs[rank], 0).value.square().mean().backward()
+        losses = [plain(x, 0).value.square().mean() for x in inputs]
+    (sum(losses) / len(losses)).backward()
+    SGD(model.parameters(), lr=0.5).step()
+    SGD(plain.parameters(), lr=0.5).step()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name])
+    # Frozen ones can be unfrozen, by what the optimizer sees.
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    assert frozen
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    plain.frozen.requires_grad_(True)
+    model.zero_grad()
+    plain.zero_grad()
+    model(inputs[rank], 0).value.square().mean().backward()
+    (sum(plain(x, 0).value.square().mean() for x in inputs) / len(inputs)).backward()
+    SGD(model.parameters(), lr=0.5).step()
+    SGD(plain.parameters(), lr=0.5).step()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name])
+
+
+def inputs_for_branch(rank: int) -> torch.Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, wrap: bool, how: str):
+        super().__init__()
+        self.how = how
+        layers = [nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.2)) for _ in range(3)]
+        if wrap:
+            layers = [FSDP(checkpoint_wrapper(one) if how == "inside" else one) for one in layers]
+        if wrap and how == "around":
+            layers = [checkpoint_wrapper(one) for one in layers]
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            torchs = self.how in ("reentrant", "torch")
+            x = checkpoint(layer, x, use_reentrant=self.how == "reentrant") if torchs else layer(x)
+        return x
+
+
+@on_ranks(2, how=("torch", "reentrant", "around", "inside"))
+def test_activation_checkpointing(how: str) -> None:
+    torch.manual_seed(3)
+    plain = Checkpointed(False, "none")
+    torch.manual_seed(3)
+    model = FSDP(Checkpointed(True, how))
+    inputs = torch.randn(4, 6, requires_grad=True)
+    for step in range(2):
+        for each in (plain, model):
+            torch.manual_seed(step)  # dropout is the same on all ranks
+            loss_of(each, inputs).backward()
+            SGD(each.parameters(), lr=0.1).step()
+            each.zero_grad()
+    values = {name.replace("_checkpoint_wrapped_module.", ""): v for name, v in model.state_dict().items()}
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(values[name], value)
+
+
+@on_ranks(2, flat=FLAT)
+def test_after_an_exception(flat: bool) -> None:
+    expected, model = DistributedDataParallel(made(MLP)), wrapped(made(MLP), flatten_parameters=flat)
+    inputs = inputs_for(MLP(), dist.get_rank())
+    with pytest.raises(RuntimeError):
+        model(torch.zeros(2, 3))
+    assert model.training_state is TrainingState.IDLE
+    for each in (expected, model):
+        loss_of(each, inputs).backward()
+        SGD(each.parameters(), lr=0.1).step()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, expected.module.state_dict()[name])
+
+
+class Sharing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+
+
+@on_ranks(1, 2, 3)
+def test_shares_parameters_between_instances() -> None:
+    expected = DistributedDataParallel(made(Sharing))
+    model = made(Sharing)
+    model.first = FSDP(model.first, flatten_parameters=False)
+    model.middle = FSDP(model.middle)
+    model.last = FSDP(model.last, flatten_parameters=False)
+    weight = model.first.module.weight
+    with pytest.raises(ValueError, match="False only"):
+        model.middle.append_shared_param(weight)
+    with pytest.raises(ValueError, match="not sharded by another"):
+        model.last.append_shared_param(nn.Parameter(torch.zeros(2)))
+    model.last.append_shared_param(weight)
+    model = FSDP(model)
+    steppers = [SGD(each.parameters(), lr=0.2) for each in (expected, model)]
+    for step in range(3):
+        inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        for each, stepper in zip((expected, model), steppers, strict=True):
+            _closure(each, stepper, inputs)()
+            stepper.step()
+    values, truth = model.state_dict(), expected.module.state_dict()
+    assert set(values) == set(truth)
+    for name, value in truth.items():
+        torch.testing.assert_close(values[name], value)
+    with pytest.raises(ValueError, match="before the first forward"):
+        model.module.last.append_shared_param(weight)
+    everything: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everything, (dict(model.local_state_dict()), model.local_metadata_dict()))
+    weights, metadata = zip(*everything, strict=True)
+    whole = FSDP.consolidate_shard_weights(list(weights), list(metadata))
+    for name, value in truth.items():
+        torch.testing.assert_close(whole[name], value)
+    model.load_state_dict(truth)
+    untold = made(Sharing)
+    untold.first = FSDP(untold.first, flatten_parameters=False)
+    with pytest.raises(ValueError, match="append_shared_param"):
+        FSDP(untold, flatten_parameters=False)(torch.zeros(1, 5))
+    flattened = made(Sharing)
+    flattened.first = FSDP(flattened.first)
+    with pytest.raises(ValueError, match="tied"):
+        FSDP(flattened)
+
+
+@on_ranks(2)
+def test_consolidates_ties_of_every_instance() -> None:
+    """Not only those of the last instance."""
+    model = nn.Sequential(Sharing(), Sharing())
+    model[0], model[1] = FSDP(model[0]), FSDP(model[1])
+    model = FSDP(model)
+    everything: list[Any] = [None, None]
+    dist.all_gather_object(everything, (dict(model.local_state_dict()), model.local_metadata_dict()))
+    weights, metadata = zip(*everything, strict=True)
+    whole = FSDP.consolidate_shard_weights(list(weights), list(metadata))
+    assert set(whole) == set(model.state_dict())
+    for name, value in model.state_dict().items():
+        assert torch.equal(whole[name], value)
+    with pytest.raises(KeyError, match="flat_param_0"):
+        FSDP.consolidate_shard_weights([{}, {}], list(metadata))
+    assert FSDP.consolidate_shard_weights([{}, {}], list(metadata), strict=False) == {}
+    with pytest.raises(ValueError, match="every rank"):
+        FSDP.consolidate_shard_weights([], [])
+
+
+class Casts(nn.Module):
+    """Remembers the dtypes of its inputs."""
+
+    def __init__(self, inner: nn.Module | None = None):
+        super().__init__()
+        self.linear, self.inner, self.seen = nn.Linear(4, 4), inner, []
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.seen.append((x.dtype, y.dtype))
+        out = self.linear(x.to(self.linear.weight.dtype))
+        return out if self.inner is None else self.inner(out, y.float()).to(out.dtype)
+
+
+@on_ranks(2)
+def test_casts_inputs_at_the_root() -> None:
+    half, single = torch.bfloat16, torch.float32
+    x, y = torch.randn(2, 4, requires_grad=True), torch.randn(2, 4)
+    low = {"mixed_precision": True, "compute_dtype": half}
+    root = FSDP(Casts(FSDP(Casts(), **low)), **low)
+    assert root(x, y).dtype == half
+    assert root.module.seen == [(half, half)]
+    assert root.module.inner.module.seen == [(half, single)]  # its own root has cast what it gets
+    child = FSDP(Casts(FSDP(Casts(), **low)))
+    assert child(x, y).dtype == single
+    assert child.module.seen == [(single, single)]
+    assert child.module.inner.module.seen == [(half, half)]
+    wide = FSDP(Casts(), force_input_to_fp32=True)
+    wide(x.half(), y.bfloat16())
+    assert wide.module.seen == [(single, single)]
+    root(x, y).sum().backward()
+    assert x.grad is not None
+
+
+@on_ranks(2)
+def test_divides_gradients() -> None:
+    inputs = inputs_for(MLP(), dist.get_rank())
+    plain = wrapped(made(MLP))
+    assert (plain.gradient_predivide_factor, plain.gradient_postdivide_factor) == (2.0, 1.0)
+    loss_of(plain, inputs).backward()
+    before = FSDP(made(MLP), gradient_predivide_factor=0.5)
+    assert before.gradient_postdivide_factor == 4.0
+    loss_of(before, inputs).backward()
+    torch.testing.assert_close(before.clip_grad_norm_(9.0), plain.clip_grad_norm_(9.0))
+    twice = wrapped(made(MLP))
+    twice.set_gradient_divide_factors(1.0, 1.0, recursive=True)
+    loss_of(twice, inputs).backward()
+    for doubled, single in zip(whole_gradients(twice), whole_gradients(plain), strict=True):
+        assert torch.equal(doubled, 2 * single)
+    own = wrapped(made(MLP))
+    own.set_gradient_divide_factors(1.0, 1.0, recursive=False)
+    loss_of(own, inputs).backward()
+    assert [torch.equal(a, b) for a, b in zip(whole_gradients(own), whole_gradients(plain), strict=True)].count(
+        False
+    ) <= 1
+
+
+@on_ranks(2, dtype=(torch.float16, torch.bfloat16))
+def test_scaler_skips_together(dtype: torch.dtype) -> None:
+    model = FSDP(made(MLP), mixed_precision=True, compute_dtype=dtype)
+    optimizer, scaler = SGD(model.parameters(), lr=0.1), ShardedGradScaler(init_scale=8.0)
+    before = model.state_dict()
+    inputs = inputs_for(MLP(), 1)
+    if dist.get_rank() == 1:
+        inputs = inputs * float("inf")
+    scaler.scale(loss_of(model, inputs)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    optimizer.zero_grad()
+    scaler.scale(loss_of(model, inputs_for(MLP(), 1))).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert not torch.equal(model.state_dict()["layers.0.weight"], before["layers.0.weight"])
+
+
+@on_ranks(2, flat=FLAT)
+def test_converts_after_wrapping(flat: bool) -> None:
+    model = wrapped(made(MLP), flatten_parameters=flat)
+    loss_of(model, inputs_for(MLP(), 1)).backward()
+    assert model.to(torch.bfloat16) is model
+    assert {one.compute_dtype for one in get_fsdp_instances(model, skip_empty=True)} == {torch.bfloat16}
+    assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
+    model.zero_grad()
+    loss_of(model, inputs_for(MLP(), 1).bfloat16()).backward()
+    model.float()
+    expected = {name: value.bfloat16().float() for name, value in made(MLP).state_dict().items()}
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    loss_of(model, inputs_for(MLP(), 1)).backward()
+
+
+@on_ranks(2)
+def test_wraps_batch_norm_by_itself() -> None:
+    expected = DistributedDataParallel(made(ConvNet))
+    model = auto_wrap_bn(made(ConvNet))
+    norms = [m for m in model.modules() if isinstance(m, FSDP)]
+    assert norms
+    assert all(isinstance(m.module, nn.BatchNorm2d) and not m.flatten_parameters for m in norms)
+    model = FSDP(model)
+    for step in range(2):
+        inputs = inputs_for(expected.module, 10 * step + dist.get_rank())
+        for each in (expected, model):
+            each.zero_grad()
+            loss_of(each, inputs).backward()
+            SGD(each.parameters(), lr=0.1).step()
+    values = model.state_dict()
+    for name, value in expected.module.state_dict().items():
+        if dist.get_rank() == 0 or "running" not in name:  # DDP gives all ranks the first one's buffers
+            torch.testing.assert_close(values[name], value)
+    marked = auto_wrap_bn(made(ConvNet), wrap_it=False)
+    with pytest.raises(ValueError, match="wrapper_config of another"):
+        auto_wrap_bn(marked)
+    alone = FSDP(auto_wrap_bn(made(ConvNet), single_rank_pg=True))
+    assert {m.world_size for m in get_fsdp_instances(alone)} == {1, 2}
+    loss_of(alone, inputs_for(ConvNet(), 1)).backward()
+    assert torch.isfinite(alone.clip_grad_norm_(1.0))
+    assert set(alone.state_dict()) == set(made(ConvNet).state_dict())
+
+
+# -- Errors
+
+
+@on_ranks(2)
+def test_refuses_what_does_not_fit() -> None:
+    cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+        (ValueError, "fp32_reduce_scatter", lambda: FSDP(nn.Linear(2, 2), fp32_reduce_scatter=True)),
+        (ValueError, "'weight' is torch.float16", lambda: FSDP(nn.Linear(2, 2).half())),
+        (ValueError, "'weight' is torch.float16", lambda: FSDP(nn.Linear(2, 2).half(), mixed_precision=True)),
+        (ValueError, "'weight' is torch.float32", lambda: FSDP(nn.Linear(2, 2), compute_dtype=torch.float16)),
+        (ValueError, "meta", lambda: FSDP(nn.Linear(2, 2, device="meta"))),
+        (TypeError, "wraps a module", lambda: FSDP(3)),
+        (TypeError, "process_group must", lambda: FSDP(nn.Linear(2, 2), process_group="world")),
+        (TypeError, "process_group_reduce_scatter", lambda: FSDP(nn.Linear(2, 2), process_group_reduce_scatter="x")),
+        (ValueError, "IDLE", lambda: FSDP(nn.Linear(2, 2)).assert_state(TrainingState.FORWARD)),
+    ]
+    for kind, message, run in cases:
+        with pytest.raises(kind, match=message):
+            run()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        FSDP(nn.Linear(2, 2), bucket_cap_mb=3)
+        FSDP(nn.Linear(2, 2))
+    assert [str(w.message) for w in caught if "bucket_cap_mb" in str(w.message)] != []
+    model = FSDP(made(MLP))
+    with pytest.raises(StateError, match=r"'layers.0.weight'.*summon_full_params"):
+        model.module.layers[0].weight + 1
+    assert model.module.layers[0].weight.shape == (17, 9)
+    assert model.module.layers[0].weight.dtype == torch.float32
+    plain = made(MLP)
+    optimizer = SGD(plain.parameters(), lr=0.1)
+    kept = FSDP(plain)
+    with pytest.raises(StateError, match="repoint"):
+        optimizer.step()
+    assert kept.module is plain
+    assert model.layers[0] is model.module.layers[0]  # attributes are forwarded
+    assert FSDP(nn.Sequential(nn.Linear(2, 2)))[0].in_features == 2
+    with pytest.raises(AttributeError):
+        _ = model.nothing_like_it
+    assert "world_size=2" in repr(model)
+    assert "compute_dtype" in repr(FSDP(nn.Linear(2, 2), verbose=True))
+
+
+@on_ranks(2, reduce_group=("reduce_scatter", "default", "new"))
+def test_reduces_over_another_group(reduce_group: str) -> None:
+    group: Any = dist.new_group([0, 1]) if reduce_group == "new" else reduce_group
+    model = wrapped(made(MLP), process_group_reduce_scatter=group)
+    expected = wrapped(made(MLP))
+    for each in (model, expected):
+        loss_of(each, inputs_for(MLP(), dist.get_rank())).backward()
+    for one, other in zip(whole_gradients(model), whole_gradients(expected), strict=True):
+        assert torch.equal(one, other)
+
+
+@on_ranks(4)
+def test_subgroups() -> None:
+    """Two models on two ranks each; group ranks are not global ranks."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    own = groups[rank // 2]
+    model = wrapped(made(MLP, seed=rank), process_group=own)
+    assert (model.rank, model.world_size) == (rank % 2, 2)
+    truth = made(MLP, seed=2 * (rank // 2))
+    for name, value in truth.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    _closure(model, optimizer, inputs_for(MLP(), 1))()
+    optimizer.step()
+    assert (model.gather_full_optim_state_dict(optimizer) is None) == (rank % 2 != 0)
+    norm = model.clip_grad_norm_(1.0)
+    loss_of(truth, inputs_for(MLP(), 1)).backward()
+    torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(truth.parameters(), 1.0))
