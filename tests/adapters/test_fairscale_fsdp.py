@@ -990,3 +990,127 @@ def test_subgroups() -> None:
     norm = model.clip_grad_norm_(1.0)
     loss_of(truth, inputs_for(MLP(), 1)).backward()
     torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(truth.parameters(), 1.0))
+
+
+class Recurrent(nn.Module):
+    """Its recurrent module keeps a second list of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.out = nn.LSTM(4, 6, 2), nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.layers(x)[0])
+
+
+class Listed(nn.Module):
+    """Has parameters in containers, one of them without dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed = nn.ParameterList([nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(4, 3))])
+        self.named = nn.ParameterDict({"scale": nn.Parameter(torch.randn(()))})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.listed:
+            x = torch.tanh(x @ weight)
+        return x * self.named["scale"]
+
+
+def trains_alike(model: Any, plain: nn.Module, *inputs: torch.Tensor) -> None:
+    """All ranks have the same data, so plain training is the truth."""
+    for _ in range(2):
+        for each in (plain, model):
+            optimizer = SGD(each.parameters(), lr=0.1)
+            optimizer.zero_grad()
+            each(*inputs).square().mean().backward()
+            optimizer.step()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value)
+    with torch.no_grad():
+        torch.testing.assert_close(model(*inputs), plain(*inputs))
+
+
+@on_ranks(2, flat=FLAT)
+def test_recurrent_modules_and_containers(flat: bool) -> None:
+    torch.manual_seed(1)
+    trains_alike(FSDP(made(Recurrent), flatten_parameters=flat), made(Recurrent), torch.randn(3, 2, 4))
+    model = FSDP(made(Listed), flatten_parameters=flat)
+    trains_alike(model, made(Listed), torch.randn(2, 3))
+    optimizer = AdamW(model.parameters())
+    loss_of(model, torch.randn(2, 3)).backward()
+    optimizer.step()
+    full = model.gather_full_optim_state_dict(optimizer, recipient_rank=None)
+    part = model.get_shard_from_optim_state_dict(full)
+    for number, values in optimizer.state_dict()["state"].items():
+        torch.testing.assert_close(part["state"][number], values, rtol=0, atol=0)
+
+
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {"cpu_offload": True},
+    {"reshard_after_forward": False},
+    {"disable_reshard_on_root": False},
+    {"clear_autocast_cache": True},
+    {"move_params_to_cpu": True, "move_grads_to_cpu": False},
+)
+
+
+@on_ranks(2, settings=SETTINGS)
+def test_settings_change_no_number(settings: dict[str, Any]) -> None:
+    torch.manual_seed(1)
+    inputs = torch.randn(3, 9)
+    model, plain = wrapped(made(MLP), **settings), made(MLP)
+    trains_alike(model, plain, inputs)
+    count = sum(1 for _ in model.parameters())
+    with torch.no_grad():
+        model(inputs)
+    assert sum(1 for _ in model.parameters()) == count
+    for each in (model, plain):  # written past autograd, between evaluations
+        for parameter in each.parameters():
+            parameter.data.mul_(1.5)
+    with torch.no_grad():
+        torch.testing.assert_close(model(inputs), plain(inputs))
+    trains_alike(model, plain, inputs)
+
+
+@on_ranks(2, flat=FLAT)
+def test_state_between_forward_and_backward(flat: bool) -> None:
+    model, plain = wrapped(made(MLP), flatten_parameters=flat), made(MLP)
+    torch.manual_seed(1)
+    inputs = torch.randn(3, 9)
+    loss = loss_of(model, inputs)
+    model.state_dict()
+    model.local_state_dict()
+    with model.summon_full_params():
+        pass
+    loss.backward()
+    loss_of(plain, inputs).backward()
+    for each in (model, plain):
+        SGD(each.parameters(), lr=0.1).step()
+        each.zero_grad()
+    copied = copy.deepcopy(model)
+    trains_alike(copied, plain, inputs)
+    assert not torch.equal(model.state_dict()["layers.0.weight"], copied.state_dict()["layers.0.weight"])
+
+
+@on_ranks(2, 3)
+def test_experts_of_one_rank() -> None:
+    """An instance over a group of its own: other parameters on each rank, which count in the norm."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    alone = [dist.new_group([index]) for index in range(size)]
+    torch.manual_seed(rank)
+    expert = FSDP(nn.Linear(4, 4), process_group=alone[rank], no_broadcast_optim_state=True)
+    model = FSDP(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), expert))
+    optimizer = AdamW(model.parameters())
+    loss_of(model, torch.randn(3, 4)).backward()
+    own = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum()
+    dist.all_reduce(own)
+    torch.testing.assert_close(model.clip_grad_norm_(1e9), own.sqrt())
+    largest = torch.stack([p.grad.abs().max() for p in model.parameters()]).max()
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    torch.testing.assert_close(model.clip_grad_norm_(1e9, float("inf")), largest)
+    optimizer.step()
+    full = model.gather_full_optim_state_dict(optimizer, recipient_rank=None)
+    before = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(model.get_shard_from_optim_state_dict(full))
+    torch.testing.assert_close(optimizer.state_dict()["state"], before["state"], rtol=0, atol=0)

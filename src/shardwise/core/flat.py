@@ -32,7 +32,7 @@ class FlatPart:
     Args:
         name: for messages.
         shape: of the whole parameter.
-        places: where it is registered while it is unsharded.
+        places: whose names give it while it is unsharded.
     """
 
     name: str
@@ -147,7 +147,7 @@ class FlatSlot(Slot):
         self._faces: list[nn.Parameter] = []
         self._summoned: torch.Tensor | None = None
         self._stand_ins: list[AbsentParameter] = []
-        self._show_sharded()
+        self._register_sharded()
 
     @property
     def local(self) -> torch.Tensor:
@@ -166,22 +166,27 @@ class FlatSlot(Slot):
 
     # -- The two faces
 
-    def _show_sharded(self) -> None:
+    def put_sharded(self) -> None:
+        """See `Slot.put_sharded`. What is registered does not change with the faces: only what the names give."""
+        if self.home is None:
+            for place in self.parts[0].places:
+                place.withdraw()
+            return
+        for part, stand_in in zip(self.parts, self._stand_ins, strict=True):
+            for place in part.places:
+                place.give(stand_in)
+
+    def _register_sharded(self) -> None:
         if self.home is None:
             for place in self.parts[0].places:
                 place.put(self.sharded)
-            return
-        if not self._stand_ins or self._stand_ins[0].dtype != self.sharded.dtype:
+        else:
             dtype = self.sharded.dtype
             self._stand_ins = [AbsentParameter.stand_in(part, dtype, self._owner) for part in self.parts]
-        for part, stand_in in zip(self.parts, self._stand_ins, strict=True):
-            for place in part.places:
-                place.hide(stand_in)
-        self.home.put(self.sharded)
-
-    def put_sharded(self) -> None:
-        """See `Slot.put_sharded`."""
-        self._show_sharded()
+            for place in self.places:
+                place.remove()
+            self.home.put(self.sharded)
+        self.put_sharded()
 
     def put_unsharded(self) -> Sequence[nn.Parameter]:
         """See `Slot.put_unsharded`."""
@@ -197,7 +202,7 @@ class FlatSlot(Slot):
             if face.requires_grad != requires_grad:
                 face.requires_grad_(requires_grad)
             for place in part.places:
-                place.show(face)
+                place.give(face)
         return made
 
     def views(self, run: torch.Tensor) -> list[torch.Tensor]:
@@ -293,9 +298,10 @@ class FlatSlot(Slot):
         for part, view in zip(self.parts, self.views(run), strict=True):
             face = nn.Parameter(view, requires_grad)
             for place in part.places:
-                place.show(face)
-        if self.home is not None and (module := self.home.module()) is not None:
-            del module._parameters[self.home.name]
+                place.withdraw()
+                place.put(face)
+        if self.home is not None:
+            self.home.remove()
 
     @torch.no_grad()
     def dismiss(self, *, keep_changes: bool) -> None:
@@ -309,7 +315,7 @@ class FlatSlot(Slot):
                     view.copy_(value)
             length = self.local.numel()
             self.local.copy_(run.narrow(0, self.buffer.comm.rank * length, length))
-        self._show_sharded()
+        self._register_sharded()
 
     @property
     def is_summoned(self) -> bool:
@@ -452,6 +458,6 @@ class FlatShards(Shards):
                 slot.sharded.__dict__["_shardwise_owner"] = self.reference
                 slot.buffer = buffer
                 slot.forget_unsharded()
-                slot.put_sharded()
+                slot._register_sharded()
         old.free()
         return True

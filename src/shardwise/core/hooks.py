@@ -229,9 +229,9 @@ class Unit:
                 self._positions.append(context.order.record_for_backward(self.reference))
             if not announces:
                 self._refuse_opaque(output)
-        if not announces and self.reshards_unless_root:
+        for group in () if announces else self.groups:
             # The root kept its parameters for a backward, and there will be none: they serve the next forward.
-            for group in self.groups:
+            if self.reshards_unless_root or not group.shards.sees_writes:
                 group.reshard(keep=not group.options.reshard_after_forward)
         self.phase = Phase.IDLE
         return output

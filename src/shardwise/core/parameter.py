@@ -306,17 +306,28 @@ class Place:
         assert parameter is not None
         return parameter
 
-    def hide(self, stand_in: torch.Tensor) -> None:
-        """Register nothing; the name gives ``stand_in``."""
-        if (module := self.module()) is not None:
-            module._parameters.pop(self.name, None)
-            module.__dict__[self.name] = stand_in
+    def give(self, tensor: torch.Tensor) -> None:
+        """Let the name give ``tensor``, whatever is registered or is not."""
+        module = self.module()
+        if module is None:
+            return
+        if self.parameters is None and isinstance(tensor, nn.Parameter):
+            registered = module._parameters.pop(self.name, None)
+            setattr(module, self.name, tensor)
+            del module._parameters[self.name]
+            if registered is not None:
+                module._parameters[self.name] = registered
+        module.__dict__[self.name] = tensor
 
-    def show(self, parameter: nn.Parameter) -> None:
-        """`put` after `hide`."""
+    def withdraw(self) -> None:
+        """The name gives what is registered again."""
         if (module := self.module()) is not None:
             module.__dict__.pop(self.name, None)
-            self.put(parameter)
+
+    def remove(self) -> None:
+        """Register nothing."""
+        if (module := self.module()) is not None:
+            module._parameters.pop(self.name, None)
 
     def put(self, parameter: nn.Parameter) -> None:
         """Register ``parameter``."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,7 +43,7 @@ from .fsdp_parameters import (
     sync_from_first_rank,
 )
 from .fsdp_weights import consolidate, describe_shards, finish_load, finish_state_dict, prepare_load
-from .ranks import MissingGroup, compute_device_of, given_group, ranks_of, reduce_comm_of
+from .ranks import MissingGroup, comm_of, compute_device_of, given_group, ranks_of, reduce_comm_of
 
 ACCEPTED = Support.ACCEPTED
 
@@ -596,7 +598,7 @@ class FullyShardedDataParallel(nn.Module):
         self.assert_state(TrainingState.IDLE)
         if self._unit.context is not None and not self._unit.is_root:
             raise ValueError(f"{self._title()}: call clip_grad_norm_ on the outermost instance")
-        norm = norm_of_gradients(get_fsdp_instances(self), float(norm_type))
+        norm = norm_of_gradients(self, float(norm_type))
         gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
         scale_to_norm(gradients, norm, float(max_norm))
         return norm.cpu() if self.move_grads_to_cpu else norm
@@ -714,6 +716,13 @@ class FullyShardedDataParallel(nn.Module):
             state["_reduce_group"] = self._reduce_group
         return state
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        copied.process_group = self.process_group
+        return copied
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         reduce_group = state.pop("_reduce_group", None)
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -778,16 +787,29 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-def norm_of_gradients(instances: Sequence[FullyShardedDataParallel], norm_type: float) -> torch.Tensor:
-    """Norm of all gradients over all ranks, in float32 for narrower ones; all ranks call this."""
+def _complete_norms(norms: torch.Tensor, comm: Comm, everyone: Comm, norm_type: float) -> torch.Tensor:
+    """Norms of gradients that the ranks of ``comm`` share; other ranks have other parameters in their place (experts),
+    which count too."""
+    norms = norm_over_ranks(norms, comm, norm_type)
+    if comm is everyone:
+        return norms
+    # Each of the ranks that share them has the same norms now.
+    share = 1.0 if norm_type == 0 or math.isinf(norm_type) else comm.size ** (-1.0 / norm_type)
+    norms = norms / comm.size if norm_type == 0 else norms * share
+    return norm_over_ranks(norms, everyone, norm_type)
+
+
+def norm_of_gradients(root: FullyShardedDataParallel, norm_type: float) -> torch.Tensor:
+    """Norm of all gradients over all ranks of ``root``, in float32 for narrower ones; all ranks call this."""
     by_comm: dict[Comm, list[torch.Tensor]] = {}
-    for instance in instances:
-        for slot in instance._own.slots if instance._own is not None else ():
+    for instance in get_fsdp_instances(root):
+        for slot in instance._own_slots():
             if (gradient := slot.sharded.grad) is not None:
                 wide = torch.promote_types(gradient.dtype, torch.float32)
                 norm = torch.linalg.vector_norm(gradient, norm_type, dtype=wide)
                 by_comm.setdefault(slot.buffer.comm, []).append(norm.to(instance.compute_device))
-    vectors = [norm_over_ranks(torch.stack(norms), comm, norm_type) for comm, norms in by_comm.items()]
+    everyone = comm_of(root.process_group, root.compute_device)
+    vectors = [_complete_norms(torch.stack(norms), comm, everyone, norm_type) for comm, norms in by_comm.items()]
     if not vectors:
         return torch.tensor(0.0)
     total: torch.Tensor = torch.linalg.vector_norm(torch.cat(vectors), norm_type)
