@@ -16,7 +16,7 @@ import shardwise
 from shardwise.checkpoint.safetensors import load_safetensors, save_safetensors
 
 from ..ranks.harness import on_ranks
-from ..ranks.test_safetensors import shared_directory
+from ..ranks.shared import shared_directory
 from ..ranks.truth import whole
 from .test_transformers import blocks, gpt2, llama, mixtral, t5
 
@@ -133,3 +133,24 @@ def add_tensor(path: Path, name: str) -> None:
     from safetensors.torch import load_file, save_file
 
     save_file(load_file(path) | {name: torch.tensor(-1e4)}, path, metadata={"format": "pt"})
+
+
+def test_tensors_that_transformers_renames(tmp_path: Path) -> None:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import rename_source_key
+
+    config = GPTNeoXConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    truth = GPTNeoXForCausalLM(config)
+    truth.save_pretrained(tmp_path)
+    with shardwise.init_on_meta():
+        model = GPTNeoXForCausalLM(config)
+    with pytest.raises(ValueError, match=r"missing keys: 'lm_head.weight'\n  unexpected keys: 'embed_out.weight'"):
+        load_safetensors(model, tmp_path)
+    rules, names = get_model_conversion_mapping(model), model.state_dict()
+
+    def rename(name: str) -> str:
+        return rename_source_key(name, rules, [], model.base_model_prefix, names)[0]
+
+    load_safetensors(model, tmp_path, rename=rename)
+    assert all(map(torch.equal, model.state_dict().values(), truth.state_dict().values()))

@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 
+PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.tensor.parallel"]
 START_LIMIT = 120.0
 TEST_LIMIT = 90.0
 PEER_LIMIT = 10.0
@@ -74,7 +75,9 @@ class Ranks:
         if self.processes and all(process.is_alive() for process in self.processes):
             return
         self.stop()
-        context = mp.get_context("spawn")
+        # Forked from a process that has imported torch and nothing else, which takes seconds, once.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, rank, self.world_size), daemon=True)

@@ -46,6 +46,7 @@ from shardwise.checkpoint.integrity import SummingStream
 
 from ..models import Transformer, inputs_for, wrap
 from .harness import on_ranks
+from .shared import shared_directory
 from .truth import batch, whole
 
 WIDTH = 7
@@ -168,17 +169,6 @@ def assert_same(ours: dict[str, Any], truth: dict[str, Any]) -> None:
             assert torch.equal(value, truth[key]), key
         else:
             assert value == truth[key], key
-
-
-@contextmanager
-def shared_directory() -> Iterator[Path]:
-    """One temporary directory for all ranks."""
-    own = tempfile.TemporaryDirectory()
-    names: list[Any] = [own.name]
-    dist.broadcast_object_list(names)
-    yield Path(names[0])
-    dist.barrier()
-    own.cleanup()
 
 
 @contextmanager

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +19,7 @@ from shardwise.ema import EMA
 
 from ..models import ConvNet, Transformer, inputs_for, wrap
 from .harness import on_ranks
+from .shared import shared_directory
 from .truth import whole
 
 DECAY = 0.9
@@ -69,17 +66,6 @@ def mesh_and_options(name: str) -> tuple[DeviceMesh, dict[str, Any]]:
     if name == "offload":
         return init_device_mesh("cpu", (size,)), {"offload_policy": shardwise.CPUOffloadPolicy()}
     return init_device_mesh("cpu", (size,)), {"placements": getattr(Placements, name)}
-
-
-@contextmanager
-def shared_directory() -> Iterator[Path]:
-    """One temporary directory for all ranks."""
-    own = tempfile.TemporaryDirectory()
-    names: list[Any] = [own.name]
-    dist.broadcast_object_list(names)
-    yield Path(names[0])
-    dist.barrier()
-    own.cleanup()
 
 
 @on_ranks(1, 2, 3, strategy=["ddp", "zero1", "zero2", "zero3", "offload"])

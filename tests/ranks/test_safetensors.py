@@ -7,8 +7,7 @@ import json
 import os
 import struct
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,20 +29,10 @@ from shardwise.checkpoint.safetensors import load_safetensors, save_safetensors
 
 from ..models import MLP, MODELS, Transformer, build, inputs_for, wrap
 from .harness import on_ranks
+from .shared import shared_directory
 from .truth import whole
 
 State = dict[str, torch.Tensor]
-
-
-@contextmanager
-def shared_directory() -> Iterator[Path]:
-    """One temporary directory for all ranks."""
-    own = tempfile.TemporaryDirectory()
-    names: list[Any] = [own.name]
-    dist.broadcast_object_list(names)
-    yield Path(names[0])
-    dist.barrier()
-    own.cleanup()
 
 
 def mesh_of_all() -> DeviceMesh:

@@ -12,11 +12,13 @@ import random
 import resource
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
+import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +31,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.optim import SGD, AdamW, lr_scheduler
 
+import shardwise
 from shardwise.checkpoint import CheckpointError, CorruptFileError, latest, load, save
 from shardwise.checkpoint.atomic import Draft
 from shardwise.checkpoint.integrity import BLOCK, RunningSum, SummingStream
@@ -239,6 +242,44 @@ def test_sums_do_not_depend_on_how_they_are_taken(size: int) -> None:
     assert len(whole.result().blocks) == -(-size // BLOCK)
 
 
+def test_sums_are_what_the_docs_say() -> None:
+    data = random.Random(4).randbytes(2**21 + 12_345)
+    crc = 0
+    for start in range(0, len(data), 2**20):
+        words = struct.unpack("<131072Q", data[start : start + 2**20].ljust(2**20, b"\0"))
+        columns = [sum(words[column::512]) % 2**64 for column in range(512)]
+        rows = [sum(words[row * 512 : row * 512 + 512]) % 2**64 for row in range(256)]
+        crc = zlib.crc32(struct.pack("<768Q", *columns, *rows), crc)
+    assert sums(data) == (crc,)
+
+
+def sums(data: bytes | bytearray) -> tuple[int, ...]:
+    running = RunningSum()
+    running.add(memoryview(data))
+    return running.result().blocks
+
+
+@pytest.mark.parametrize("unit", [1, 8, 512, 4096, 2**16])
+def test_what_is_exchanged_moved_or_lost_shows(unit: int) -> None:
+    data, generator = random.Random(5).randbytes(2**20 + 2**16), random.Random(6)
+    expected = sums(data)
+    for _ in range(5):
+        a, b = (unit * position for position in generator.sample(range(len(data) // unit), 2))
+        one, other = data[a : a + unit], data[b : b + unit]
+        for damaged in (_with(data, {a: other, b: one}), _with(data, {a: other}), _with(data, {a: bytes(unit)})):
+            assert damaged == data or sums(damaged) != expected
+        moved = bytearray(data)
+        moved[a : a + unit] = b""
+        assert sums(moved[:b] + one + moved[b:]) != expected
+
+
+def _with(data: bytes, parts: dict[int, bytes]) -> bytearray:
+    changed = bytearray(data)
+    for position, part in parts.items():
+        changed[position : position + len(part)] = part
+    return changed
+
+
 def test_a_damaged_checkpoint_of_plain_dcp(tmp_path: Path) -> None:
     model = make()
     dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "theirs")
@@ -289,8 +330,10 @@ def test_junk_is_passed_over(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoint-000009").exists(), "what is no checkpoint of ours was deleted"
     (tmp_path / "junk" / "a").mkdir(parents=True)
     (tmp_path / "junk" / "b").write_text("")
-    with pytest.raises(FileNotFoundError, match=r"no complete checkpoint in .*: there are only a, b"):
+    with pytest.raises(FileNotFoundError, match=r"no complete checkpoint in .*: there are only 'a', 'b'"):
         load(tmp_path / "junk")
+    with pytest.raises(FileNotFoundError, match=r"no complete checkpoint in .*: it is empty"):
+        load(tmp_path / "junk" / "a")
 
 
 def test_keeping_the_newest(tmp_path: Path) -> None:
@@ -342,6 +385,19 @@ def test_an_optimizer_before_its_first_step(tmp_path: Path) -> None:
     load(tmp_path, model=other, optimizer=stepped)
     assert not stepped.state
     assert train(other, stepped) == truth
+
+
+def test_an_optimizer_that_made_its_state_on_the_meta_device(tmp_path: Path) -> None:
+    model = make()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    train(model, optimizer)
+    save(tmp_path, model=model, optimizer=optimizer)
+    truth = train(model, optimizer)
+    with shardwise.init_on_meta():
+        other = make(1)
+    loaded = torch.optim.Adagrad(other.parameters(), lr=0.5)
+    load(tmp_path, model=other, optimizer=loaded)
+    assert train(other, loaded) == truth
 
 
 def test_state_in_a_wider_dtype_than_its_parameter(tmp_path: Path) -> None:
@@ -568,16 +624,24 @@ def test_misfits_are_listed_together(tmp_path: Path) -> None:
     ):
         assert part in str(caught.value)
     assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+    rounding = make()
+    rounding.register_buffer("extra", torch.tensor(0.5))
+    path = save(tmp_path / "rounding", model=rounding)
+    rounding.extra = torch.tensor(0)
+    with pytest.raises(ValueError, match=r"'extra' is torch.int64, and torch.float32 in the checkpoint"):
+        load(path, model=rounding)
     part = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3, bias=False), nn.Linear(1, 1))
     load(tmp_path, model=part, strict=False)
     assert torch.equal(part[2].weight, make()[2].weight)
 
 
 def test_wrong_arguments(tmp_path: Path) -> None:
-    model = make()
+    model, sparse = make(), nn.Module()
+    sparse.register_buffer("weight", torch.eye(2).to_sparse())
     for arguments, match in (
         ({"model": [model]}, "model must be a module, not list"),
-        ({"model": model, "optimizer": 3}, "."),
+        ({"model": model, "optimizer": 3}, "optimizer must be a torch.optim.Optimizer or a list of such, not int"),
+        ({"model": sparse}, "model.weight is a tensor of layout torch.sparse_coo"),
         ({"model": model, "optimizer": [model]}, "optimizer must be a torch.optim.Optimizer or a list of such"),
         ({"scheduler": 3}, "scheduler must have state_dict and load_state_dict"),
     ):

@@ -260,6 +260,13 @@ def test_messages_name_the_root(fake_mesh: Mesh) -> None:
     assert unit_of(model) is not None
 
 
+def test_ignored_parameters_on_the_meta_device_are_refused(fake_mesh: Mesh) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
+    fully_shard(model, mesh=fake_mesh(2), ignored_params=set(model[1].parameters()))
+    with pytest.raises(StateError, match=r"unsharded parameters '1\.weight', '1\.bias'.*materialize"):
+        model(torch.ones(2, 4))
+
+
 def test_buffers_on_the_meta_device_are_refused(fake_mesh: Mesh) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     model[1].to("meta")

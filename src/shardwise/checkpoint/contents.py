@@ -36,7 +36,7 @@ def contents(
 
     Raises:
         StateError: naming parameters without values.
-        TypeError: if an object cannot be pickled.
+        TypeError: naming an object that cannot be pickled, or a tensor that is not dense.
         ValueError: if an optimizer has parameters that the model does not have.
     """
     found: dict[Path, Any] = {}
@@ -58,9 +58,11 @@ def contents(
 
 
 def _leaf(path: Path, value: Any) -> torch.Tensor | Pickled:
-    if isinstance(value, torch.Tensor) and path[0] != RNG:  # a generator's state is an object in which ranks differ
-        return value.detach()
     where = ".".join(map(str, path))
+    if isinstance(value, torch.Tensor) and path[0] != RNG:  # a generator's state is an object in which ranks differ
+        if value.layout is not torch.strided:
+            raise TypeError(f"{where} is a tensor of layout {value.layout}: checkpoints hold dense tensors only")
+        return value.detach()
     item = pickled(value, where)
     if path[0] in (SCHEDULER, EXTRA):
         warn_of_unsafe(item, where)

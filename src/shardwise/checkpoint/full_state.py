@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .matching import Match, WeightsError, match
+from .matching import Match, check_ties, match
 from .peers import Peers
 from .progress import Progress
 from .weights import ModelWeights, weights_of
@@ -93,7 +93,7 @@ def load_full_state_dict(model: nn.Module, sd: Mapping[str, Any] | None, *, broa
     with peers.together():
         matches, _ = match(loading, described, "the state dict", objects=objects, problems=problems)
         if has_values:
-            _check_ties(matches, tensors)
+            check_ties(matches, "the state dict", lambda w, a, b: not _equal(tensors[a], tensors[b], w.dtype))
         for found in matches:
             found.weight.check_region()
     with peers.together():
@@ -134,26 +134,6 @@ def _sort(
     }
     problems = [f"{kind}: {', '.join(map(repr, names))}" for kind, names in wrong.items() if names]
     return tensors, {name: value for name, value in sd.items() if name not in tensors}, problems
-
-
-def _check_ties(matches: list[Match], tensors: Mapping[str, torch.Tensor]) -> None:
-    """
-    Raises:
-        WeightsError: naming tied parameters that have several names with different values.
-    """
-    different = []
-    for found in matches:
-        first, *others = found.stored
-        different += [
-            f"{first!r} and {other!r}"
-            for other in others
-            if not _equal(tensors[first], tensors[other], found.weight.dtype)
-        ]
-    if different:
-        raise WeightsError(
-            "the state dict does not fit the model, which ties what has different values there: "
-            f"{', '.join(different)}; untie them before fully_shard, or leave one out"
-        )
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> bool:

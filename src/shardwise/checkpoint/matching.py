@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -100,6 +100,27 @@ def match(
     return [m for m in matches if m.stored], IncompatibleKeys(missing, unexpected)
 
 
+def check_ties(matches: Iterable[Match], source: object, differ: Callable[[Weight, str, str], bool]) -> None:
+    """
+    Args:
+        matches: of the model.
+        source: what the stored tensors are from, for the message.
+        differ: whether two stored tensors of one weight, by name, have different values.
+
+    Raises:
+        WeightsError: naming tied weights that are stored under several names with different values.
+    """
+    different = []
+    for found in matches:
+        first, *others = found.stored
+        different += [f"{first!r} and {other!r}" for other in others if differ(found.weight, first, other)]
+    if different:
+        raise WeightsError(
+            f"{source} does not fit the model, which ties what has different values there: {', '.join(different)}; "
+            "untie them before fully_shard, or leave one out"
+        )
+
+
 def _mis_shaped(matches: Iterable[Match], stored: Mapping[str, Described]) -> list[str]:
     return [
         f"{name!r} has shape {tuple(stored[name].shape)}, in the model {m.weight.shape}"
@@ -114,11 +135,11 @@ def _inconvertible(matches: Iterable[Match], stored: Mapping[str, Described]) ->
         f"{name!r} is {stored[name].dtype or 'of a dtype that torch does not have'}, in the model {m.weight.dtype}"
         for m in matches
         for name in m.stored
-        if not _convertible(stored[name].dtype, m.weight.dtype)
+        if not convertible(stored[name].dtype, m.weight.dtype)
     ]
 
 
-def _convertible(stored: torch.dtype | None, wanted: torch.dtype) -> bool:
+def convertible(stored: torch.dtype | None, wanted: torch.dtype) -> bool:
     """Whether a conversion only rounds or widens: nothing loses its fraction or its imaginary part."""
     if stored is None:
         return False

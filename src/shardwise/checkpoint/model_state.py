@@ -9,13 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 
-from ..core.errors import StateError
-from ..core.group import ParamGroup
-from ..core.module import unit_of
-from .names import listed, parameter_names, state_names
+from .matching import convertible
+from .names import listed
 from .reading import StoredData
+from .weights import Weight, weights_of
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
@@ -24,13 +22,9 @@ def model_state(model: nn.Module) -> dict[str, Any]:
     Raises:
         StateError: naming what is on the meta device, or without values.
     """
-    for group in _groups_of(model):
-        group.shards.check_materialized()
-    state = model.state_dict()
-    found = {name: state[key] for name, key in state_names(model, state).items()}
-    if empty := [name for name, value in found.items() if isinstance(value, torch.Tensor) and value.is_meta]:
-        raise StateError(f"{listed(empty)} are on the meta device: initialize or load them before saving")
-    return found
+    found = weights_of(model, plain_names=True)
+    found.check_values()
+    return found.values
 
 
 @dataclass
@@ -82,22 +76,21 @@ class SavedModel:
     """
 
     def __init__(self, stored: StoredData, model: nn.Module, preferred: str):
-        self._model, self._kinds = model, stored.kinds
-        self._read_state()
-        self._prefix = _best_prefix(self._values, self._kinds, preferred)
+        self._model, self._kinds = weights_of(model, plain_names=True), stored.kinds
+        self._prefix = _best_prefix(self._model.names, self._kinds, preferred)
         #: Names that both have.
-        self.names = [name for name in self._values if self._prefix + name in self._kinds]
-        if self._values and not self.names:
+        self.names = [name for name in self._model.names if self._prefix + name in self._kinds]
+        if self._model.names and not self.names:
             raise ValueError(
-                f"the checkpoint has no model; it has {stored.tops()}, and {listed(self._values)} were looked for"
+                f"the checkpoint has no model; it has {stored.tops()}, and {listed(self._model.names)} were looked for"
             )
         # Below no prefix there may be anything.
         self._saved = [key[len(self._prefix) :] for key in stored.below(self._prefix)] if self._prefix else []
 
-    def _read_state(self) -> None:
-        self._state = self._model.state_dict()
-        self._keys = state_names(self._model, self._state)
-        self._values = {name: self._state[key] for name, key in self._keys.items()}
+    @property
+    def device(self) -> torch.device:
+        """Of parameters that are on the meta device until they are loaded."""
+        return self._model.device
 
     def keys(self) -> list[str]:
         """Of what is loaded."""
@@ -105,31 +98,34 @@ class SavedModel:
 
     def misfit(self) -> Misfit:
         """Where it differs from the model."""
-        known = set(self.names)
-        missing = [name for name in self._values if name not in known]
-        unexpected = [name for name in self._saved if name not in self._values]
-        texts = (_misfit(name, self._values[name], self._kinds[self._prefix + name]) for name in self.names)
+        known, tensors = set(self.names), self._model.tensors
+        missing = [name for name in self._model.names if name not in known]
+        unexpected = [name for name in self._saved if name not in self._model.keys]
+        texts = (_misfit(name, tensors.get(name), self._kinds[self._prefix + name]) for name in self.names)
         return Misfit(missing, unexpected, [text for text in texts if text])
 
+    def _loaded(self) -> list[Weight]:
+        known = set(self.names)
+        return [weight for weight in self._model.weights if not known.isdisjoint(weight.names)]
+
     def targets(self) -> dict[str, torch.Tensor]:
-        """The model's own memory for the saved tensors, by key; what is on the meta device gets memory."""
-        if _leave_meta(self._model):
-            self._read_state()
-        tensors = {name: self._values[name] for name in self.names}
-        return {self._prefix + name: t.detach() for name, t in tensors.items() if isinstance(t, torch.Tensor)}
+        """The model's own memory for the saved tensors, by key; what is on the meta device gets memory. Until `load`
+        a forward of the units concerned is refused."""
+        for weight in self._loaded():
+            weight.prepare_memory(self._model.device)
+        tensors = {name: weight.value for weight in self._model.weights for name in weight.names}
+        return {self._prefix + name: tensors[name] for name in self.names if name in tensors}
 
     @torch.no_grad()
     def load(self, values: Mapping[str, Any]) -> None:
         """Let the model take what was read, by key."""
-        self._state.update({self._keys[name]: values[self._prefix + name] for name in self.names})
+        for weight in self._loaded():
+            weight.accept_values()
         # For modules that load in a way of their own; what was read into the model's memory is there already.
-        self._model.load_state_dict(self._state)
-        loaded = set(self.names)
-        names = parameter_names(self._model)
-        for group in _groups_of(self._model):
-            group.shards.note_write()
-            for slot in group.slots:
-                slot.has_values = slot.has_values or not loaded.isdisjoint(names.get(slot.sharded, ()))
+        module = self._model.model
+        state = module.state_dict()
+        state.update({self._model.keys[name]: values[self._prefix + name] for name in self.names})
+        module.load_state_dict(state)
 
 
 def _best_prefix(names: Iterable[str], keys: Mapping[str, Any], preferred: str) -> str:
@@ -143,42 +139,13 @@ def _best_prefix(names: Iterable[str], keys: Mapping[str, Any], preferred: str) 
     return max(prefixes, key=lambda prefix: sum(prefix + name in keys for name in names))
 
 
-def _misfit(name: str, value: Any, stored: Any) -> str | None:
-    is_tensor = isinstance(stored, TensorStorageMetadata)
-    if is_tensor != isinstance(value, torch.Tensor):
-        return f"{name!r} is {'' if is_tensor else 'not '}a tensor in the checkpoint"
-    if is_tensor and tuple(value.shape) != tuple(stored.size):
-        return f"{name!r} has shape {tuple(value.shape)}, and {tuple(stored.size)} in the checkpoint"
+def _misfit(name: str, tensor: torch.Tensor | None, stored: Any) -> str | None:
+    if not isinstance(stored, TensorStorageMetadata):
+        return None if tensor is None else f"{name!r} is not a tensor in the checkpoint"
+    if tensor is None:
+        return f"{name!r} is a tensor in the checkpoint"
+    if tuple(tensor.shape) != tuple(stored.size):
+        return f"{name!r} has shape {tuple(tensor.shape)}, and {tuple(stored.size)} in the checkpoint"
+    if not convertible(stored.properties.dtype, tensor.dtype):
+        return f"{name!r} is {tensor.dtype}, and {stored.properties.dtype} in the checkpoint"
     return None
-
-
-def _groups_of(model: nn.Module) -> list[ParamGroup]:
-    units = dict.fromkeys(unit for module in model.modules() if (unit := unit_of(module)) is not None)
-    return [group for unit in units for group in unit.groups]
-
-
-def _leave_meta(model: nn.Module) -> bool:
-    """Give memory to what is on the meta device: parameters of units stay refused until they have values.
-
-    Returns:
-        Whether there was something.
-    """
-    groups = _groups_of(model)
-    changed = bool([slot for group in groups for slot in group.shards.leave_meta()])
-    device = groups[0].mesh.device if groups else torch.get_default_device()
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None or not parameter.is_meta:
-                continue
-            if isinstance(parameter, DTensor):
-                raise StateError(
-                    f"parameter {name!r} of {type(module).__name__} is on the meta device: call to_empty()"
-                )
-            filled = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
-            # Not another object: optimizers may hold this one.
-            torch.utils.swap_tensors(parameter, filled)
-            changed = True
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta and name not in module._non_persistent_buffers_set:
-                module._buffers[name], changed = torch.empty_like(buffer, device=device), True
-    return changed

@@ -32,7 +32,8 @@ def optimizers_in(value: Optimizer | Iterable[Optimizer] | Mapping[Any, Optimize
     """
     if value is None:
         return []
-    given = [value] if isinstance(value, Optimizer) else list(value.values() if isinstance(value, Mapping) else value)
+    value = value.values() if isinstance(value, Mapping) else value
+    given = list(value) if isinstance(value, Iterable) else [value]
     for item in given:
         if not isinstance(item, Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of such, not {type(item).__name__}")
@@ -187,8 +188,13 @@ class SavedOptimizer:
         """
         self._matching(optimizers, {**self._objects, **dict.fromkeys(self._tensors)})
 
-    def targets(self, optimizers: Sequence[Optimizer]) -> dict[str, torch.Tensor]:
-        """Memory for the saved tensors: what ``optimizers`` have, where it fits, and new tensors elsewhere."""
+    def targets(self, optimizers: Sequence[Optimizer], device: torch.device) -> dict[str, torch.Tensor]:
+        """Memory for the saved tensors: what ``optimizers`` have, where it fits, and new tensors elsewhere.
+
+        Args:
+            optimizers: to be loaded.
+            device: for state of parameters that are on the meta device still.
+        """
         held: dict[torch.Tensor, Any] = {}
         for optimizer in optimizers:
             held.update(optimizer.state)
@@ -197,7 +203,8 @@ class SavedOptimizer:
             if key in self._tensors:
                 parameter = self._parameters.get(str(path[0])) if key in self._state_paths else None
                 current = held.get(parameter, {}) if parameter is not None else {}
-                found[key] = _target(self._tensors[key], parameter, current.get(path[1]) if len(path) == 2 else None)
+                existing = current.get(path[1]) if len(path) == 2 else None
+                found[key] = _target(self._tensors[key], parameter, existing, device)
         return found
 
     def load(self, optimizers: Sequence[Optimizer], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -209,16 +216,19 @@ class SavedOptimizer:
             _load(optimizer, groups, by_parameter)
 
 
-def _target(saved: TensorStorageMetadata, parameter: torch.Tensor | None, existing: Any) -> torch.Tensor:
+def _target(
+    saved: TensorStorageMetadata, parameter: torch.Tensor | None, existing: Any, device: torch.device
+) -> torch.Tensor:
     dtype, size = saved.properties.dtype, saved.size
-    if isinstance(existing, torch.Tensor) and existing.dtype == dtype and existing.shape == size:
-        return existing.detach()
+    fits = isinstance(existing, torch.Tensor) and existing.dtype == dtype and existing.shape == size
+    if fits and not existing.is_meta:  # as what Adagrad makes for parameters on the meta device
+        return existing.detach()  # type: ignore[no-any-return]
     like = existing if isinstance(existing, DTensor) and existing.shape == size else parameter
     if like is None or like.shape != size or not size:
         return torch.empty(size, dtype=dtype, device="cpu")
-    if isinstance(like, DTensor):
-        return wrap_local(torch.empty_like(local_of(like), dtype=dtype), respec(spec_of(like), dtype=dtype))
-    return torch.empty_like(like, dtype=dtype)
+    local = local_of(like) if isinstance(like, DTensor) else like
+    empty = torch.empty_like(local, dtype=dtype, device=device if local.is_meta else None)
+    return wrap_local(empty, respec(spec_of(like), dtype=dtype)) if isinstance(like, DTensor) else empty
 
 
 def _load(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]) -> None:

@@ -11,7 +11,6 @@ import math
 import os
 import pickle
 import struct
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
@@ -194,95 +193,83 @@ class _DirectReader(FileSystemReader):
             file.seek(where.offset)
             planner.load_bytes(item, io.BytesIO(file.read(where.length)))
             return
-        target = planner.resolve_tensor(item).detach()
-        payload, size = _payload(file, where.offset, where.length)
-        _read_box(file, payload, size, self._chunk_of(item), item, target)
+        target, chunk = planner.resolve_tensor(item).detach(), self._chunk_of(item)
+        payload = _payload(file, where.offset, where.length, chunk)
+        _read_box(file, payload, chunk, item, target)
         self._advance(target.nbytes)
         planner.commit_tensor(item, target)
 
-    def _chunk_of(self, item: ReadItem) -> torch.Tensor:
-        """The stored chunk that ``item`` is in, without memory."""
+    def _chunk_of(self, item: ReadItem) -> _Chunk:
+        """The stored chunk that ``item`` is in."""
         assert self._metadata is not None
         stored = self._metadata.state_dict_metadata[item.storage_index.fqn]
         assert isinstance(stored, TensorStorageMetadata)
-        sizes = stored.chunks[item.storage_index.index or 0].sizes
-        return torch.empty(sizes, dtype=stored.properties.dtype, device="meta")
+        return _Chunk(tuple(stored.chunks[item.storage_index.index or 0].sizes), stored.properties.dtype)
 
 
-class _Slice(io.RawIOBase):
-    """Part of a file as a file of its own."""
+@dataclass(frozen=True)
+class _Chunk:
+    """A contiguous tensor in a file: its shape and dtype."""
 
-    def __init__(self, file: BinaryIO, start: int, length: int):
-        self._file, self._start, self._length, self._position = file, start, length, 0
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
-        self._position = base + offset
-        return self._position
-
-    def read(self, size: int | None = -1) -> bytes:
-        left = self._length - self._position
-        self._file.seek(self._start + self._position)
-        data = self._file.read(left if size is None or size < 0 else min(size, left))
-        self._position += len(data)
-        return data
+    @property
+    def nbytes(self) -> int:
+        """In the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
-def _payload(file: BinaryIO, start: int, length: int) -> tuple[int, int]:
-    """Position in the file, and number, of the bytes of the tensor that `torch.save` wrote there, as a zip archive.
+_DATA = b"archive/data/0"
+"""What `torch.save` calls the data of the first storage that it saves."""
+_ENTRY, _RECORD = struct.Struct("<4s20xI14xI"), struct.Struct("<26xHH")
+"""Of a zip archive. Of an entry in its directory, before the name: signature, size and position of the record. At the
+beginning of a record: how long its name and its padding are."""
+
+
+def _payload(file: BinaryIO, start: int, length: int, chunk: _Chunk) -> int:
+    """Position in the file of the bytes of ``chunk``, which `torch.save` wrote there as a zip archive. Not by
+    `zipfile`, which takes longer than it takes to read a tensor of a megabyte.
 
     Raises:
-        CorruptFileError: if there is none.
+        CorruptFileError: if they are not there.
     """
-    part = _Slice(file, start, length)
-    try:
-        with zipfile.ZipFile(part) as archive:
-            (record,) = (info for info in archive.infolist() if info.filename.endswith("/data/0"))
-        part.seek(record.header_offset)
-        # The two lengths at the end of the fixed part of a record's header: of its name and of its padding.
-        name, padding = struct.unpack("<26x2H", part.read(30))
-    except (zipfile.BadZipFile, struct.error, ValueError) as error:
-        raise CorruptFileError(f"{file.name} has no tensor at byte {start:,}: {error}") from error
-    return start + record.header_offset + 30 + name + padding, record.file_size
+    end = start + length
+    tail = os.pread(file.fileno(), min(length, 4096), max(start, end - 4096))
+    entry = tail.rfind(_DATA) - _ENTRY.size
+    if entry >= 0:
+        signature, size, record = _ENTRY.unpack_from(tail, entry)
+        header = os.pread(file.fileno(), _RECORD.size, start + record)
+        if signature == b"PK\1\2" and size == min(chunk.nbytes, 2**32 - 1) and len(header) == _RECORD.size:
+            payload: int = start + record + _RECORD.size + sum(_RECORD.unpack(header))
+            if payload + chunk.nbytes <= end:
+                return payload
+    raise CorruptFileError(f"{file.name} has no tensor of {chunk.nbytes:,} bytes at byte {start:,}")
 
 
-def _read_box(
-    file: BinaryIO, payload: int, size: int, chunk: torch.Tensor, item: ReadItem, target: torch.Tensor
-) -> None:
+def _read_box(file: BinaryIO, payload: int, chunk: _Chunk, item: ReadItem, target: torch.Tensor) -> None:
     """Fill ``target`` with the box of ``chunk`` that ``item`` asks for; only the rows it is in are read.
 
     Args:
-        file: that has the chunk, contiguous.
+        file: that has the chunk.
         payload: position of the chunk in the file, in bytes.
-        size: of the chunk in bytes.
-        chunk: its shape and dtype.
+        chunk: that is stored there.
         item: says where the box starts and how long it is, in each tensor dim.
         target: as large as the box, of any dtype, on any device.
 
     Raises:
         CorruptFileError: if the file does not have the chunk.
     """
-    if size != chunk.nbytes:
-        raise CorruptFileError(f"{file.name} has {size:,} bytes of {item.storage_index.fqn!r}, not {chunk.nbytes:,}")
-    first, count = (item.storage_offsets[0], item.lengths[0]) if chunk.dim() else (0, 1)
-    shape = (count, *chunk.shape[1:]) if chunk.dim() else ()
+    first, count = (item.storage_offsets[0], item.lengths[0]) if chunk.shape else (0, 1)
+    shape = (count, *chunk.shape[1:]) if chunk.shape else ()
     is_whole_rows = tuple(item.lengths) == shape
     fits = target.dtype == chunk.dtype and target.device.type == "cpu" and target.is_contiguous()
     is_raw = is_plain(target) and not target.is_conj() and not target.is_neg()
     rows = target if is_whole_rows and fits and is_raw else torch.empty(shape, dtype=chunk.dtype, device="cpu")
-    row_size = math.prod(chunk.shape[1:]) * chunk.itemsize
+    row_size = math.prod(chunk.shape[1:]) * chunk.dtype.itemsize
     _fill(file, payload + first * row_size, rows)
     if rows is not target:
-        for dim in range(1, chunk.dim()):
+        for dim in range(1, len(chunk.shape)):
             rows = rows.narrow(dim, item.storage_offsets[dim], item.lengths[dim])
         target.copy_(rows)
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from .atomic import sync_directory
-from .matching import IncompatibleKeys, Match, WeightsError, match
+from .matching import IncompatibleKeys, Match, WeightsError, check_ties, match
 from .peers import Peers
 from .progress import Progress
 from .tensor_files import INDEX, SINGLE, PlannedFile, StoredTensor, TensorMover, index_of, plan_files, read_stored
@@ -75,7 +75,13 @@ def load_safetensors(
             found.weight.check_region()
     _check_same(peers, stored, path_or_dir)
     with peers.together(), _Files() as files:
-        _check_ties(matches, stored, files, path_or_dir)
+        mover = TensorMover()
+
+        def differ(weight: Weight, one: str, other: str) -> bool:
+            a, b = stored[one], stored[other]
+            return mover.differ(files.of(a), a, files.of(b), b, weight.region, weight.dtype)
+
+        check_ties(matches, path_or_dir, differ)
         for found in matches:
             found.weight.prepare_memory(loading.device)
     with peers.together(), _Files() as files:
@@ -114,25 +120,6 @@ def _check_same(peers: Peers, stored: Mapping[str, StoredTensor], path: object) 
     if len(set(digests)) > 1:
         other = next(rank for rank, digest in zip(peers.ranks, digests, strict=True) if digest != digests[0])
         raise WeightsError(f"{path} is not the same for all ranks: {other} reads other headers than {peers.ranks[0]}")
-
-
-def _check_ties(matches: Sequence[Match], stored: Mapping[str, StoredTensor], files: _Files, path: object) -> None:
-    """
-    Raises:
-        WeightsError: naming tied parameters that are stored under several names with different values.
-    """
-    mover, different = TensorMover(), []
-    for found in matches:
-        weight, (first, *others) = found.weight, found.stored
-        for other in others:
-            a, b = stored[first], stored[other]
-            if mover.differ(files.of(a), a, files.of(b), b, weight.region, weight.dtype):
-                different.append(f"{first!r} and {other!r}")
-    if different:
-        raise WeightsError(
-            f"{path} does not fit the model, which ties what has different values there: {', '.join(different)}; untie "
-            "them before fully_shard, or leave one out by rename"
-        )
 
 
 def _read(matches: Sequence[Match], stored: Mapping[str, StoredTensor], files: _Files, *, shown: bool) -> None:

@@ -20,6 +20,7 @@ from .atomic import DCP_METADATA, MANIFEST, Draft, checkpoints_in, is_name_of_ou
 from .contents import apart, contents, digests
 from .integrity import CheckpointError, CorruptFileError, Manifest, find_damage
 from .model_state import check_fit
+from .names import listed
 from .objects import Pickled, is_stateful
 from .optimizer_state import optimizers_in
 from .progress import Progress
@@ -229,7 +230,8 @@ def _find(path: Path) -> tuple[Path, Manifest | None]:
 def _nothing_in(path: Path) -> OSError:
     if is_name_of_ours(path.name) and path.is_dir():
         return CheckpointError(f"{path} has no {MANIFEST}, so it is not a complete checkpoint")
-    there = f"there are only {', '.join(sorted(os.listdir(path))[:10])}" if path.is_dir() else "no such directory"
+    found = listed(sorted(os.listdir(path))) if path.is_dir() else ""
+    there = f"there are only {found}" if found else "it is empty" if path.is_dir() else "no such directory"
     return FileNotFoundError(f"no complete checkpoint in {path}: {there}")
 
 

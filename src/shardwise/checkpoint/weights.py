@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..core.buffer import ShardedBuffer, join_chunks
 from ..core.device import local_of, mesh_device, not_inference, region_of, spec_of
 from ..core.errors import StateError
 from ..core.module import unit_of
-from ..core.parameter import Place
 from ..core.shards import Shards
 from ..core.slot import Slot
+from ..sites import Site, become, sites_of
 from .names import state_names
 from .peers import Peers, common_mesh, world_mesh
 
@@ -31,30 +31,6 @@ class Region(NamedTuple):
     sizes: tuple[int, ...]
 
 
-def gather_one(buffer: ShardedBuffer, index: int) -> torch.Tensor:
-    """One whole tensor in the dtype of the shards, on the device that computes; all ranks of the axis call this.
-
-    In memory of its own, unless there is nothing to gather. Not through DTensor, which stages: this takes the memory
-    of one tensor, and of two if it is cut unevenly or not on dim 0.
-    """
-    tensor = buffer.layout.tensors[index]
-    if tensor.world_size == 1:
-        return buffer.local_view(index).to(buffer.device)
-    own = buffer.local.narrow(0, tensor.local_offset, tensor.chunk_numel).to(buffer.device)
-    gathered = own.new_empty(tensor.world_size * tensor.chunk_numel)
-    if not tensor.chunk_numel:
-        return gathered.view(tensor.shape)
-    for work in buffer.comm.all_gather([gathered], [own]):
-        work.wait()
-    if tensor.is_even and tensor.dim == 0:
-        return gathered.view(tensor.shape)
-    if tensor.dim == 0:
-        return gathered[: tensor.numel].view(tensor.shape).clone()
-    whole = own.new_empty(tensor.shape)
-    join_chunks(tensor, gathered, whole.view(-1))
-    return whole
-
-
 @dataclass(eq=False)
 class Weight:
     """One tensor of a model's state dict, under one name or several.
@@ -62,7 +38,7 @@ class Weight:
     Args:
         names: of the state dict; several for a tied parameter.
         tensor: what is registered, of the whole shape; a DTensor if it is sharded.
-        places: modules and names that it is registered under; none for what a module's hook made.
+        sites: where it is registered; none for what a module's hook made.
         slot: where its unit keeps it, if it belongs to one.
         shards: of its unit.
         extra_of: the module whose extra state it is, if it is one.
@@ -70,7 +46,7 @@ class Weight:
 
     names: list[str]
     tensor: torch.Tensor
-    places: list[tuple[nn.Module, str]]
+    sites: list[Site]
     slot: Slot | None = None
     shards: Shards | None = None
     extra_of: nn.Module | None = None
@@ -102,15 +78,20 @@ class Weight:
     @property
     def can_be_written(self) -> bool:
         """Whether it is part of the model, not something that a hook made for the state dict."""
-        return bool(self.places) or self.extra_of is not None
+        return bool(self.sites) or self.extra_of is not None
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The tensor to read from and to write into, detached; a DTensor if it is sharded."""
+        return (self._fresh if self._fresh is not None else self.tensor).detach()
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's part, to read from and to write into."""
+        """This rank's part of `value`."""
         if self.slot is not None:
             return self.slot.local
-        tensor = self._fresh if self._fresh is not None else self.tensor
-        return local_of(tensor).detach() if isinstance(tensor, DTensor) else tensor.detach()
+        value = self.value
+        return local_of(value) if isinstance(value, DTensor) else value
 
     @cached_property
     def region(self) -> Region:
@@ -148,7 +129,7 @@ class Weight:
         if not isinstance(self.tensor, DTensor):
             return self.local
         if self.slot is not None:
-            gathered = gather_one(self.slot.buffer, self.slot.index)
+            gathered = self.slot.buffer.gather_whole(self.slot.index)
             return gathered if self.slot.parallel is None else self.slot.parallel.unsharded(gathered).full_tensor()
         # Around the local tensor, since attributes of the parameter may be its owner's.
         local, spec = self.local, spec_of(self.tensor)
@@ -194,30 +175,12 @@ class Weight:
             return
         if self.extra_of is not None:
             self.extra_of.set_extra_state(self._fresh)
-        elif isinstance(self.tensor, nn.Parameter):
-            self.tensor = _with_values(self.tensor, self._fresh, self.places)
         else:
-            self.tensor = self._fresh
-            for module, name in self.places:
-                module._buffers[name] = self._fresh
+            is_parameter = isinstance(self.tensor, nn.Parameter)
+            with not_inference():
+                fresh = nn.Parameter(self._fresh, self.tensor.requires_grad) if is_parameter else self._fresh
+            self.tensor = become(self.tensor, fresh, self.sites)
         self._fresh = None
-
-
-def _with_values(
-    parameter: nn.Parameter, values: torch.Tensor, places: Sequence[tuple[nn.Module, str]]
-) -> nn.Parameter:
-    """``parameter``, until now on the meta device, with ``values``: the same object if that is possible."""
-    with not_inference():
-        replacement = nn.Parameter(values, requires_grad=parameter.requires_grad)
-    replacement.__dict__.update(parameter.__dict__)
-    try:
-        # Not another object: optimizers may hold this one.
-        torch.utils.swap_tensors(parameter, replacement)
-        return parameter
-    except RuntimeError:  # somebody has a weak reference to it
-        for module, name in places:
-            Place(module, name).put(replacement)
-        return replacement
 
 
 def _region_of_slot(name: str, slot: Slot) -> Region:
@@ -245,18 +208,53 @@ class ModelWeights:
     Args:
         model: that it is of.
         weights: its tensors, each once, however many names it has.
-        objects: what is not a tensor (extra state), by name, with the module that it belongs to.
-        names: all, in the order of the state dict.
-        peers: the ranks that hold the model.
-        device: for tensors on the meta device that no unit manages.
+        objects: what is not a tensor (extra state), by name, with the module that it belongs to before it.
+        keys: of the state dict, in its order, by name.
+        of_world: whether a plain model belongs to all ranks together; otherwise to this process alone.
     """
 
     model: nn.Module
     weights: list[Weight]
     objects: dict[str, tuple[nn.Module | None, Any]]
-    names: list[str]
-    peers: Peers
-    device: torch.device
+    keys: dict[str, str]
+    of_world: bool
+
+    @property
+    def names(self) -> list[str]:
+        """All, in the order of the state dict."""
+        return list(self.keys)
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Those of the state dict, by name."""
+        return {name: weight.tensor for weight in self.weights for name in weight.names}
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """What the state dict has, by name, in its order."""
+        tensors = self.tensors
+        return {name: tensors[name].detach() if name in tensors else self.objects[name][1] for name in self.keys}
+
+    @cached_property
+    def _meshes(self) -> list[DeviceMesh]:
+        return list(dict.fromkeys(w.tensor.device_mesh for w in self.weights if isinstance(w.tensor, DTensor)))
+
+    @cached_property
+    def peers(self) -> Peers:
+        """The ranks that hold the model.
+
+        Raises:
+            ValueError: if it is on several meshes of which none has all ranks.
+        """
+        mesh = common_mesh(self._meshes)
+        return Peers(world_mesh() if mesh is None and self.of_world else mesh)
+
+    @cached_property
+    def device(self) -> torch.device:
+        """For tensors on the meta device that no unit manages."""
+        if self._meshes:
+            return mesh_device(self._meshes[0])
+        return next((w.tensor.device for w in self.weights if not w.tensor.is_meta), torch.device("cpu"))
 
     def check_values(self) -> None:
         """
@@ -282,15 +280,14 @@ def weights_of(model: nn.Module, *, plain_names: bool = False, of_world: bool = 
 
     Raises:
         TypeError: if it is not a module.
-        ValueError: if it is on several meshes of which none has all ranks.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model must be a module, not {type(model).__name__}")
     slots = _slots_of(model)
-    places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+    sites: dict[int, list[Site]] = defaultdict(list)
     for module in model.modules():
-        for name, registered in (*module._parameters.items(), *module._buffers.items()):
-            places[id(registered)].append((module, name))
+        for site in sites_of(module):
+            sites[id(site.get())].append(site)
     weights: dict[int, Weight] = {}
     objects: dict[str, tuple[nn.Module | None, Any]] = {}
     state = model.state_dict(keep_vars=True)
@@ -303,15 +300,8 @@ def weights_of(model: nn.Module, *, plain_names: bool = False, of_world: bool = 
             weights[id(value)].names.append(name)
         else:
             slot, shards = slots.get(id(value), (None, None))
-            weights[id(value)] = Weight([name], value, places[id(value)], slot, shards, extra_of)
-    found = list(weights.values())
-    mesh = common_mesh(list(dict.fromkeys(w.tensor.device_mesh for w in found if isinstance(w.tensor, DTensor))))
-    if mesh is not None:
-        device = mesh_device(mesh)
-    else:
-        device = next((w.tensor.device for w in found if not w.tensor.is_meta), torch.device("cpu"))
-    peers = Peers(world_mesh() if mesh is None and of_world else mesh)
-    return ModelWeights(model, found, objects, list(named), peers, device)
+            weights[id(value)] = Weight([name], value, sites[id(value)], slot, shards, extra_of)
+    return ModelWeights(model, list(weights.values()), objects, named, of_world)
 
 
 def _slots_of(model: nn.Module) -> dict[int, tuple[Slot, Shards]]:

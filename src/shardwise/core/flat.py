@@ -191,6 +191,7 @@ class FlatSlot(Slot):
     def put_unsharded(self) -> Sequence[nn.Parameter]:
         """See `Slot.put_unsharded`."""
         made: Sequence[nn.Parameter] = ()
+        self._check_registered()
         requires_grad = self.sharded.requires_grad
         if not self._faces:
             with not_inference():
@@ -204,6 +205,22 @@ class FlatSlot(Slot):
             for place in part.places:
                 place.give(face)
         return made
+
+    def _check_registered(self) -> None:
+        """
+        Raises:
+            StateError: naming a parameter in whose place another one was registered.
+        """
+        expected = self.sharded if self.home is None else None
+        for part in self.parts:
+            for place in part.places:
+                module = place.module()
+                if module is not None and module._parameters.get(place.name) is not expected:
+                    raise StateError(
+                        f"parameter {part.name!r} was replaced after it was sharded, and the new one would not be "
+                        "trained: write values into it inside `with module.summon_full_params():`, load a state dict, "
+                        "or replace it before it is wrapped"
+                    )
 
     def views(self, run: torch.Tensor) -> list[torch.Tensor]:
         """The parts of a whole run, in their shapes."""
@@ -276,7 +293,7 @@ class FlatSlot(Slot):
     def gather_like(self, shard: torch.Tensor) -> torch.Tensor:
         """The whole run of which ``shard`` is this rank's part, padding included; all ranks call this."""
         own = shard.detach().contiguous().to(self.buffer.device)
-        if self.buffer.comm.size == 1:
+        if self.buffer.comm.size == 1 or not own.numel():
             return own
         run = own.new_empty(self.buffer.comm.size * own.numel())
         for work in self.buffer.comm.all_gather([run], [own]):
@@ -291,17 +308,24 @@ class FlatSlot(Slot):
         cut[: part.numel()] = part
         return cut
 
-    def summon(self) -> None:
-        """Register whole parameters in the dtype of the shards; all ranks call this, between uses."""
-        run = self._summoned = self.gather_like(self.local)
-        requires_grad = self.sharded.requires_grad
+    def summon(self, *, volatile: bool) -> list[nn.Parameter]:
+        """Register whole parameters in the dtype of the shards, and give them; all ranks call this, between uses.
+
+        Args:
+            volatile: what is written into them is not to be kept.
+        """
+        run = self.gather_like(self.local)
+        if volatile and run.data_ptr() == self.local.data_ptr():  # a world of one
+            run = run.clone()
+        self._summoned, faces = run, []
         for part, view in zip(self.parts, self.views(run), strict=True):
-            face = nn.Parameter(view, requires_grad)
+            faces.append(face := nn.Parameter(view, self.sharded.requires_grad))
             for place in part.places:
                 place.withdraw()
                 place.put(face)
         if self.home is not None:
             self.home.remove()
+        return faces
 
     @torch.no_grad()
     def dismiss(self, *, keep_changes: bool) -> None:
@@ -394,11 +418,17 @@ class FlatShards(Shards):
 
     # -- Whole values
 
-    def summon(self) -> None:
-        """Register whole parameters; all ranks call this, between uses."""
+    def summon(self, *, volatile: bool) -> None:
+        """Register whole parameters; all ranks call this, between uses.
+
+        Args:
+            volatile: what is written into them is not to be kept.
+        """
         with torch.no_grad(), not_inference():
-            for slot in self.slots:
-                slot.summon()
+            for position, slot in enumerate(self.slots):
+                for face in slot.summon(volatile=volatile):
+                    # An optimizer made of them would step tensors that are thrown away.
+                    remember_successor(face, self.reference, position)
 
     def dismiss(self, *, keep_changes: bool) -> None:
         """Undo `summon`."""

@@ -16,6 +16,7 @@ from .context import FSDPCommContext
 from .device import Lane, eager, in_backward, label, runs_in_this_backward, take_history
 from .errors import StateError
 from .group import ParamGroup
+from .parameter import owner_of
 from .tree import cast_floating, map_tensors, opaque_types, tensors_requiring_grad
 
 
@@ -70,7 +71,7 @@ class Unit:
         self._inside: list[int] = []
         self._passed: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         self._computes_backward = False
-        self._has_buffers = False
+        self._is_checked = False
         self._recomputes = False
         self._recomputations = 0
         self._positions: list[int] = []
@@ -122,8 +123,8 @@ class Unit:
             self.unshard()
             return self._cast_inputs(args, kwargs)
         context = self.context or self.become_root(self)
-        if not self._has_buffers:
-            self._check_buffers()
+        if not self._is_checked:
+            self._check_unsharded()
         with label("FSDP::pre_forward", self.name):
             is_first = self.phase is not Phase.FORWARD
             self._recomputes = in_backward()
@@ -144,20 +145,22 @@ class Unit:
                 self._prefetch_for_forward(context)
         return args, kwargs
 
-    def _check_buffers(self) -> None:
+    def _check_unsharded(self) -> None:
         """
         Raises:
-            StateError: naming buffers that are still on the meta device.
+            StateError: naming buffers, or parameters that no unit has, that are still on the meta device.
         """
         for module in self.modules:
-            names = [name for name, buffer in module.named_buffers() if buffer.is_meta]
-            if names:
-                raise StateError(
-                    f"unit {self.name!r}: buffers {', '.join(map(repr, names))} are still on the meta device, without "
-                    "values: build the model under shardwise.init_on_meta(), which keeps buffers real, or call "
-                    "shardwise.materialize(model) before the first forward"
-                )
-        self._has_buffers = True
+            unsharded = {name: one for name, one in module.named_parameters() if owner_of(one) is None}
+            for kind, tensors in (("buffers", dict(module.named_buffers())), ("unsharded parameters", unsharded)):
+                names = [repr(name) for name, tensor in tensors.items() if tensor.is_meta]
+                if names:
+                    raise StateError(
+                        f"unit {self.name!r}: {kind} {', '.join(names)} are still on the meta device, without values: "
+                        "build the model under shardwise.init_on_meta(), which keeps buffers real, or call "
+                        "shardwise.materialize(model) before the first forward"
+                    )
+        self._is_checked = True
 
     def _enter_pass(self, context: FSDPCommContext, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if self._recomputes:

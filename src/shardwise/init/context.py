@@ -5,16 +5,15 @@ from __future__ import annotations
 import gc
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..core.parameter import Place
+from ..sites import Site, become
 from .access import MemoryAccess
 from .record import Origin, View
 from .recorder import Recorder
@@ -140,12 +139,12 @@ def finish(recorder: Recorder, kept: AbstractSet[int], replaceable: AbstractSet[
 
 def _release(recorder: Recorder, modules: list[nn.Module]) -> set[int]:
     """Put the parameters of ``modules`` that were recorded on the meta device; gives their storages."""
-    places: dict[int, list[Place]] = defaultdict(list)
+    sites: dict[int, list[Site]] = defaultdict(list)
     parameters: dict[int, nn.Parameter] = {}
     for module in modules:
         for name, parameter in module._parameters.items():
             if parameter is not None and not is_lazy(parameter) and _is_recorded(recorder, parameter):
-                places[id(parameter)].append(Place(module, name))
+                sites[id(parameter)].append(Site(module, name))
                 parameters[id(parameter)] = parameter
     constants: dict[int, int] = {}
     for parameter in sorted(parameters.values(), key=lambda parameter: recorder.birth_of(parameter) or 0):
@@ -157,7 +156,7 @@ def _release(recorder: Recorder, modules: list[nn.Module]) -> set[int]:
         view = recorder.view_of(parameter) if birth is None else View.of(parameter, constants[birth])
         origin = Origin(recorder.record, view)
         kept.add(view.storage)
-        _put_on_meta(parameter, origin, places[key])
+        _put_on_meta(parameter, origin, sites[key])
     return kept
 
 
@@ -165,38 +164,12 @@ def _is_recorded(recorder: Recorder, parameter: nn.Parameter) -> bool:
     return recorder.number_of(parameter) is not None or recorder.birth_of(parameter) is not None
 
 
-def _put_on_meta(parameter: nn.Parameter, origin: Origin, places: list[Place]) -> None:
+def _put_on_meta(parameter: nn.Parameter, origin: Origin, sites: list[Site]) -> None:
     meta = torch.empty_strided(parameter.size(), parameter.stride(), dtype=parameter.dtype, device="meta")
     replacement = nn.Parameter(meta, parameter.requires_grad)
-    become(parameter, replacement, places)
-    for place in places:
-        module = place.module()
-        assert module is not None
-        _marks(module)[place.name] = origin
-        place.get().__dict__[MARK] = origin
-
-
-class Registration(Protocol):
-    """A name under which a module has a tensor."""
-
-    def put(self, parameter: Any) -> None: ...
-
-
-def become(tensor: torch.Tensor, value: torch.Tensor, places: Sequence[Registration]) -> None:
-    """Let ``tensor`` be what ``value`` is, as the same object where torch can do that, else by registering ``value``.
-
-    Args:
-        tensor: a parameter or buffer; keeps its class and attributes.
-        value: a plain tensor or parameter, of which there is no other reference.
-        places: where ``tensor`` is registered.
-    """
-    value.__class__ = type(tensor)
-    value.__dict__.update(tensor.__dict__)
-    try:
-        torch.utils.swap_tensors(tensor, value)
-    except RuntimeError:  # somebody holds a weak reference or an autograd graph
-        for place in places:
-            place.put(value)
+    become(parameter, replacement, sites).__dict__[MARK] = origin
+    for site in sites:
+        _marks(site.module)[site.name] = origin
 
 
 def _marks(module: nn.Module) -> dict[str, Origin]:

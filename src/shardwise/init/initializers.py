@@ -17,11 +17,12 @@ from torch import nn
 
 from ..core.errors import StateError
 from ..core.module import FSDPModule
+from ..sites import Site, sites_of
 from .context import MARK, finish, recording
 from .record import Record, View
 from .recorder import Recorder
 from .streams import Position
-from .targets import Site, Target, sites_of
+from .targets import Target
 
 InitFn = Callable[[nn.Module], Any]
 

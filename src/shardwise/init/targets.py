@@ -7,7 +7,6 @@ import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -17,47 +16,27 @@ from torch.nn.parameter import is_lazy
 
 from ..core.device import local_of, shard_like, spec_of, wrap_local
 from ..core.errors import StateError
-from ..core.parameter import Place, owner_of
+from ..core.parameter import owner_of
 from ..core.shards import Shards
 from ..core.slot import Slot
-from .context import MARK, MARKS, become
+from ..sites import Site, become, sites_of
+from .context import MARK, MARKS
 from .record import Origin, View
 
 
-@dataclass(frozen=True)
-class Site:
-    """Where a tensor is registered."""
+def _origin_at(site: Site) -> Origin | None:
+    """The history of what is registered there, if `init_on_meta` recorded one."""
+    own: Origin | None = site.get().__dict__.get(MARK)
+    marks: dict[str, Origin | None] = site.module.__dict__.get(MARKS) or {}
+    return own or marks.get(site.name)
 
-    module: nn.Module
-    name: str
-    is_buffer: bool = False
 
-    def get(self) -> torch.Tensor:
-        """What is registered now."""
-        registered = (self.module._buffers if self.is_buffer else self.module._parameters)[self.name]
-        assert registered is not None
-        return registered
-
-    def put(self, tensor: torch.Tensor) -> None:
-        """Register ``tensor``."""
-        if self.is_buffer:
-            self.module._buffers[self.name] = tensor
-        else:
-            Place(self.module, self.name).put(tensor)  # type: ignore[arg-type]
-
-    def origin(self) -> Origin | None:
-        """The history of what is registered, if `init_on_meta` recorded one."""
-        own: Origin | None = self.get().__dict__.get(MARK)
-        marks: dict[str, Origin | None] = self.module.__dict__.get(MARKS) or {}
-        return own or marks.get(self.name)
-
-    def forget(self) -> None:
-        """Drop the history."""
-        self.get().__dict__.pop(MARK, None)
-        marks = self.module.__dict__.get(MARKS) or {}
-        marks.pop(self.name, None)
-        if not marks:
-            self.module.__dict__.pop(MARKS, None)
+def _forget_origin_at(site: Site) -> None:
+    site.get().__dict__.pop(MARK, None)
+    marks = site.module.__dict__.get(MARKS) or {}
+    marks.pop(site.name, None)
+    if not marks:
+        site.module.__dict__.pop(MARKS, None)
 
 
 Blocks = Callable[[int, int], Iterator[tuple[int, torch.Tensor]]]
@@ -107,7 +86,7 @@ class Target(ABC):
         Raises:
             StateError: if somebody wrote it while it had no memory, which had no effect.
         """
-        origin = next((origin for site in self.sites if (origin := site.origin()) is not None), None)
+        origin = next((origin for site in self.sites if (origin := _origin_at(site)) is not None), None)
         if origin is None or tuple(origin.view.size) != self.shape or not origin.record.is_written(origin.view.storage):
             return None
         registered = self.sites[0].get()
@@ -121,7 +100,7 @@ class Target(ABC):
     def forget_history(self) -> None:
         """It has values."""
         for site in self.sites:
-            site.forget()
+            _forget_origin_at(site)
 
 
 class SlotTarget(Target):
@@ -234,12 +213,6 @@ def find_targets(modules: list[tuple[str, nn.Module]], shards: list[Shards]) -> 
                 plain.setdefault(id(tensor), []).append(site)
     targets += [WholeTarget(full(sites[0]), sites, device) for sites in plain.values()]
     return targets
-
-
-def sites_of(module: nn.Module) -> Iterator[Site]:
-    """Where ``module`` itself has parameters and buffers."""
-    yield from (Site(module, name) for name, value in module._parameters.items() if value is not None)
-    yield from (Site(module, name, True) for name, value in module._buffers.items() if value is not None)
 
 
 def _is_meta(tensor: torch.Tensor) -> bool:

@@ -1,0 +1,61 @@
+"""Where modules have tensors registered, and tensors that become others there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .core.parameter import Place
+
+
+@dataclass(frozen=True)
+class Site:
+    """A name under which a module has a parameter or a buffer."""
+
+    module: nn.Module
+    name: str
+    is_buffer: bool = False
+
+    def get(self) -> torch.Tensor:
+        """What is registered now."""
+        registered = (self.module._buffers if self.is_buffer else self.module._parameters)[self.name]
+        assert registered is not None
+        return registered
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Register ``tensor``."""
+        if self.is_buffer:
+            self.module._buffers[self.name] = tensor
+        else:
+            Place(self.module, self.name).put(tensor)  # type: ignore[arg-type]
+
+
+def sites_of(module: nn.Module) -> Iterator[Site]:
+    """Where ``module`` itself has parameters and buffers."""
+    yield from (Site(module, name) for name, value in module._parameters.items() if value is not None)
+    yield from (Site(module, name, True) for name, value in module._buffers.items() if value is not None)
+
+
+def become(tensor: torch.Tensor, value: torch.Tensor, sites: Sequence[Site]) -> torch.Tensor:
+    """Let ``tensor`` be what ``value`` is, as the same object where torch can do that: optimizers may hold it.
+
+    Args:
+        tensor: a parameter or buffer; keeps its class and attributes.
+        value: a tensor or parameter, of which there is no other reference.
+        sites: where ``tensor`` is registered.
+
+    Returns:
+        What is registered now: ``tensor``, or else ``value``.
+    """
+    value.__class__ = type(tensor)
+    value.__dict__.update(tensor.__dict__)
+    try:
+        torch.utils.swap_tensors(tensor, value)
+        return tensor
+    except RuntimeError:  # somebody holds a weak reference or an autograd graph
+        for site in sites:
+            site.put(value)
+        return value
