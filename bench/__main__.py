@@ -20,6 +20,7 @@ from .collectives import collective_tables
 from .counts import count_tables
 from .fairscale import fairscale_tables
 from .host import host_tables
+from .lightning import lightning_tables
 from .loading import loading_tables
 from .memory import memory_tables
 from .ranks import BenchError
@@ -37,6 +38,7 @@ BENCHES: dict[str, tuple[str, Callable[[bool], list[Table]]]] = {
     "loading": ("Loading and saving", loading_tables),
     "collectives": ("gloo's collectives", collective_tables),
     "steps": ("Step time", step_tables),
+    "lightning": ("A Trainer's step", lightning_tables),
     "checkpoints": ("Checkpoints", checkpoint_tables),
 }
 

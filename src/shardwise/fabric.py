@@ -1,0 +1,445 @@
+"""Fully sharded training with Lightning Fabric: ``Fabric(strategy="shardwise")``.
+
+Importing this module registers the strategy as ``shardwise``, with Fabric of both `lightning` and `pytorch_lightning`.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim import Optimizer
+
+from .checkpoint.full_state import full_state_dict
+from .checkpoint.model_state import model_state
+from .checkpoint.names import parameter_names
+from .checkpoint.optimizer_state import optimizer_state
+from .checkpoint.ranks import saving_ranks
+from .checkpoint.safetensors import load_safetensors
+from .core.module import register_fsdp_forward_method, unit_of
+from .core.parameter import successor_of
+from .grad import clip_grad_norm_
+from .init import init_on_meta, materialize
+from .lightning_common.arguments import checked_state_dict_type
+from .lightning_common.files import SavedDirectory, is_sharded, prepare_file, read_file, write_directory, write_file
+from .lightning_common.namespaces import class_for, in_each_namespace, installed_namespaces
+from .lightning_common.optimizers import clip_grad_value_, full_optimizer_state, load_full_optimizer_state
+from .lightning_common.precision import share_scaler
+from .lightning_common.processes import ProcessesStrategy
+from .lightning_common.units import Policy, Sharding, forget_history, move_metrics, without_gradient_sync
+from .lightning_common.weights import load_values
+from .optim import repoint
+
+Load = Callable[[], None]
+Filter = Mapping[str, Callable[[str, Any], bool]]
+
+
+class _FabricStrategy(ProcessesStrategy):
+    """Parameters, gradients and optimizer state in shards over all processes.
+
+    ``Fabric(strategy="shardwise", accelerator="cpu" | "gpu", devices=N)``, or with an instance of this class. A model
+    that is set up stays the same object, with parameters of the same names: DTensors, of which each rank has a part.
+
+    Args:
+        accelerator: the accelerator to run on, if not by Fabric's argument.
+        parallel_devices: devices of this node, if not by Fabric's argument.
+        cluster_environment: how processes find each other, if not detected.
+        checkpoint_io: not used: checkpoints are written here.
+        precision: the precision plugin, if not by Fabric's argument.
+        process_group_backend: "nccl", "gloo" …; None for that of the device.
+        timeout: of collectives.
+        cpu_offload: keep shards, gradients and the optimizer's state in the host's memory.
+        reshard_after_forward: let go of gathered parameters between forward and backward; the root keeps its own.
+        auto_wrap_policy: chooses the units: classes of modules, a function of a module, or one of torch's or
+            FairScale's form.
+        min_num_params: modules with at least as many parameters become units, if there is no ``auto_wrap_policy``.
+        mp_policy: dtypes of the units.
+        activation_checkpointing_policy: chooses the modules that compute their activations again in backward.
+        param_init_fn: called with each module on the meta device that the constructor's record does not initialize;
+            by default its own ``reset_parameters``, ``_reset_parameters`` or ``_init_weights``.
+        state_dict_type: checkpoints are one file ("full") or a directory of `torch.distributed` ("sharded").
+        process_group: the ranks to shard over; None for all.
+    """
+
+    part = "fabric"
+    strategy_name = "shardwise"
+
+    def __init__(
+        self,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision: Any = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        cpu_offload: bool = False,
+        reshard_after_forward: bool = True,
+        auto_wrap_policy: Policy | None = None,
+        min_num_params: int = 100_000_000,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        activation_checkpointing_policy: Policy | None = None,
+        param_init_fn: Callable[[nn.Module], Any] | None = None,
+        state_dict_type: str = "full",
+        process_group: dist.ProcessGroup | None = None,
+    ):
+        self.sharding = Sharding(
+            reshard_after_forward=reshard_after_forward,
+            precision=MixedPrecisionPolicy() if mp_policy is None else mp_policy,
+            offload=cpu_offload,
+            policy=auto_wrap_policy,
+            min_num_params=min_num_params,
+            checkpointing=activation_checkpointing_policy,
+        )
+        self.state_dict_type = checked_state_dict_type(state_dict_type)
+        self.param_init_fn = param_init_fn
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+        )
+        self._init_processes(process_group_backend, timeout, process_group)
+        self._backward_sync_control = _BackwardSyncControl()
+        self._to_load: weakref.WeakKeyDictionary[nn.Module, Load] = weakref.WeakKeyDictionary()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register the class under its name."""
+        strategy_registry.register(
+            cls.strategy_name, cls, "Fully sharded data-parallel training by shardwise", override=True
+        )
+
+    # -- Precision and processes
+
+    @property
+    def precision(self) -> Any:
+        """The precision plugin that Fabric uses."""
+        return super().precision
+
+    @precision.setter
+    def precision(self, plugin: Any) -> None:
+        share_scaler(plugin)
+        self._precision = plugin
+
+    def _launcher_class(self) -> Any:
+        return self.namespace.of_fabric("strategies.launchers.subprocess_script", "_SubprocessScriptLauncher")
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """``tensor`` summed up or averaged over processes, in place; anything else as it is."""
+        return self._reduce(tensor, group, reduce_op)
+
+    # -- Setting up
+
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """Inside, with ``empty_init``, modules get no memory for parameters; `setup_module` gives them their values."""
+        stack = ExitStack()
+        stack.enter_context(init_on_meta() if empty_init else nullcontext())
+        stack.enter_context(self.precision.module_init_context())
+        return stack
+
+    def module_sharded_context(self) -> AbstractContextManager[Any]:
+        """Inside, ``wrap`` and ``auto_wrap`` of `shardwise.fairscale`, and torch's ``wrap``, make units."""
+        return self.sharding.wrapping(self.device_mesh)
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Nothing: sharding puts each part where it belongs, without the whole on the device."""
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Shard ``module``, in place; what is on the meta device gets memory and values, one tensor at a time.
+
+        A module that was set up before stays as it is, with a warning.
+
+        Raises:
+            StateError: naming modules on the meta device that nothing initializes.
+            TypeError: naming a module that torch's own data parallelism has wrapped.
+        """
+        if unit_of(module) is not None and not any(parameter.is_meta for parameter in module.parameters()):
+            warnings.warn(
+                f"{type(module).__name__.removeprefix('FSDP')} was set up already: it stays as it is, and an "
+                "auto_wrap_policy is not asked again",
+                stacklevel=3,
+            )
+        originals = list(module.parameters())
+        if self.param_init_fn is not None:
+            forget_history(module)
+        self.sharding.shard(module, self.device_mesh)
+        if (load := self._to_load.pop(module, None)) is not None:
+            load()
+        materialize(module, init_fn=self.param_init_fn)
+        for original in originals:
+            if original.is_meta and type(original) is nn.Parameter and successor_of(original) is not None:
+                original.__class__ = _FollowedParameter
+        move_metrics(module, self.root_device)
+        for step in ("training_step", "validation_step", "test_step", "predict_step"):
+            if hasattr(module, "_fabric") and callable(getattr(module, step, None)):
+                register_fsdp_forward_method(module, step)
+        return module
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Move ``optimizer`` to the sharded successors of its parameters, if it was made before the model was set up;
+        groups, settings and state stay."""
+        return repoint(optimizer)
+
+    # -- Gradients
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> torch.Tensor:
+        """Scale gradients so that their norm over all ranks is at most ``max_norm``; gives the norm before.
+
+        Raises:
+            RuntimeError: if it is not finite and ``error_if_nonfinite``; nothing is scaled then.
+        """
+        self.precision.unscale_gradients(optimizer)
+        return clip_grad_norm_(self.precision.main_params(optimizer), max_norm, float(norm_type), error_if_nonfinite)
+
+    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
+        """Limit each element of the gradients to ``-clip_val`` … ``clip_val``."""
+        self.precision.unscale_gradients(optimizer)
+        clip_grad_value_(self.precision.main_params(optimizer), clip_val)
+
+    # -- Checkpoints
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """The module's state dict, as ``state_dict_type`` says: whole tensors on rank 0, or DTensors. A collective."""
+        return full_state_dict(module) if self.state_dict_type == "full" else model_state(module)
+
+    def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Load whole tensors that every rank has."""
+        load_values(module, state_dict, strict=strict)
+
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state dict of one process, on rank 0; a collective."""
+        return full_optimizer_state(optimizer, keeps=self.is_global_zero)
+
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Filter | None = None
+    ) -> None:
+        """Write modules, optimizers and anything else in ``state``. A collective; what was at ``path`` stays until the
+        new checkpoint is complete.
+
+        Args:
+            path: of a file, or of a directory with ``state_dict_type="sharded"``.
+            state: objects by name.
+            storage_options: not possible here.
+            filter: by name a function of each key and value of that item's state dict: whether to save it. What
+                rank 0 says counts.
+
+        Raises:
+            IsADirectoryError: if a file is to replace a directory that is not a checkpoint.
+            TypeError: for ``storage_options``.
+        """
+        if storage_options is not None:
+            raise TypeError(f"{type(self).__name__} does not use a CheckpointIO, so it takes no storage_options")
+        path, chosen = Path(self.broadcast(path)), dict(filter or {})
+        is_full = self.state_dict_type == "full"
+        if is_full:
+            prepare_file(path, is_writer=False)
+        models = nn.ModuleList([item for item in state.values() if isinstance(item, nn.Module)])
+        sharded: dict[str, Any] = {}
+        rest: dict[str, Any] = {}
+        for name, item in state.items():
+            if isinstance(item, nn.Module):
+                sharded[name] = self.get_module_state_dict(item)
+            elif isinstance(item, Optimizer):
+                sharded[name] = self.get_optimizer_state(item) if is_full else _by_names(item, models)
+            else:
+                rest[name] = item.state_dict() if callable(getattr(item, "state_dict", None)) else item
+            target = sharded if name in sharded else rest
+            if name in chosen and isinstance(target[name], dict):
+                target[name] = _filtered(target[name], chosen[name])
+        if not is_full:
+            write_directory(path, sharded, rest)
+            return
+        ranks = saving_ranks()
+        with ranks.together():
+            if ranks.is_first:
+                write_file(path, {name: (sharded if name in sharded else rest)[name] for name in state})
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load a checkpoint of either kind into what is given. A collective.
+
+        A model that is on the meta device, before it is set up: of a file its parameters become what is mapped from
+        it; a directory is read when the model is set up. Either way each rank reads its part.
+
+        Args:
+            path: of a file, or a directory.
+            state: objects by name, replaced or filled; or a module or an optimizer, of which the file has the state
+                dict itself (a module may also be read from safetensors); or None.
+            strict: whether everything in ``state`` must be in the checkpoint, and the names of modules be the same.
+            weights_only: as of `torch.load`.
+
+        Returns:
+            What was not asked for; without ``state`` everything.
+
+        Raises:
+            FileNotFoundError: if there is nothing at ``path``.
+            KeyError: naming what the checkpoint does not have.
+            ValueError: if it does not fit, or for a sharded checkpoint without ``state``.
+        """
+        path = Path(self.broadcast(path))
+        if not path.exists():
+            raise FileNotFoundError(f"there is no checkpoint at {path}")
+        if isinstance(state, nn.Module):
+            self._load_raw(path, state, strict=strict, weights_only=weights_only)
+            return {}
+        if isinstance(state, Optimizer):
+            load_full_optimizer_state(state, read_file(path, weights_only=weights_only))
+            return {}
+        if is_sharded(path):
+            return self._load_directory(path, state, strict=strict, weights_only=weights_only)
+        return self._load_file(path, state, strict=strict, weights_only=weights_only)
+
+    def _load_raw(self, path: Path, module: nn.Module, *, strict: bool, weights_only: bool | None) -> None:
+        if path.suffix == ".safetensors" or (path.is_dir() and not is_sharded(path)):
+            load_safetensors(module, path, strict=strict)
+        elif is_sharded(path):
+            self._load_model(SavedDirectory(path, weights_only=weights_only), "", module, strict)
+        else:
+            load_values(module, read_file(path, weights_only=weights_only), strict=strict)
+
+    def _load_file(self, path: Path, state: Any, *, strict: bool, weights_only: bool | None) -> dict[str, Any]:
+        checkpoint: dict[str, Any] = read_file(path, weights_only=weights_only)
+        if not state:
+            return checkpoint
+        _check_names(state, checkpoint, strict)
+        for name, item in _modules_first(state):
+            if name not in checkpoint:
+                continue
+            value = checkpoint.pop(name)
+            if isinstance(item, nn.Module):
+                self.load_module_state_dict(item, value, strict=strict)
+            elif isinstance(item, Optimizer):
+                load_full_optimizer_state(item, value)
+            else:
+                _fill(state, name, value)
+        return checkpoint
+
+    def _load_directory(self, path: Path, state: Any, *, strict: bool, weights_only: bool | None) -> dict[str, Any]:
+        if not state:
+            raise ValueError(
+                f"{path} is a sharded checkpoint, which is loaded into a model: pass state={{'model': model}}"
+            )
+        saved = SavedDirectory(path, weights_only=weights_only)
+        rest = saved.metadata()
+        _check_names(state, {name for name in state if name in rest or saved.has(name)}, strict)
+        models = nn.ModuleList([item for item in state.values() if isinstance(item, nn.Module)])
+        for name, item in _modules_first(state):
+            if isinstance(item, nn.Module):
+                if saved.has(name):
+                    self._load_model(saved, name, item, strict)
+            elif isinstance(item, Optimizer):
+                if saved.has(name):
+                    saved.load_optimizer(name, item, _model_of(item, models))
+            elif name in rest:
+                _fill(state, name, rest.pop(name))
+        return rest
+
+    def _load_model(self, saved: SavedDirectory, name: str, module: nn.Module, strict: bool) -> None:
+        """Now, or when the module is set up, if until then it would have to be read whole."""
+        saved.check_model(name, module, strict=strict)
+        has_units = any(unit_of(inner) is not None for inner in module.modules())
+        if has_units or not all(parameter.is_meta for parameter in module.parameters()):
+            saved.load_model(name, module, strict=strict)
+            return
+        reference = weakref.ref(module)
+
+        def load_later() -> None:
+            if (alive := reference()) is not None:
+                saved.load_model(name, alive, strict=strict)
+
+        self._to_load[module] = load_later
+
+
+def _filtered(tree: dict[str, Any], wanted: Callable[[str, Any], bool]) -> dict[str, Any]:
+    """The items that rank 0 wants, on all ranks."""
+    names = saving_ranks().exchange([name for name, value in tree.items() if wanted(name, value)])[0]
+    return {name: value for name, value in tree.items() if name in set(names)}
+
+
+def _by_names(optimizer: Optimizer, models: nn.ModuleList) -> dict[str, Any]:
+    return optimizer_state([optimizer], parameter_names(_model_of(optimizer, models)))
+
+
+def _model_of(optimizer: Optimizer, models: nn.ModuleList) -> nn.Module:
+    """The model that has all parameters of ``optimizer``, or all models together."""
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    return next((model for model in models if held <= set(model.parameters())), models)
+
+
+def _modules_first(state: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """An optimizer's state goes where its parameters are, which must not be the meta device any more."""
+    return sorted(state.items(), key=lambda item: not isinstance(item[1], nn.Module))
+
+
+def _check_names(state: Any, checkpoint: Any, strict: bool) -> None:
+    if strict and (missing := [name for name in state if name not in checkpoint]):
+        raise KeyError(
+            f"the checkpoint does not have {', '.join(map(repr, missing))}; with strict=False these are left as they "
+            "are"
+        )
+
+
+def _fill(state: dict[str, Any], name: str, value: Any) -> None:
+    if callable(getattr(state[name], "load_state_dict", None)):
+        state[name].load_state_dict(value)
+    else:
+        state[name] = value
+
+
+class _FollowedParameter(nn.Parameter):
+    """A parameter on the meta device whose sharded successor has values, so that Fabric lets an optimizer that holds
+    it pass on to `setup_optimizer`."""
+
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        """Not for those who look for parameters without values."""
+        return False
+
+
+class _BackwardSyncControl:
+    """How Fabric skips the reduction of gradients."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """A context in which backward passes add up gradients without communication, if ``enabled``."""
+        return without_gradient_sync(module) if enabled else nullcontext()
+
+
+_classes = in_each_namespace(
+    "FullyShardedStrategy",
+    _FabricStrategy,
+    {namespace: namespace.of_fabric("strategies", "ParallelStrategy") for namespace in installed_namespaces()},
+)
+FullyShardedStrategy: Any = next(iter(_classes.values()))
+
+
+def strategy_for(package: str) -> Any:
+    """The class of the strategy for ``"lightning.fabric"`` or ``"lightning_fabric"``, to derive from.
+
+    Raises:
+        ValueError: if there is no such package, or it is not installed.
+    """
+    return class_for(_classes, package)
+
+
+for _namespace, _class in _classes.items():
+    _class.register_strategies(_namespace.of_fabric("strategies", "STRATEGY_REGISTRY"))

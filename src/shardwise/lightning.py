@@ -1,0 +1,427 @@
+"""Fully sharded training with Lightning's Trainer: ``Trainer(strategy="shardwise")``.
+
+Importing this module registers the strategy as ``shardwise`` and ``ddp_fully_sharded``, with the Trainers of both
+`lightning` and `pytorch_lightning`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+from .checkpoint.full_state import full_state_dict
+from .checkpoint.model_state import model_state
+from .checkpoint.names import parameter_names
+from .checkpoint.optimizer_state import optimizer_state
+from .core.module import unit_of
+from .fairscale.arguments import check_arguments, documented
+from .init import init_on_meta, materialize
+from .lightning_common.arguments import TRAINER_ARGUMENTS, checked_state_dict_type
+from .lightning_common.files import SavedDirectory, is_sharded, prepare_file, read_file, write_directory
+from .lightning_common.namespaces import class_for, in_each_namespace, installed_namespaces
+from .lightning_common.optimizers import (
+    WITHOUT_PARAMETERS,
+    attach,
+    full_optimizer_state,
+    gather_in,
+    load_full_optimizer_state,
+)
+from .lightning_common.precision import sharded_precision, use_device
+from .lightning_common.processes import ProcessesStrategy
+from .lightning_common.units import Policy, Sharding, move_metrics, without_gradient_sync
+from .lightning_common.weights import load_values
+
+NAMES = ("shardwise", "ddp_fully_sharded")
+
+
+@documented(TRAINER_ARGUMENTS)
+class _TrainerStrategy(ProcessesStrategy):
+    """Parameters, gradients and optimizer state of a LightningModule in shards over all processes.
+
+    ``Trainer(strategy="shardwise", accelerator="cpu" | "gpu", devices=N)``, or with an instance of this class. The
+    module stays the same object, with parameters of the same names: DTensors, of which each rank has a part. Steps
+    see them whole.
+    """
+
+    part = "pytorch"
+    strategy_name = "ddp_fully_sharded"
+
+    def __init__(
+        self,
+        accelerator: Any = None,
+        cpu_offload: bool = False,
+        flatten_parameters: bool = True,
+        reshard_after_forward: bool = True,
+        move_grads_to_cpu: bool | None = None,
+        fp32_reduce_scatter: bool | None = None,
+        compute_dtype: torch.dtype | None = None,
+        bucket_cap_mb: int = 25,
+        min_num_params: int = 100_000_000,
+        state_dict_to_cpu: bool = True,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        process_group_backend: str | None = None,
+        *,
+        timeout: timedelta | None = default_pg_timeout,
+        auto_wrap_policy: Policy | None = None,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        activation_checkpointing_policy: Policy | None = None,
+        state_dict_type: str = "full",
+        process_group: dist.ProcessGroup | None = None,
+    ):
+        given = {name: value for name, value in locals().items() if name in TRAINER_ARGUMENTS}
+        check_arguments(_TrainerStrategy.__init__, "DDPFullyShardedStrategy", TRAINER_ARGUMENTS, given)
+        if move_grads_to_cpu is not None and move_grads_to_cpu != cpu_offload:
+            raise ValueError(
+                f"move_grads_to_cpu={move_grads_to_cpu} with cpu_offload={cpu_offload}: gradients are kept where their "
+                "parameters are; leave it None"
+            )
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self._init_processes(process_group_backend, timeout, process_group)
+        self.cpu_offload, self.move_grads_to_cpu = cpu_offload, move_grads_to_cpu
+        self.flatten_parameters, self.bucket_cap_mb = flatten_parameters, bucket_cap_mb
+        self.reshard_after_forward, self.min_num_params = reshard_after_forward, min_num_params
+        self.fp32_reduce_scatter, self.compute_dtype, self.mp_policy = fp32_reduce_scatter, compute_dtype, mp_policy
+        self.auto_wrap_policy = auto_wrap_policy
+        self.activation_checkpointing_policy = activation_checkpointing_policy
+        self.state_dict_device = torch.device("cpu") if state_dict_to_cpu else None
+        self.state_dict_type = checked_state_dict_type(state_dict_type)
+        _ = self.sharding  # what is wrong with the arguments shows now
+        self._saved: SavedDirectory | None = None
+
+    @property
+    def sharding(self) -> Sharding:
+        """How units are made, by the strategy's attributes as they are now.
+
+        Raises:
+            TypeError: for an argument of a wrong type.
+            ValueError: for arguments that contradict each other.
+        """
+        return Sharding(
+            reshard_after_forward=self.reshard_after_forward,
+            precision=_precision_policy(self.mp_policy, self.compute_dtype, self.fp32_reduce_scatter),
+            offload=self.cpu_offload,
+            policy=self.auto_wrap_policy,
+            min_num_params=self.min_num_params,
+            checkpointing=self.activation_checkpointing_policy,
+        )
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register the class under its names."""
+        for name in NAMES:
+            strategy_registry.register(name, cls, "Fully sharded data-parallel training by shardwise", override=True)
+
+    # -- Precision and processes
+
+    @property
+    def precision_plugin(self) -> Any:
+        """The plugin that the Trainer uses."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        self._precision_plugin = sharded_precision(plugin, self.namespace)
+
+    def setup_environment(self) -> None:
+        """Join the process group, and tell the module its device mesh."""
+        super().setup_environment()
+        use_device(self.precision_plugin, self.root_device)
+        self.lightning_module._device_mesh = self.device_mesh
+
+    def _launcher_class(self) -> Any:
+        return self.namespace.of_trainer("strategies.launchers.subprocess_script", "_SubprocessScriptLauncher")
+
+    def set_world_ranks(self) -> None:
+        """Tell Lightning which process this is."""
+        if self.cluster_environment is not None:
+            self._set_world_ranks()
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """``tensor`` summed up or averaged over processes, in place; anything else as it is."""
+        return self._reduce(tensor, group, reduce_op)
+
+    # -- The model
+
+    def connect(self, model: Any) -> None:
+        """
+        Raises:
+            MisconfigurationException: if the module has lost its parameters to an earlier wrapping.
+        """
+        if not any(True for _ in model.parameters()) and not self._builds_later(model):
+            error = self.namespace.of_trainer("utilities.exceptions", "MisconfigurationException")
+            raise error(
+                f"{type(model).__name__} has no parameters. Using the same instance of a model that an earlier run has "
+                "wrapped and emptied is not supported: please reinitialize your LightningModule and pass that. If it "
+                "makes its layers later, let it do so in configure_model()"
+            )
+        super().connect(model)
+
+    def _builds_later(self, model: Any) -> bool:
+        is_overridden = self.namespace.of_trainer("utilities.model_helpers", "is_overridden")
+        return any(is_overridden(hook, model) for hook in ("configure_model", "configure_sharded_model", "setup"))
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Inside, with ``empty_init``, modules get no memory for parameters; `setup` gives them their values."""
+        with init_on_meta() if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
+            yield
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Inside, ``wrap`` and ``auto_wrap`` of `shardwise.fairscale`, and torch's ``wrap``, make units."""
+        with self.sharding.wrapping(self.device_mesh):
+            yield
+
+    def setup(self, trainer: Any) -> None:
+        """Shard the module, and make the optimizers."""
+        self.accelerator.setup(trainer)
+        is_fitting = trainer.state.fn == "fit"
+        self.model = self.lightning_module
+        if is_fitting and self._layer_sync:
+            self.model = self._layer_sync.apply(self.model)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self._setup_model(self.model)
+        for callback in trainer.callbacks:
+            if isinstance(average := getattr(callback, "_average_model", None), AveragedModel):
+                self._setup_model(average.module)
+        self.barrier()
+        if is_fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        # What manual optimization computes with between its backward passes is called by itself.
+        by_hand = not getattr(model, "automatic_optimization", True)
+        self.sharding.shard(model, self.device_mesh, children_too=by_hand)
+        materialize(model)
+        move_metrics(model, self.root_device)
+        return model
+
+    def model_to_device(self) -> None:
+        """Nothing: sharding puts each part where it belongs, without the whole on the device."""
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Make the optimizers, over sharded parameters.
+
+        Raises:
+            ValueError: if one has none of them; there are no optimizers then.
+        """
+        self._reset_optimizers_and_schedulers()
+        try:
+            super().setup_optimizers(trainer)
+            none = self.namespace.of_trainer("core.optimizer", "_MockOptimizer")
+            attach([optimizer for optimizer in self.optimizers if not isinstance(optimizer, none)], self.model)
+        except ValueError as error:
+            self._reset_optimizers_and_schedulers()
+            if "optimizer got an empty parameter list" in str(error):
+                raise ValueError(f"an optimizer {WITHOUT_PARAMETERS}") from error
+            raise
+        except BaseException:
+            self._reset_optimizers_and_schedulers()
+            raise
+
+    # -- Steps
+
+    def _step(self, name: str, args: Any, kwargs: Any) -> Any:
+        """Run a step of the module inside the forward of its unit, so that it sees whole parameters."""
+        module = self.lightning_module
+        step, unit = getattr(module, name), unit_of(self.model)
+        if unit is None or not module.automatic_optimization:
+            return step(*args, **kwargs)
+        return unit.run(self.model, step, args, kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's; with automatic optimization inside the forward of the root unit."""
+        with self.precision_plugin.train_step_context():
+            return self._step("training_step", args, kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's, as `training_step`."""
+        with self.precision_plugin.val_step_context():
+            return self._step("validation_step", args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's, as `training_step`."""
+        with self.precision_plugin.test_step_context():
+            return self._step("test_step", args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's, as `training_step`."""
+        with self.precision_plugin.predict_step_context():
+            return self._step("predict_step", args, kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Inside, gradients of backward passes are added up without communication."""
+        with without_gradient_sync(self.model):
+            yield
+
+    # -- Checkpoints
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Each rank reads its part, so the model is sharded first."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state dict, under the names of the module. A collective.
+
+        Returns:
+            With ``state_dict_type="full"`` whole tensors on rank 0, and nothing elsewhere; with "sharded" DTensors.
+        """
+        if self.state_dict_type == "full":
+            return full_state_dict(self.lightning_module, cpu=self.state_dict_device is not None)
+        return model_state(self.lightning_module)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state dict. A collective.
+
+        Returns:
+            With ``state_dict_type="full"`` that of one process, on rank 0; with "sharded" by names of parameters.
+        """
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        if self.state_dict_type == "full":
+            return full_optimizer_state(optimizer, keeps=self.is_global_zero)
+        return optimizer_state([optimizer], parameter_names(self.lightning_module))
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint: a file, or a directory if it is sharded. A collective.
+
+        Raises:
+            IsADirectoryError: if a full one is to replace a directory that is not a checkpoint.
+            TypeError: for ``storage_options`` with a sharded one.
+        """
+        path = self.broadcast(filepath)
+        if self.state_dict_type == "full":
+            prepare_file(path, self.is_global_zero)
+            # Callbacks may have added what is sharded: averages.
+            checkpoint = gather_in(checkpoint, keeps=self.is_global_zero)
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        if storage_options is not None:
+            raise TypeError("storage_options are for the CheckpointIO plugin, which sharded checkpoints do not use")
+        rest = dict(checkpoint)
+        sharded = {"model": rest.pop("state_dict")}
+        for index, state in enumerate(rest.pop("optimizer_states", [])):
+            sharded[f"optimizer_{index}"] = state
+        write_directory(Path(path), sharded, gather_in(rest, keeps=self.is_global_zero))
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint of either kind; of a full one, tensors are read where they are needed. A collective."""
+        path = self.broadcast(checkpoint_path)
+        self._saved = None
+        try:
+            return self._read_checkpoint(path, weights_only)
+        except UnpicklingError as error:
+            error.add_note(
+                "shardwise: Lightning does not hand weights_only of fit, validate, test and predict on to strategies "
+                "that load after setting up: allow the types by torch.serialization.add_safe_globals"
+            )
+            raise
+
+    def _read_checkpoint(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
+        if is_sharded(Path(path)):
+            self._saved = SavedDirectory(Path(path), weights_only=weights_only)
+            checkpoint = self._saved.metadata()
+            # For those who look whether there are any.
+            checkpoint.setdefault("state_dict", {})
+            if self._saved.has("optimizer_0"):
+                checkpoint.setdefault("optimizer_states", [])
+            return checkpoint
+        default = self.namespace.of_fabric("plugins.io.torch_io", "TorchCheckpointIO")
+        if type(self.checkpoint_io) is default and Path(path).is_file():
+            return read_file(Path(path), weights_only=weights_only)
+        loaded: dict[str, Any] = super().load_checkpoint(path, weights_only)
+        return loaded
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Give the module the weights of a checkpoint."""
+        if self._saved is not None:
+            self._saved.load_model("model", self.lightning_module, strict=strict)
+            # For callbacks, which come next: as it would be in a full checkpoint.
+            checkpoint["state_dict"].update(model_state(self.lightning_module))
+        else:
+            load_values(self.lightning_module, checkpoint["state_dict"], strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Give the optimizers the state of a checkpoint.
+
+        Raises:
+            RuntimeError: if it has the state of another number of optimizers.
+        """
+        states = checkpoint["optimizer_states"]
+        for index, optimizer in enumerate(self.optimizers):
+            if self._saved is not None:
+                self._saved.load_optimizer(f"optimizer_{index}", optimizer, self.lightning_module)
+            elif len(states) != len(self.optimizers):
+                raise RuntimeError(
+                    f"there are {len(self.optimizers)} optimizers, and the checkpoint has the state of {len(states)}: "
+                    "resume with as many as it was saved with"
+                )
+            else:
+                load_full_optimizer_state(optimizer, states[index])
+
+    def teardown(self) -> None:
+        """Let go of what the run needed; the module stays sharded, where it is."""
+        self._saved = None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+
+def _precision_policy(
+    given: MixedPrecisionPolicy | None, compute_dtype: torch.dtype | None, fp32_reduce_scatter: bool | None
+) -> MixedPrecisionPolicy:
+    if given is None:
+        return MixedPrecisionPolicy(
+            param_dtype=compute_dtype, reduce_dtype=torch.float32 if fp32_reduce_scatter else None
+        )
+    if compute_dtype is not None or fp32_reduce_scatter is not None:
+        raise ValueError("mp_policy says what compute_dtype and fp32_reduce_scatter say: pass one or the other")
+    return given
+
+
+_classes = in_each_namespace(
+    "DDPFullyShardedStrategy",
+    _TrainerStrategy,
+    {namespace: namespace.of_trainer("strategies", "ParallelStrategy") for namespace in installed_namespaces()},
+)
+DDPFullyShardedStrategy: Any = next(iter(_classes.values()))
+
+
+def strategy_for(package: str) -> Any:
+    """The class of the strategy for ``"lightning.pytorch"`` or ``"pytorch_lightning"``, to derive from.
+
+    Raises:
+        ValueError: if there is no such package, or it is not installed.
+    """
+    return class_for(_classes, package)
+
+
+for _namespace, _class in _classes.items():
+    _class.register_strategies(_namespace.of_trainer("strategies", "StrategyRegistry"))
+    # Lightning asks whether a strategy is FSDPStrategy to hand on any precision as it was given, to allow compiled
+    # modules, and to refuse callbacks that need whole parameters: all of that is meant for this one too.
+    _namespace.of_trainer("strategies", "FSDPStrategy").register(_class)

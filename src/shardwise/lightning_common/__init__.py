@@ -1,0 +1,1 @@
+"""What the strategies for Lightning's Trainer and for Fabric share."""

@@ -1,0 +1,216 @@
+"""Checkpoints in Lightning's two formats: one file of `torch.save`, or a directory of `torch.distributed.checkpoint`.
+
+In a directory, models and optimizers are `torch.distributed.checkpoint`'s, by names as `torch.distributed.checkpoint.
+state_dict` makes them, and all else is in ``meta.pt``, as Lightning's own strategies write it.
+"""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..checkpoint.atomic import DCP_METADATA, MANIFEST, sync_directory
+from ..checkpoint.integrity import CorruptFileError, Manifest, find_damage
+from ..checkpoint.model_state import SavedModel, check_fit
+from ..checkpoint.names import parameter_names
+from ..checkpoint.objects import leaves, pickled
+from ..checkpoint.optimizer_state import SavedOptimizer, optimizer_paths
+from ..checkpoint.ranks import SavingRanks, saving_ranks
+from ..checkpoint.reading import StoredData
+from ..checkpoint.weights import weights_of
+from ..checkpoint.writing import naming, write_leaves
+from ..core.device import not_inference
+
+METADATA = "meta.pt"
+
+
+def is_sharded(path: Path) -> bool:
+    """Whether ``path`` is a directory of `torch.distributed.checkpoint`."""
+    return (path / DCP_METADATA).is_file()
+
+
+def read_file(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
+    """What `torch.save` wrote into a file, its tensors on the host and not read from the disk before they are used."""
+    loaded: dict[str, Any]
+    try:
+        loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+    except (RuntimeError, pickle.UnpicklingError) as error:
+        if "mmap" not in str(error):
+            raise
+        loaded = torch.load(path, map_location="cpu", weights_only=weights_only)  # of the format before zip files
+    return loaded
+
+
+def write_file(path: Path, content: Any) -> None:
+    """`torch.save` that leaves what was at ``path`` until the new file is complete; for one rank.
+
+    Raises:
+        IsADirectoryError: if there is a directory that is not a checkpoint.
+    """
+    if path.is_dir() and not is_sharded(path):
+        raise IsADirectoryError(f"{path} is a directory, and a full checkpoint is one file: choose another path")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.unfinished")
+    try:
+        torch.save(content, draft)
+        _take_place_of(path, draft)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _take_place_of(path: Path, draft: Path) -> None:
+    """Rename ``draft`` to ``path``, whatever is there."""
+    doomed = path.with_name(f".{path.name}.deleted")
+    shutil.rmtree(doomed, ignore_errors=True)
+    if path.is_dir() or (draft.is_dir() and path.exists()):
+        path.rename(doomed)
+    draft.rename(path)
+    sync_directory(path.parent)
+    if doomed.is_dir():
+        shutil.rmtree(doomed, ignore_errors=True)
+    else:
+        doomed.unlink(missing_ok=True)
+
+
+@torch.no_grad()
+def write_directory(path: Path, sharded: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
+    """Write a sharded checkpoint; what was at ``path`` stays until it is complete. A collective of all ranks.
+
+    Args:
+        path: the same on all ranks, which all see it.
+        sharded: trees of tensors and objects, the same keys on all ranks.
+        rest: of the first rank: goes into ``meta.pt``.
+
+    Raises:
+        CheckpointError: on all ranks, if one of them cannot write.
+    """
+    ranks, draft = saving_ranks(), path.with_name(f".{path.name}.unfinished")
+    with not_inference():
+        try:
+            with ranks.together(), naming(path):
+                if ranks.is_first:
+                    shutil.rmtree(draft, ignore_errors=True)
+                    draft.mkdir(parents=True)
+                items = {
+                    where: value.detach()
+                    if isinstance(value, torch.Tensor)
+                    else pickled(value, ".".join(map(str, where)))
+                    for where, value in leaves(sharded)
+                }
+            manifest = write_leaves(draft, items, ranks, lambda _: None)
+            with ranks.together(), naming(path):
+                if manifest is not None:
+                    torch.save(dict(rest), draft / METADATA)
+                    manifest.write(draft)
+                    sync_directory(draft)
+                    _take_place_of(path, draft)
+        except BaseException:
+            if ranks.is_first:
+                shutil.rmtree(draft, ignore_errors=True)
+            raise
+
+
+class SavedDirectory:
+    """A sharded checkpoint to load from; opening and loading are collectives of all ranks.
+
+    Raises:
+        CorruptFileError: naming the files that are not as they were saved, if it was written by this library.
+    """
+
+    def __init__(self, path: Path, *, weights_only: bool | None):
+        self._path, self._weights_only = path, weights_only
+        self._ranks: SavingRanks = saving_ranks()
+        manifest = Manifest.read(path) if (path / MANIFEST).is_file() else None
+        if manifest is not None:
+            self._check(manifest)
+        unusual = None if manifest is None else manifest.unusual
+        # What is pickled in it are numbers and names; all else is in the other file.
+        self._stored = StoredData.open(path, unusual, weights_only=True)
+
+    def _check(self, manifest: Manifest) -> None:
+        own = find_damage(self._path, manifest, self._ranks.position, self._ranks.size, lambda _: None)
+        damage = {name: problem for found in self._ranks.exchange(own) for name, problem in found.items()}
+        if damage:
+            problems = "; ".join(f"{self._path / name} is damaged: {problem}" for name, problem in damage.items())
+            raise CorruptFileError(f"{problems}. Nothing was loaded")
+
+    def has(self, name: str) -> bool:
+        """Whether something was saved under ``name``."""
+        return bool(self._stored.below(f"{name}."))
+
+    def metadata(self) -> dict[str, Any]:
+        """What is not sharded."""
+        file = self._path / METADATA
+        if not file.is_file():
+            return {}
+        loaded: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=self._weights_only)
+        return loaded
+
+    def check_model(self, name: str, model: nn.Module, *, strict: bool) -> None:
+        """
+        Raises:
+            ValueError: listing what does not fit ``model``.
+        """
+        with self._ranks.together():
+            saved = SavedModel(self._stored, model, f"{name}.")
+        check_fit(self._ranks.exchange(saved.misfit()), strict)
+
+    @torch.no_grad()
+    def load_model(self, name: str, model: nn.Module, *, strict: bool) -> None:
+        """Read a model's values into its own memory; parameters on the meta device get memory.
+
+        Raises:
+            ValueError: listing what does not fit.
+        """
+        self.check_model(name, model, strict=strict)
+        with not_inference(), self._ranks.together():
+            saved = SavedModel(self._stored, model, f"{name}.")
+            objects = set(self._stored.objects())
+            values: dict[str, Any] = {key: None for key in saved.keys() if key in objects}  # noqa: SIM118
+            self._stored.read(values, lambda _: None)
+            targets = saved.targets()
+            self._stored.read(dict(targets), lambda _: None)
+            saved.load({**values, **targets})
+
+    @torch.no_grad()
+    def load_optimizer(self, name: str, optimizer: Optimizer, model: nn.Module) -> None:
+        """Read an optimizer's state and settings.
+
+        Raises:
+            ValueError: if it has other param groups than were saved, or nothing was saved under ``name``.
+        """
+        with not_inference(), self._ranks.together():
+            # Below its own name only: others may be there.
+            paths = optimizer_paths(self._stored, (f"{name}.",))
+            paths = {key: where for key, where in paths.items() if key.startswith(f"{name}.")}
+            if not paths:
+                raise ValueError(f"the checkpoint {self._path} has no optimizer {name!r}; it has {self._stored.tops()}")
+            objects, known = set(self._stored.objects()), self._stored.tensors()
+            values: dict[str, Any] = {key: None for key in paths if key in objects}
+            self._stored.read(values, lambda _: None)
+            tensors = {key: known[key] for key in paths if key in known}
+            saved = SavedOptimizer(paths, values, tensors, parameter_names(model))
+            saved.check([optimizer])
+            targets = saved.targets([optimizer], weights_of(model).device)
+            self._stored.read(dict(targets), lambda _: None)
+            saved.load([optimizer], targets)
+
+
+def prepare_file(path: str | Path, is_writer: bool) -> None:
+    """Make room for a full checkpoint in the place of a sharded one.
+
+    Raises:
+        IsADirectoryError: if there is a directory that is not a checkpoint.
+    """
+    directory = Path(path)
+    if directory.is_dir() and not is_sharded(directory):
+        raise IsADirectoryError(f"{path} is a directory, and a full checkpoint is one file: choose another path")
+    if directory.is_dir() and is_writer:
+        shutil.rmtree(directory)

@@ -1,0 +1,157 @@
+"""Lightning is installed under two names, `lightning` and `pytorch_lightning`, each with classes and registries of its
+own. One implementation serves both: a class for each, and instances that join the one that uses them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """One of the names.
+
+    Args:
+        pytorch: package of the Trainer.
+        fabric: package of Fabric.
+    """
+
+    pytorch: str
+    fabric: str
+
+    def of_trainer(self, module: str, name: str) -> Any:
+        """``name`` in a module below the Trainer's package."""
+        return getattr(importlib.import_module(f"{self.pytorch}.{module}"), name)
+
+    def of_fabric(self, module: str, name: str) -> Any:
+        """``name`` in a module below Fabric's package."""
+        return getattr(importlib.import_module(f"{self.fabric}.{module}"), name)
+
+    def package(self, part: str) -> str:
+        """The package of the Trainer ("pytorch") or of Fabric ("fabric")."""
+        return self.pytorch if part == "pytorch" else self.fabric
+
+    @property
+    def tops(self) -> set[str]:
+        """Top-level packages."""
+        return {self.pytorch.partition(".")[0], self.fabric.partition(".")[0]}
+
+
+NAMESPACES = (Namespace("lightning.pytorch", "lightning.fabric"), Namespace("pytorch_lightning", "lightning_fabric"))
+
+
+@cache
+def installed_namespaces() -> tuple[Namespace, ...]:
+    """Those that can be imported, what the program imported already first: what it derives from is the first's.
+
+    Raises:
+        ImportError: if there is none.
+    """
+    found = tuple(
+        namespace
+        for namespace in NAMESPACES
+        if all(importlib.util.find_spec(top) is not None for top in namespace.tops)
+    )
+    if not found:
+        raise ImportError("shardwise's strategies for Lightning need it: pip install 'lightning>=2.5'")
+    return tuple(sorted(found, key=lambda namespace: namespace.pytorch not in sys.modules))
+
+
+_FurtherBase: Any = object
+"""Stands for the strategy of Lightning's that comes later among the bases of each class."""
+
+
+class InEachNamespace(_FurtherBase):  # type: ignore[misc]
+    """Base of an implementation that has a class in each namespace.
+
+    Its instances are made in the first namespace. Who uses a strategy first gives it an accelerator, which tells
+    the namespace that it is used in.
+    """
+
+    part: str
+    """``"pytorch"`` for the Trainer, ``"fabric"`` for Fabric."""
+    namespace: Namespace
+    _classes: Mapping[Namespace, Any]
+
+    @property
+    def accelerator(self) -> Any:
+        """The accelerator that the strategy runs on, of the namespace that it is used in."""
+        return self._accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Any) -> None:
+        self._join(namespace_of(accelerator) or self.namespace)
+        self._accelerator = accelerator
+
+    def _join(self, namespace: Namespace) -> None:
+        """
+        Raises:
+            TypeError: if the strategy's class is a user's, derived from that of the other namespace.
+        """
+        if namespace is self.namespace:
+            return
+        if self._classes.get(self.namespace) is not type(self):
+            raise TypeError(
+                f"{type(self).__name__} derives from a class for {self.namespace.package(self.part)} and is used in "
+                f"{namespace.package(self.part)}: derive it from {self._classes[namespace].__module__}."
+                f"strategy_for({namespace.package(self.part)!r})"
+            )
+        # Both classes have the same implementation and the same attributes.
+        self.__class__ = self._classes[namespace]
+
+
+def namespace_of(value: object) -> Namespace | None:
+    """The namespace that the class of ``value`` is from, or derives from."""
+    for kind in type(value).__mro__:
+        top = kind.__module__.partition(".")[0]
+        for namespace in NAMESPACES:
+            if top in namespace.tops:
+                return namespace
+    return None
+
+
+def in_each_namespace(
+    name: str, implementation: type[InEachNamespace], bases: Mapping[Namespace, Any]
+) -> dict[Namespace, Any]:
+    """A class of ``implementation`` for each namespace.
+
+    Args:
+        name: of the classes.
+        implementation: what all have.
+        bases: the class of each namespace that a strategy derives from there.
+
+    Returns:
+        The classes; instances of each count as strategies of the other namespaces too.
+    """
+    classes: dict[Namespace, Any] = {}
+    for namespace, base in bases.items():
+        attributes = {
+            "namespace": namespace,
+            "_classes": classes,
+            "__module__": implementation.__module__,
+            "__doc__": implementation.__doc__,
+        }
+        classes[namespace] = type(base)(name, (implementation, base), attributes)
+    for namespace, cls in classes.items():
+        for other, base in bases.items():
+            if other is not namespace:
+                base.register(cls)
+    return classes
+
+
+def class_for(classes: Mapping[Namespace, Any], package: str) -> Any:
+    """The class of the namespace that ``package`` is in.
+
+    Raises:
+        ValueError: if there is no such package, or it is not installed.
+    """
+    for namespace, cls in classes.items():
+        if package in {namespace.pytorch, namespace.fabric, *namespace.tops}:
+            return cls
+    known = ", ".join(namespace.package(cls.part) for namespace, cls in classes.items())
+    raise ValueError(f"no strategy for {package!r}; there are those for {known}")

@@ -1,0 +1,111 @@
+"""Optimizers of sharded models: that they hold the sharded parameters, and their whole state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ..core.device import local_of, not_inference, shard_like
+from ..core.tree import map_tensors
+from ..optim import repoint
+
+
+def attach(optimizers: Iterable[Optimizer], model: nn.Module) -> None:
+    """Move optimizers of original parameters to the sharded ones.
+
+    Raises:
+        ValueError: if one of them has none of the parameters of ``model``.
+    """
+    own = {id(parameter) for parameter in model.parameters()}
+    for optimizer in optimizers:
+        repoint(optimizer)
+        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            raise ValueError(f"{type(optimizer).__name__} {WITHOUT_PARAMETERS}")
+
+
+WITHOUT_PARAMETERS = (
+    "does not reference any of the sharded parameters, so it would train nothing. HINT: create the optimizer in "
+    "configure_optimizers() from `self.trainer.model.parameters()` or self.parameters()"
+)
+
+
+@torch.no_grad()
+def full_optimizer_state(optimizer: Optimizer, *, keeps: bool) -> dict[str, Any]:
+    """The optimizer's state dict with whole plain tensors on the host, as one process would have it.
+
+    All ranks that hold its parameters call this; memory for one whole tensor beside what is kept.
+
+    Args:
+        optimizer: over sharded parameters or plain ones.
+        keeps: whether this rank wants it.
+
+    Returns:
+        The state dict; where it is not wanted, an empty dict.
+    """
+    packed = optimizer.state_dict()
+    state: dict[Any, Any] = {}
+    with not_inference():
+        for key, values in packed["state"].items():
+            whole = map_tensors(values, lambda tensor: _whole(tensor, keeps))
+            if keeps:
+                state[key] = whole
+    return {**packed, "state": state} if keeps else {}
+
+
+def gather_in(tree: Any, *, keeps: bool) -> Any:
+    """``tree`` with whole tensors on the host in the place of sharded ones, where the rank keeps them. A collective."""
+    with not_inference():
+        return map_tensors(tree, lambda tensor: _whole(tensor, keeps) if isinstance(tensor, DTensor) else tensor)
+
+
+def _whole(tensor: torch.Tensor, keeps: bool) -> torch.Tensor:
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.cpu() if keeps else tensor
+
+
+@torch.no_grad()
+def load_full_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Load a state dict with whole tensors, that of one process or of `full_optimizer_state`.
+
+    Args:
+        optimizer: over sharded parameters or plain ones.
+        saved: is not changed; only this rank's part of tensors that are mapped from a file is read.
+
+    Raises:
+        ValueError: if its param groups are others, or its parameters on the meta device.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(parameter.is_meta for parameter in parameters):
+        raise ValueError(
+            f"{type(optimizer).__name__} has parameters on the meta device, so its state has no place: set it up with "
+            "its model, or load the model first"
+        )
+    keys = [key for group in saved["param_groups"] for key in group["params"]]
+    state = dict(saved["state"])
+    with not_inference():
+        for key, parameter in zip(keys, parameters, strict=False):  # torch tells how the groups differ
+            if key in state:
+                state[key] = {name: cut(value, parameter) for name, value in state[key].items()}
+        optimizer.load_state_dict({"state": state, "param_groups": list(saved["param_groups"])})
+
+
+def cut(value: Any, parameter: torch.Tensor) -> Any:
+    """This rank's part of ``value``, if that is a whole tensor of a sharded parameter's shape; else ``value``."""
+    is_whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+    if isinstance(parameter, DTensor) and is_whole and value.ndim and value.shape == parameter.shape:
+        return shard_like(value, parameter)
+    return value
+
+
+@torch.no_grad()
+def clip_grad_value_(parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+    """Limit each element of the gradients to ``-clip_value`` … ``clip_value``, in place; no communication."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            local_of(parameter.grad).clamp_(-clip_value, clip_value)

@@ -1,0 +1,149 @@
+"""Where a strategy runs: its processes, their group and mesh, and what they tell each other."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .namespaces import InEachNamespace
+
+AXIS = "data_parallel"
+"""Name of the mesh axis, as in Lightning's own strategies."""
+
+
+class ProcessesStrategy(InEachNamespace):
+    """One process for each device, started by Lightning's script launcher or from outside."""
+
+    _given_group: dist.ProcessGroup | None
+    _mesh: DeviceMesh | None
+
+    def _init_processes(
+        self, backend: str | None, timeout: timedelta | None, process_group: dist.ProcessGroup | None
+    ) -> None:
+        if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+            raise TypeError(f"process_group must be a ProcessGroup, not {type(process_group).__name__}")
+        self._process_group_backend, self._timeout, self._given_group = backend, timeout, process_group
+        self._mesh, self._nodes = None, 1
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        device: torch.device = self.parallel_devices[self.local_rank]
+        return device
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes, which all have as many processes."""
+        return self._nodes
+
+    @num_nodes.setter
+    def num_nodes(self, number: int) -> None:
+        self._nodes = number
+
+    # Fabric's connector sets this one.
+    _num_nodes = num_nodes
+
+    @property
+    def is_distributed(self) -> bool:
+        """Always: Lightning then gives each process its part of the data."""
+        return True
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """How the data are divided: over all processes."""
+        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """Name of the backend; None for that of the device."""
+        return self._process_group_backend
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks that the model is sharded over.
+
+        Raises:
+            RuntimeError: before the processes have found each other.
+        """
+        return self.device_mesh.get_group()
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """A mesh of the ranks that the model is sharded over, with one axis.
+
+        Raises:
+            RuntimeError: before the processes have found each other.
+        """
+        if self._mesh is None:
+            raise RuntimeError("the device mesh is there once the Trainer runs, or after Fabric.launch()")
+        return self._mesh
+
+    def _launcher_class(self) -> Any:
+        """Of the launcher that runs the script once more for each further process."""
+        raise NotImplementedError
+
+    def _configure_launcher(self) -> None:
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = self._launcher_class()(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def setup_environment(self) -> None:
+        """Join the process group, and make the mesh."""
+        super().setup_environment()
+        self.namespace.of_fabric("utilities.seed", "reset_seed")()
+        self._set_world_ranks()
+        device = self.root_device
+        if self._process_group_backend is None:
+            choose = self.namespace.of_fabric("utilities.distributed", "_get_default_process_group_backend_for_device")
+            self._process_group_backend = choose(device)
+        connect = self.namespace.of_fabric("utilities.distributed", "_init_dist_connection")
+        device_id = device if device.type != "cpu" else None
+        connect(self.cluster_environment, self._process_group_backend, timeout=self._timeout, device_id=device_id)
+        if self._mesh is None:
+            self._mesh = self._make_mesh(device)
+
+    def _make_mesh(self, device: torch.device) -> DeviceMesh:
+        if self._given_group is None:
+            return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=(AXIS,))
+        if dist.get_rank(self._given_group) < 0:
+            raise ValueError(f"rank {dist.get_rank()} is not in the process_group that was passed to the strategy")
+        return DeviceMesh.from_group(self._given_group, device.type, mesh_dim_names=(AXIS,))
+
+    def _set_world_ranks(self) -> None:
+        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        for module in ("lightning_utilities.core", f"{self.namespace.fabric}.utilities"):
+            __import__(f"{module}.rank_zero", fromlist=["rank_zero_only"]).rank_zero_only.rank = self.global_rank
+
+    # -- Messages
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait until all processes are here."""
+        if not dist.is_initialized():
+            return
+        if dist.get_backend() == "nccl":
+            dist.barrier(device_ids=[self.root_device.index])
+        else:
+            dist.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """The picklable object of rank ``src``, on every rank."""
+        if not dist.is_initialized():
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    def _reduce(self, tensor: Any, group: Any, reduce_op: Any) -> Any:
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        reduce = self.namespace.of_fabric("utilities.distributed", "_sync_ddp_if_available")
+        return reduce(tensor, group, reduce_op=reduce_op)

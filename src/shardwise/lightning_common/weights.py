@@ -1,0 +1,71 @@
+"""Whole values into models, sharded or not, with memory or on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..checkpoint.matching import IncompatibleKeys, Match, match
+from ..checkpoint.weights import weights_of
+from ..core.device import not_inference
+from ..sites import become
+
+LOADED = "shardwise_loaded"
+"""Attribute of a parameter whose values are the same on all ranks, since all read them from one file."""
+
+
+# TO checkpoint/full_state.py: this is load_full_state_dict(broadcast_from_rank0=False) with strict=.
+@torch.no_grad()
+def load_values(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> IncompatibleKeys:
+    """Load a state dict with whole plain tensors that every rank has, without communication.
+
+    Of tensors that are mapped from a file a rank reads its part. Where a model that is not sharded yet is on the meta
+    device, its parameters become the mapped tensors themselves, so that sharding it reads this rank's part.
+
+    Args:
+        model: sharded or not; parameters on the meta device stay the same objects.
+        state: by the names of ``model.state_dict()``.
+        strict: whether missing and unexpected names are errors.
+
+    Returns:
+        The missing and the unexpected names.
+
+    Raises:
+        ValueError: (also a RuntimeError) listing all that does not fit; nothing is changed then.
+    """
+    loading = weights_of(model)
+    tensors = {name: v for name, v in state.items() if isinstance(v, torch.Tensor) and name not in loading.objects}
+    if sharded := [name for name, value in tensors.items() if isinstance(value, DTensor)]:
+        raise ValueError(f"{', '.join(map(repr, sharded[:5]))} are sharded: give whole tensors (full_tensor())")
+    objects = {name: value for name, value in state.items() if name not in tensors}
+    matches, incompatible = match(loading, tensors, "the state dict", strict=strict, objects=objects)
+    for found in matches:
+        found.weight.check_region()
+    with not_inference():
+        for found in matches:
+            value = tensors[found.stored[0]]
+            if not _became(found, value):
+                found.weight.prepare_memory(loading.device)
+                found.weight.write_rows(value, 0)
+                found.weight.accept_values()
+    for name, value in objects.items():
+        owner = loading.objects[name][0] if name in loading.objects else None
+        if owner is not None:
+            owner.set_extra_state(value)
+    return incompatible
+
+
+def _became(found: Match, value: torch.Tensor) -> bool:
+    """Let a parameter on the meta device be ``value`` itself, if it can."""
+    parameter = found.weight.tensor
+    if found.weight.slot is not None or not isinstance(parameter, nn.Parameter) or isinstance(parameter, DTensor):
+        return False
+    if not parameter.is_meta or value.dtype != parameter.dtype or not value.is_contiguous():
+        return False
+    registered = become(parameter, nn.Parameter(value.detach(), parameter.requires_grad), found.weight.sites)
+    registered.__dict__[LOADED] = True
+    return True

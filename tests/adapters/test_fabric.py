@@ -1,0 +1,739 @@
+"""Fabric's strategy with real Fabric loops, against plain torch on the joined batch."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import importlib
+import shutil
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+
+if __name__ != "__main__":
+    pytest.importorskip("lightning")
+
+from tests.adapters.launching import ROOT, check_case, output_of, run_cases
+
+NAMESPACE = "lightning.fabric"
+BATCH, STEPS = 4, 5
+
+
+class Block(nn.Module):
+    """With a buffer that checkpoints have, one that they have not, and a parameter made after its children."""
+
+    def __init__(self, width: int = 13) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+        self.scale = nn.Parameter(torch.randn(width) / 10 + 1)
+        self.register_buffer("shift", torch.arange(width) / 100)
+        self.register_buffer("noise", torch.randn(width) / 100, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale * torch.tanh(self.linear(self.norm(x))) + self.shift + self.noise
+
+
+class Net(nn.Module):
+    """Blocks between two layers; the last one is initialized by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(7, 13)
+        self.blocks = nn.Sequential(Block(), Block())
+        self.tail = nn.Linear(13, 3, bias=False)
+        nn.init.normal_(self.tail.weight, std=0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tail(self.blocks(self.head(x)))
+
+
+class FromMeta(nn.Module):
+    """For `torch.device("meta")`, under which nothing is recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(5, 3))
+
+
+def make_net(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def data(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(BATCH, 7, generator=generator), torch.randn(BATCH, 3, generator=generator)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.03)
+
+
+_fabrics: list[Any] = []
+
+
+def fabric(**arguments: Any) -> Any:
+    """A Fabric with our strategy; the first one starts the processes."""
+    module = importlib.import_module("shardwise.fabric")
+    precision = arguments.pop("precision", None)
+    strategy = module.strategy_for(NAMESPACE)(**arguments) if arguments else "shardwise"
+    made = importlib.import_module(NAMESPACE).Fabric(
+        accelerator="cpu", strategy=strategy, devices=RANKS[sys.argv[1]], precision=precision
+    )
+    made.launch()
+    _fabrics.append(made)
+    return made
+
+
+def by_block(**arguments: Any) -> Any:
+    return fabric(auto_wrap_policy={Block}, **arguments)
+
+
+def train(
+    used: Any, model: Any, optimizer: Any, steps: range = range(STEPS), max_norm: float | None = None
+) -> list[Any]:
+    losses = []
+    for step in steps:
+        inputs, targets = data(step, used.global_rank)
+        loss = F.mse_loss(model(inputs), targets)
+        used.backward(loss)
+        if max_norm is not None:
+            used.clip_gradients(model, optimizer, max_norm=max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(used.all_reduce(loss.detach().clone()))
+    return losses
+
+
+def train_plain(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range = range(STEPS)) -> list[torch.Tensor]:
+    losses = []
+    for step in steps:
+        parts = [data(step, rank) for rank in range(dist.get_world_size())]
+        inputs, targets = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        loss = F.mse_loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def whole(model: Any) -> dict[str, torch.Tensor]:
+    """All values, buffers that checkpoints do not have too."""
+    module = getattr(model, "module", model)
+    named = (*module.named_parameters(), *module.named_buffers())
+    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for name, t in named}
+
+
+def assert_whole(model: Any, expected: dict[str, torch.Tensor], *, bitwise: bool = True) -> None:
+    found = whole(model)
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        if bitwise:
+            assert torch.equal(value, expected[name]), name
+        else:
+            torch.testing.assert_close(value, expected[name], msg=lambda text, n=name: f"{n}: {text}")
+
+
+# -- Cases
+
+
+def start(directory: Path) -> None:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    assert fabric().world_size == RANKS[sys.argv[1]] == dist.get_world_size()
+    registry = importlib.import_module(f"{NAMESPACE}.strategies").STRATEGY_REGISTRY
+    assert "shardwise" in registry
+
+
+def train_like_one_process(directory: Path) -> None:
+    truth = make_net()
+    losses = train_plain(truth, adam(truth))
+    for used in (fabric(), by_block(), by_block(reshard_after_forward=False), by_block(cpu_offload=True)):
+        model = make_net()
+        model, optimizer = used.setup(model, adam(model))
+        torch.testing.assert_close(train(used, model, optimizer), losses)
+        assert_whole(model, whole(truth), bitwise=False)
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    checkpointed = by_block(activation_checkpointing_policy={Block})
+    model = checkpointed.setup(make_net())
+    torch.testing.assert_close(train(checkpointed, model, checkpointed.setup_optimizers(adam(model))), losses)
+
+
+def meta_init(directory: Path) -> None:
+    """Bit for bit what one process makes, buffers too, whatever wraps; other ways to initialize."""
+    expected = whole(make_net(3))
+    following = torch.rand(3)
+    for used in (fabric(), by_block(), by_block(state_dict_type="sharded")):
+        torch.manual_seed(3)
+        with used.init_module(empty_init=True):
+            model = Net()
+        assert all(parameter.is_meta for parameter in model.parameters())
+        model = used.setup(model)
+        assert_whole(model, expected)
+        assert torch.equal(torch.rand(3), following)
+    # Built on the meta device by others: by its modules' own methods.
+    used = by_block()
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(7, 9), nn.Embedding(4, 9), nn.LayerNorm(9))
+    torch.manual_seed(5)
+    model = used.setup(model)
+    assert not any(value.is_meta for value in whole(model).values())
+    assert torch.equal(model.module[2].weight.full_tensor(), torch.ones(9))
+
+    def ones(module: nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            nn.init.ones_(parameter)
+
+    used = fabric(param_init_fn=ones)
+    for context in (used.init_module(empty_init=True), torch.device("meta")):
+        with context:
+            model = nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 2))
+        model = used.setup(model)
+        assert all(bool((value == 1).all()) for value in whole(model).values())
+
+
+def nothing_initializes(directory: Path) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 5), FromMeta())
+    with pytest.raises(ValueError, match=r"'1' \(FromMeta\).*'weight'.*reset_parameters"):
+        fabric().setup(model)
+    # Once there is a way, the same model is set up, and nothing says that it was before.
+    FromMeta.reset_parameters = lambda self: nn.init.ones_(self.weight)  # type: ignore[attr-defined]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made = fabric().setup(model)
+    del FromMeta.reset_parameters
+    assert bool((made.module[1].weight.full_tensor() == 1).all())
+
+
+def meta_optimizer(directory: Path) -> None:
+    """An optimizer made of parameters on the meta device, with groups of its own."""
+    truth = make_net()
+
+    def grouped(model: nn.Module) -> torch.optim.Optimizer:
+        matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+        others = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+        return torch.optim.AdamW([{"params": matrices, "lr": 0.03}, {"params": others, "weight_decay": 0.0}], lr=0.02)
+
+    losses = train_plain(truth, grouped(truth))
+    for jointly in (True, False):
+        used = by_block()
+        torch.manual_seed(0)
+        with used.init_module(empty_init=True):
+            model = Net()
+        optimizer = grouped(model)
+        if jointly:
+            model, optimizer = used.setup(model, optimizer)
+        else:
+            model = used.setup_module(model)
+            optimizer = used.setup_optimizers(optimizer)
+        assert [group["lr"] for group in optimizer.param_groups] == [0.03, 0.02]
+        assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]
+        torch.testing.assert_close(train(used, model, optimizer), losses)
+        assert_whole(model, whole(truth), bitwise=False)
+    used = fabric()
+    with used.init_module(empty_init=True):
+        unknown = Net()
+    with pytest.raises(RuntimeError, match="meta"):
+        used.setup_optimizers(adam(unknown))
+    with pytest.raises(RuntimeError, match="meta"):
+        used.setup_optimizers(torch.optim.SGD([nn.Parameter(torch.empty(3, device="meta"))], lr=0.1))
+
+
+def peak_bytes(action: Callable[[], Any], file: Path | None = None) -> tuple[Any, int, int]:
+    """What ``action`` gives, the most bytes that torch held on the host meanwhile, and those at the end, both beyond
+    those of before and without ``file``, which is mapped."""
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = action()
+    held = peak = 0
+    for event in profiler.profiler.kineto_results.events():
+        # torch counts a mapped file as if it were read.
+        is_file = file is not None and abs(abs(event.nbytes()) - file.stat().st_size) < 1e5
+        if event.name() == "[memory]" and not is_file:
+            held += event.nbytes()
+            peak = max(peak, held)
+    return result, peak, held
+
+
+def memory(directory: Path) -> None:
+    """A model of 400 MB: nothing on the meta device; then the shards and one unit."""
+    width, layers = 2236, 20
+    unit = (width * width + width) * 4
+    used = fabric(auto_wrap_policy={nn.Linear})
+
+    def build() -> nn.Module:
+        with used.init_module(empty_init=True):
+            return nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+
+    # One tensor at a time is asked for, and given back before anything is written to it.
+    model, of_building, after_building = peak_bytes(build)
+    assert after_building < 1e6
+    assert of_building < 1.1 * unit
+    _, of_setup, after_setup = peak_bytes(lambda: used.setup(model))
+    shards = layers * unit / 2
+    assert 2 * shards > 4e8
+    assert shards <= after_setup < shards + 0.1 * unit
+    assert shards <= of_setup < shards + 1.2 * unit, (of_setup / unit, shards / unit)
+
+
+def saved_path(directory: Path, kind: str = "full") -> Path:
+    return directory / f"fabric_{kind}"
+
+
+def checkpoints(directory: Path) -> None:
+    """Save in the middle, go on bit for bit: full and sharded, loaded after setup, and before."""
+    for kind in ("full", "sharded"):
+        used = by_block(state_dict_type=kind)
+        model = make_net()
+        model, optimizer = used.setup(model, adam(model))
+        train(used, model, optimizer, range(3))
+        state = {"model": model, "optimizer": optimizer, "step": 3, "more": {"a": [1, 2]}}
+        path = saved_path(directory, kind)
+        for _ in range(2):  # again over itself
+            used.save(path, state)
+        assert path.is_dir() == (kind == "sharded")
+        saved = whole(model)
+        losses = train(used, model, optimizer, range(3, 6))
+        for when in ("after", "before", "joint"):
+            other = by_block()  # of the other kind too: what is read tells
+            torch.manual_seed(9)
+            with other.init_module(empty_init=True):
+                again = Net()
+            again_optimizer: Any = adam(again)
+            target: dict[str, Any] = {"model": again, "step": 0, "more": None}
+            if when == "after":
+                again, again_optimizer = other.setup(again, again_optimizer)
+                target.update(model=again, optimizer=again_optimizer)
+                rest = other.load(path, target)
+            else:
+                rest = other.load(path, target)
+                again, again_optimizer = other.setup(again, again_optimizer)
+                assert other.load(path, {"optimizer": again_optimizer, "model": again}).keys() == {"step", "more"}
+            assert target["step"] == 3
+            assert target["more"] == {"a": [1, 2]}
+            if when == "after":
+                assert rest == {}
+            expected = {name: value for name, value in saved.items() if "noise" not in name}
+            found = {name: value for name, value in whole(again).items() if "noise" not in name}
+            assert all(torch.equal(found[name], expected[name]) for name in expected)
+            for block, same in zip(again.module.blocks, model.module.blocks, strict=True):
+                block.noise.copy_(same.noise)  # not in any checkpoint
+            assert all(map(torch.equal, train(other, again, again_optimizer, range(3, 6)), losses)), when
+        with pytest.raises(KeyError, match="absent"):
+            other.load(path, {"model": again, "absent": 1})
+        other.load(path, {"model": again, "absent": 1}, strict=False)
+        with pytest.raises(FileNotFoundError):
+            other.load(directory / "nowhere", {"model": again})
+    plain = torch.load(saved_path(directory), weights_only=False)
+    alone = make_net(1)
+    alone.load_state_dict(plain["model"])
+    optimizer = adam(alone)
+    optimizer.load_state_dict(plain["optimizer"])
+    used = fabric()
+    assert used.load(saved_path(directory)).keys() == {"model", "optimizer", "step", "more"}
+
+
+def raw_files(directory: Path) -> None:
+    """`load_raw` of a state dict, of an optimizer's and of safetensors, before setup and after."""
+    import safetensors.torch
+
+    source = make_net(4)
+    if dist.get_rank() == 0:
+        torch.save(source.state_dict(), directory / "raw.pt")
+        safetensors.torch.save_file(source.state_dict(), directory / "raw.safetensors")
+    dist.barrier()
+    for name in ("raw.pt", "raw.safetensors"):
+        for before in (True, False):
+            used = by_block()
+            with used.init_module(empty_init=True):
+                model: Any = Net()
+            parameters = list(model.parameters())
+            if before:
+                used.load_raw(directory / name, model)
+                assert all(map(torch.equal, model.state_dict().values(), source.state_dict().values()))
+                assert all(map(lambda a, b: a is b, model.parameters(), parameters))
+            model = used.setup(model)
+            if not before:
+                used.load_raw(directory / name, model)
+            found = {name: value for name, value in whole(model).items() if "noise" not in name}
+            assert all(torch.equal(value, source.state_dict()[key]) for key, value in found.items())
+    with pytest.raises(ValueError, match="missing keys: 'more'"):
+        used.load_raw(directory / "raw.pt", nn.ParameterDict({"more": torch.zeros(3)}))
+    saver = by_block(state_dict_type="sharded")
+    saver.save(directory / "raw_sharded", {"net": saver.setup(make_net(4))})
+    with used.init_module(empty_init=True):
+        model = Net()
+    used.load_raw(directory / "raw_sharded", model)
+    found = whole(used.setup(model))
+    assert all(torch.equal(found[key], value) for key, value in source.state_dict().items())
+    partial = nn.Sequential(nn.Linear(7, 13))
+    used.load_raw(directory / "raw.pt", used.setup(partial), strict=False)
+
+
+def only_own_rows(directory: Path) -> None:
+    """Loading 200 MB into a model on the meta device, and setting it up, holds the shards and one unit."""
+    width, layers = 2236, 10
+    unit = (width * width + width) * 4
+
+    def build(used: Any) -> nn.Module:
+        with used.init_module(empty_init=True):
+            return nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+
+    for kind in ("full", "sharded"):
+        used, path = fabric(auto_wrap_policy={nn.Linear}, state_dict_type=kind), directory / f"large_{kind}"
+        source = used.setup(build(used))
+        used.save(path, {"model": source})
+        expected = source.module[3].weight.to_local().clone()
+        del source
+        model = build(used)
+
+        def load(used: Any = used, path: Path = path, model: Any = model) -> Any:
+            used.load(path, {"model": model})
+            return used.setup(model)
+
+        made, peak, _ = peak_bytes(load, path)
+        assert peak < layers * unit / 2 + 1.2 * unit, (kind, peak / unit)
+        assert torch.equal(made.module[3].weight.to_local(), expected)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(directory / "large_sharded")
+        (directory / "large_full").unlink()
+
+
+def filters(directory: Path) -> None:
+    for kind in ("full", "sharded"):
+        used = by_block(state_dict_type=kind)
+        model = used.setup(make_net())
+        path = directory / f"filtered_{kind}"
+        used.save(path, {"model": model, "n": 1}, filter={"model": lambda name, value: name.startswith("blocks")})
+        again = used.setup(make_net(8))
+        before = whole(again)
+        used.load(path, {"model": again}, strict=False)
+        for name, value in whole(again).items():
+            expected = whole(model) if name.startswith("blocks") and "noise" not in name else before
+            assert torch.equal(value, expected[name]), name
+        with pytest.raises(ValueError, match=r"head\.weight"):
+            used.load(path, {"model": again})
+
+
+def clipping(directory: Path) -> None:
+    used, truth = by_block(), make_net()
+    model = make_net()
+    model, optimizer = used.setup(model, adam(model))
+    parts = [data(0, rank) for rank in range(used.world_size)]
+    inputs, targets = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+
+    def gradients() -> None:
+        optimizer.zero_grad()
+        truth.zero_grad()
+        F.mse_loss(truth(inputs), targets).backward()
+        mine, wanted = data(0, used.global_rank)
+        used.backward(F.mse_loss(model(mine), wanted))
+
+    def same() -> None:
+        for ours, theirs in zip(model.module.parameters(), truth.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+    for norm_type in (2.0, 1, "inf"):
+        gradients()
+        norm = used.clip_gradients(model, optimizer, max_norm=0.01, norm_type=norm_type)
+        expected = torch.nn.utils.clip_grad_norm_(truth.parameters(), 0.01, norm_type=float(norm_type))
+        torch.testing.assert_close(norm, expected)
+        same()
+    gradients()
+    assert used.clip_gradients(model, optimizer, clip_val=0.001) is None
+    torch.nn.utils.clip_grad_value_(truth.parameters(), 0.001)
+    same()
+    gradients()
+    if dist.get_rank() == 0:
+        next(iter(model.module.parameters())).grad.to_local().fill_(float("nan"))
+    with pytest.raises(RuntimeError, match="nan"):
+        used.clip_gradients(model, optimizer, max_norm=1.0)
+    assert torch.isnan(used.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False))
+
+
+def accumulation(directory: Path) -> None:
+    """`enabled=True` adds up without reducing, `enabled=False` reduces (upstream: turns it off for what follows)."""
+    truth = make_net()
+    for step in range(3):
+        parts = [data(step, rank) for rank in range(dist.get_world_size())]
+        inputs, targets = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        F.mse_loss(truth(inputs), targets).backward()
+    for enabled in (True, False):
+        used = by_block()
+        model = used.setup(make_net())
+        for step in range(3):
+            with used.no_backward_sync(model, enabled=enabled and step < 2):
+                inputs, targets = data(step, used.global_rank)
+                used.backward(F.mse_loss(model(inputs), targets))
+            reduced = all(parameter.grad is not None for parameter in model.module.parameters())
+            assert reduced == (not enabled or step == 2)
+        for ours, theirs in zip(model.module.parameters(), truth.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+    with pytest.raises(ZeroDivisionError), used.no_backward_sync(model):
+        raise ZeroDivisionError
+    model.zero_grad()
+    used.backward(F.mse_loss(model(data(0, 0)[0]), data(0, 0)[1]))
+    assert all(parameter.grad is not None for parameter in model.module.parameters())
+
+
+def messages(directory: Path) -> None:
+    used = fabric()
+    rank, size = used.global_rank, used.world_size
+    used.barrier()
+    assert used.broadcast({"from": rank}, src=size - 1) == {"from": size - 1}
+    assert used.all_reduce(torch.tensor(float(rank)), reduce_op="sum").item() == sum(range(size))
+    assert used.all_reduce(torch.tensor(float(rank))).item() == sum(range(size)) / size
+    assert used.all_gather(torch.tensor(rank)).tolist() == list(range(size))
+    sampler = used.setup_dataloaders(torch.utils.data.DataLoader(range(12), batch_size=2)).sampler
+    assert (sampler.num_replicas, sampler.rank) == (size, rank)
+
+
+def twice(directory: Path) -> None:
+    used, original = fabric(), make_net()
+    model = used.setup_module(original)
+    before = whole(model)
+    with pytest.warns(UserWarning, match="Net was set up already"):
+        again = used.setup_module(original)
+    assert_whole(again, before)
+    with pytest.raises(ValueError, match="only once"):
+        used.setup_module(model)
+    optimizer = used.setup_optimizers(adam(again))
+    truth = make_net()
+    torch.testing.assert_close(train(used, again, optimizer), train_plain(truth, adam(truth)))
+
+
+def refusals(directory: Path) -> None:
+    from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+    from shardwise import fully_shard
+
+    used, model = fabric(), make_net()
+    torch_fully_shard(model.head)
+    with pytest.raises(TypeError, match=r"'head'.*torch's own"):
+        used.setup(model)
+    for wrong in (nn.Linear(3 + dist.get_rank(), 2), nn.ParameterDict({"one": torch.tensor(1.0)})):
+        model = nn.Sequential(nn.Linear(4, 4), wrong)
+        with pytest.raises(ValueError, match=r"'1\.(weight|one)'"):
+            by_block(min_num_params=1).setup(model)
+        assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    by_hand = make_net()
+    fully_shard(by_hand.head)
+    with pytest.warns(UserWarning, match="Net has modules that were wrapped by hand"):
+        by_block().setup(by_hand)
+    with pytest.raises(ValueError, match="state_dict_type"):
+        fabric(state_dict_type="whole")
+    directory_ = directory / "occupied"
+    directory_.mkdir(exist_ok=True)
+    with pytest.raises(IsADirectoryError):
+        used.save(directory_, {"model": used.setup(make_net())})
+    with pytest.raises(TypeError, match="storage_options"):
+        used.strategy.save_checkpoint(directory / "x", {}, storage_options={})
+
+
+def precisions(directory: Path) -> None:
+    from shardwise.grad_scaler import ShardedGradScaler
+
+    used = by_block(precision="bf16-true")
+    torch.manual_seed(0)
+    with used.init_module(empty_init=True):
+        model = Net()
+    model = used.setup(model)
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    expected = Net()
+    torch.set_default_dtype(torch.float32)
+    assert_whole(model, whole(expected))
+    used = by_block(precision="bf16-mixed")
+    model = make_net()
+    model, optimizer = used.setup(model, adam(model))
+    assert all(loss < 10 for loss in train(used, model, optimizer))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    plugin = importlib.import_module(f"{NAMESPACE}.plugins").MixedPrecision(
+        "16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=7)
+    )
+    used = importlib.import_module(NAMESPACE).Fabric(
+        accelerator="cpu", strategy="shardwise", devices=RANKS[sys.argv[1]], plugins=plugin
+    )
+    used.launch()
+    assert isinstance(plugin.scaler, ShardedGradScaler)
+    assert (plugin.scaler.get_scale(), plugin.scaler.get_growth_interval()) == (256.0, 7)
+    model = make_net()
+    model, optimizer = used.setup(model, adam(model))
+    train(used, model, optimizer, range(2), max_norm=1.0)
+    before = whole(model)
+    inputs, targets = data(0, used.global_rank)
+    used.backward(F.mse_loss(model(inputs), targets) * (float("inf") if used.global_rank else 1.0))
+    optimizer.step()
+    assert_whole(model, before)
+
+
+def other_world_size(directory: Path) -> None:
+    """What two ranks saved, three go on with; the weights are the same ones, bit for bit."""
+    plain = torch.load(saved_path(directory.parent / "fabric"), weights_only=False)
+    alone = make_net()
+    optimizer = adam(alone)
+    alone.load_state_dict(plain["model"])
+    optimizer.load_state_dict(plain["optimizer"])
+    losses = train_plain(alone, optimizer, range(3, 6))
+    for kind in ("full", "sharded"):
+        used = by_block(state_dict_type=kind)
+        model = make_net()
+        model, ours = used.setup(model, adam(model))
+        used.load(saved_path(directory.parent / "fabric", kind), {"model": model, "optimizer": ours})
+        found = whole(model)
+        assert all(torch.equal(found[name], value) for name, value in plain["model"].items())
+        torch.testing.assert_close(train(used, model, ours, range(3, 6)), losses)
+
+
+def lightning_module(directory: Path) -> None:
+    """A LightningModule in Fabric: its steps see whole parameters, by the Trainer's names."""
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = make_net()
+
+        def training_step(self, batch: Any) -> torch.Tensor:
+            return F.mse_loss(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return adam(self)
+
+    used, module = by_block(), Module()
+    model, optimizer = used.setup(module, module.configure_optimizers())
+    losses = []
+    for step in range(STEPS):
+        loss = model.training_step(data(step, used.global_rank))
+        used.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(used.all_reduce(loss.detach().clone()))
+    truth = make_net()
+    torch.testing.assert_close(losses, train_plain(truth, adam(truth)))
+
+
+def given_class(directory: Path) -> None:
+    """The public class serves Fabric of both names."""
+    from shardwise.fabric import FullyShardedStrategy
+
+    strategy = FullyShardedStrategy(auto_wrap_policy={Block})
+    used = importlib.import_module(NAMESPACE).Fabric(accelerator="cpu", strategy=strategy, devices=2)
+    used.launch()
+    assert isinstance(strategy, importlib.import_module(f"{NAMESPACE}.strategies").ParallelStrategy)
+    model = make_net()
+    model, optimizer = used.setup(model, adam(model))
+    truth = make_net()
+    torch.testing.assert_close(train(used, model, optimizer), train_plain(truth, adam(truth)))
+
+    class Derived(FullyShardedStrategy):
+        pass
+
+    derived = Derived()
+    if derived.namespace.fabric != NAMESPACE:
+        with pytest.raises(TypeError, match=r"strategy_for\('lightning_fabric'\)"):
+            importlib.import_module(NAMESPACE).Fabric(accelerator="cpu", strategy=derived, devices=2)
+
+
+def whole_state_dicts(directory: Path) -> None:
+    used, source = by_block(), make_net(6)
+    model = used.setup(make_net())
+    model.load_state_dict(source.state_dict())
+    found = whole(model)
+    assert all(torch.equal(found[name], value) for name, value in source.state_dict().items())
+
+
+def gone_at_once(directory: Path) -> None:
+    """Without the model and the strategy, its memory is free without a collection of cycles."""
+    import weakref
+
+    used = by_block()
+    model = used.setup(make_net())
+    held = weakref.ref(model.module.blocks[0].linear.weight)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert held() is None
+    finally:
+        gc.enable()
+    assert copy.copy(used) is not None
+
+
+def other_name(directory: Path) -> None:
+    """`lightning_fabric`, which `pytorch_lightning` has."""
+    global NAMESPACE
+    NAMESPACE = "lightning_fabric"
+    inner = directory / NAMESPACE
+    inner.mkdir(exist_ok=True)
+    for case in (start, train_like_one_process, checkpoints, given_class):
+        case(inner)
+    NAMESPACE = "lightning.fabric"
+
+
+ALL = (
+    start,
+    train_like_one_process,
+    meta_init,
+    nothing_initializes,
+    meta_optimizer,
+    memory,
+    checkpoints,
+    raw_files,
+    only_own_rows,
+    filters,
+    clipping,
+    accumulation,
+    messages,
+    twice,
+    refusals,
+    precisions,
+    lightning_module,
+    given_class,
+    whole_state_dicts,
+    gone_at_once,
+    other_name,
+)
+CASES: dict[str, dict[str, Callable[[Path], None]]] = {
+    "fabric": {case.__name__: case for case in ALL},
+    "fabric_torchrun": {
+        case.__name__: case for case in (start, train_like_one_process, meta_init, other_world_size, clipping, messages)
+    },
+}
+RANKS = {"fabric": 2, "fabric_torchrun": 3}
+
+
+@pytest.mark.parametrize("case", CASES["fabric"])
+def test_fabric(case: str) -> None:
+    check_case(__file__, "fabric", case)
+
+
+@pytest.mark.parametrize("case", CASES["fabric_torchrun"])
+def test_fabric_under_torchrun(case: str) -> None:
+    check_case(__file__, "fabric", "checkpoints")  # what it saved
+    check_case(__file__, "fabric_torchrun", case, 3, torchrun=True)
+
+
+def test_example() -> None:
+    lines = output_of(ROOT / "examples" / "fabric_meta_init.py")
+    assert "before setup: 0.0 MB of parameters" in lines
+    assert "after setup: 6.6 MB of parameters on each of 2 processes" in lines
+    assert "loaded after step 5: the same model" in lines
+
+
+if __name__ == "__main__":
+    run_cases(CASES)

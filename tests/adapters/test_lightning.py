@@ -1,0 +1,954 @@
+"""The Trainer's strategy with real Trainers, against real Trainers on one device and plain torch."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+if __name__ != "__main__":
+    pytest.importorskip("lightning")
+
+from tests.adapters.launching import ROOT, check_case, output_of, run_cases
+
+NAMESPACE = "pytorch_lightning" if sys.argv[1:2] == ["other_name"] else "lightning.pytorch"
+pl: Any = importlib.import_module(NAMESPACE)
+BATCH = 4
+"""Samples of one rank's batch."""
+
+
+# -- What is trained
+
+
+def make_data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(7)
+    inputs = torch.randn(48, 7, generator=generator)
+    return TensorDataset(inputs, torch.randn(48, 3, generator=generator))
+
+
+def make_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.LayerNorm(13), nn.Linear(13, 11), nn.GELU(), nn.Linear(11, 3))
+
+
+class Module(pl.LightningModule):
+    """Regression with a validation loss and a learning rate that changes with every step."""
+
+    def __init__(self, lr: float = 0.05) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = make_net()
+        self.losses: list[torch.Tensor] = []
+        self.rates: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        inputs, targets = batch
+        return F.mse_loss(self(inputs), targets)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.losses.append(loss.detach().float().clone())
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True, batch_size=len(batch[0]))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch), sync_dist=True, batch_size=len(batch[0]))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def loader(shared: bool) -> DataLoader[Any]:
+    """``shared``: this rank's part of the data; otherwise batches that join those of all ranks."""
+    data = make_data()
+    if not shared:
+        return DataLoader(data, batch_size=BATCH * world_size())
+    sampler: Any = DistributedSampler(data, num_replicas=world_size(), rank=dist.get_rank(), shuffle=False)
+    return DataLoader(data, batch_size=BATCH, sampler=sampler)
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else RANKS[sys.argv[1]]
+
+
+def trainer(directory: Path, strategy: Any = "shardwise", **options: Any) -> Any:
+    """A Trainer that says nothing and writes below ``directory``."""
+    defaults = {
+        "accelerator": "cpu",
+        "devices": RANKS[sys.argv[1]] if strategy != "auto" else 1,
+        "max_epochs": 2,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "num_sanity_val_steps": 0,
+        "default_root_dir": directory,
+    }
+    return pl.Trainer(strategy=strategy, **{**defaults, **options})
+
+
+def ours(**arguments: Any) -> Any:
+    from shardwise.lightning import strategy_for
+
+    return strategy_for(NAMESPACE)(**arguments)
+
+
+def start(directory: Path) -> None:
+    """The first Trainer starts the other processes."""
+    import shardwise.lightning  # noqa: F401
+
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    used = trainer(directory, max_steps=1)
+    used.fit(Module(), DataLoader(make_data(), batch_size=4))
+    assert dist.get_world_size() == RANKS[sys.argv[1]]
+
+
+# -- Comparing
+
+
+def joined(losses: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Each step's mean over ranks."""
+    stacked = torch.stack(losses)
+    dist.all_reduce(stacked)
+    return list(stacked / dist.get_world_size())
+
+
+def full_state(used: Any) -> dict[str, torch.Tensor]:
+    """The module's whole state, on every rank."""
+    from shardwise import full_state_dict
+
+    is_full = used.strategy.state_dict_type == "full"
+    objects = [used.strategy.lightning_module_state_dict() if is_full else full_state_dict(used.lightning_module)]
+    dist.broadcast_object_list(objects, 0)
+    return objects[0]
+
+
+def assert_same_state(used: Any, expected: dict[str, torch.Tensor], **tolerance: Any) -> None:
+    state = full_state(used)
+    assert state.keys() == expected.keys()
+    for name, value in state.items():
+        torch.testing.assert_close(value, expected[name], **tolerance, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def assert_like_one_process(
+    directory: Path,
+    strategy: Any,
+    make: Callable[[], Any] = Module,
+    truth: Callable[[], Any] = Module,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """Fit sharded and on one device: losses, rates, validation and parameters agree. Gives Trainer and module."""
+    expected_module = truth()
+    expected = trainer(directory, "auto", **options)
+    expected.fit(expected_module, loader(False), loader(False))
+    module = make()
+    used = trainer(directory, strategy, **options)
+    used.fit(module, loader(True), loader(True))
+    assert len(module.losses) == len(expected_module.losses) > 0
+    torch.testing.assert_close(joined(module.losses), expected_module.losses)
+    assert module.rates == expected_module.rates
+    torch.testing.assert_close(used.callback_metrics["val_loss"], expected.callback_metrics["val_loss"])
+    assert_same_state(used, expected_module.state_dict())
+    return used, module
+
+
+@contextmanager
+def raises(kind: type[BaseException], *parts: str) -> Iterator[None]:
+    with pytest.raises(kind) as caught:
+        yield
+    text = str(caught.value)
+    assert all(part in text for part in parts), text
+
+
+# -- Cases
+
+
+def fit_by_both_names(directory: Path) -> None:
+    for name in ("shardwise", "ddp_fully_sharded"):
+        used, module = assert_like_one_process(directory, name)
+        assert type(used.strategy).__name__ == "DDPFullyShardedStrategy"
+        from torch.distributed.tensor import DTensor
+
+        assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
+        assert used.strategy.model is module
+        state = used.strategy.lightning_module_state_dict()
+        assert bool(state) == used.is_global_zero
+        assert all(value.device.type == "cpu" for value in state.values())
+
+
+def all_hooks(directory: Path) -> None:
+    """No hook with a policy or a small limit, `configure_model`, `configure_sharded_model`."""
+    from shardwise import fully_shard
+    from shardwise.core.module import unit_of
+    from shardwise.fairscale.wrap import wrap
+
+    class Later(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = None
+
+        def configure_model(self) -> None:
+            if self.net is None:
+                self.net = make_net()
+
+    class ByHand(Later):
+        def configure_model(self) -> None:
+            if self.net is None:
+                self.net = make_net()
+                for layer in self.net[::3]:
+                    fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+
+    class LegacyOnly(Module):
+        def configure_sharded_model(self) -> None:
+            self.net[0] = wrap(self.net[0], reshard_after_forward=False)
+            self.net[3] = torch_wrap(self.net[3])
+
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+    from torch.distributed.fsdp.wrap import wrap as torch_wrap
+
+    def chosen(module: nn.Module) -> bool:
+        return isinstance(module, nn.Linear)
+
+    def torch_form(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        return recurse or isinstance(module, nn.Linear)
+
+    cases: list[tuple[Any, dict[str, Any], int]] = [
+        (Module, {}, 1),
+        (Module, {"min_num_params": 90}, 3),
+        (Module, {"auto_wrap_policy": {nn.Linear}}, 4),
+        (Module, {"auto_wrap_policy": chosen, "reshard_after_forward": False}, 4),
+        (Module, {"auto_wrap_policy": torch_form}, 4),
+        (Module, {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear}), "cpu_offload": True}, 4),
+        (Later, {"auto_wrap_policy": {nn.Linear}}, 4),
+        (ByHand, {"auto_wrap_policy": {nn.GELU}}, 3),
+        (LegacyOnly, {}, 3),
+        (Module, {"auto_wrap_policy": {nn.Linear}, "activation_checkpointing_policy": {nn.Linear, nn.GELU}}, 4),
+        (Module, {"process_group": dist.new_group(), "fp32_reduce_scatter": True, "timeout": None}, 1),
+    ]
+    for make, arguments, units in cases:
+        _, module = assert_like_one_process(directory, ours(**arguments), make, max_epochs=1)
+        found = {unit_of(inner) for inner in module.modules()} - {None}
+        assert len(found) == units, (arguments, len(found))
+
+
+def every_stage(directory: Path) -> None:
+    """validate, test and predict, with and without a fit before."""
+    for fits in (False, True):
+        truth, expected = Module(), trainer(directory, "auto", max_epochs=1)
+        module, used = Module(), trainer(directory, "shardwise", max_epochs=1)
+        if fits:
+            expected.fit(truth, loader(False))
+            used.fit(module, loader(True))
+        for stage in ("validate", "test"):
+            ((theirs,), (found,)) = (
+                getattr(expected, stage)(truth, loader(False), verbose=False),
+                getattr(used, stage)(module, loader(True), verbose=False),
+            )
+            assert found.keys() == theirs.keys()
+            for key, value in found.items():
+                assert value == pytest.approx(theirs[key], rel=1e-5)
+        whole = torch.cat(expected.predict(truth, loader(False)))
+        mine = torch.cat(used.predict(module, loader(True)))
+        torch.testing.assert_close(mine, whole[dist.get_rank() :: world_size()])
+        # Called by itself, outside of any step.
+        with torch.no_grad():
+            torch.testing.assert_close(module(make_data().tensors[0]), truth(make_data().tensors[0]))
+
+
+def clipping(directory: Path) -> None:
+    for algorithm, value in (("norm", 0.05), ("value", 0.01)):
+        options = {"gradient_clip_val": value, "gradient_clip_algorithm": algorithm}
+        assert_like_one_process(directory, ours(auto_wrap_policy={nn.Linear}), **options)
+
+
+@contextmanager
+def counted() -> Iterator[dict[str, int]]:
+    """How often anything is gathered and reduced inside."""
+    from shardwise.core import comm
+
+    counts = {"all_gather": 0, "reduce_scatter": 0}
+    kept = []
+    for kind in (comm.Comm, comm.GlooComm, comm.PairwiseGlooComm):
+        for name in counts:
+            if name in kind.__dict__:
+                function = kind.__dict__[name]
+
+                def count(self: Any, *args: Any, _name: str = name, _function: Any = function, **kwargs: Any) -> Any:
+                    if not _inside:
+                        counts[_name] += 1
+                    _inside.append(1)
+                    try:
+                        return _function(self, *args, **kwargs)
+                    finally:
+                        _inside.pop()
+
+                kept.append((kind, name, function))
+                setattr(kind, name, count)
+    _inside: list[int] = []
+    try:
+        yield counts
+    finally:
+        for kind, name, function in kept:
+            setattr(kind, name, function)
+
+
+def accumulation(directory: Path) -> None:
+    class Truth(Module):
+        pass
+
+    with counted() as once:
+        assert_like_one_process(directory, "shardwise", max_steps=6)
+    with counted() as thrice:
+        assert_like_one_process(directory, "shardwise", max_steps=2, accumulate_grad_batches=3)
+    # The same micro-batches, a third of the reductions, and no more gathers.
+    assert thrice["reduce_scatter"] * 3 == once["reduce_scatter"] > 0, (once, thrice)
+    assert thrice["all_gather"] <= once["all_gather"], (once, thrice)
+
+
+def rank_by_rank() -> DataLoader[Any]:
+    """The ranks' batches one after the other: with their gradients added up, the rounding is that of the ranks."""
+    starts = range(0, len(make_data()), BATCH * world_size())
+    batches = [
+        list(range(start + rank, start + BATCH * world_size(), world_size()))
+        for start in starts
+        for rank in range(world_size())
+    ]
+    return DataLoader(make_data(), batch_sampler=batches)
+
+
+def precisions(directory: Path) -> None:
+    for precision, stored in (("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16)):
+        truth, expected = Module(), trainer(directory, "auto", precision=precision, accumulate_grad_batches=2)
+        expected.fit(truth, rank_by_rank())
+        module, used = Module(), trainer(directory, "shardwise", precision=precision)
+        used.fit(module, loader(True))
+        assert used.precision == precision
+        assert {parameter.dtype for parameter in module.parameters()} == {stored}
+        # Bit for bit: halves add up to the mean without rounding.
+        assert all(map(torch.equal, module.losses, truth.losses[dist.get_rank() :: 2]))
+        assert_same_state(used, truth.state_dict(), rtol=0, atol=0)
+
+    class Seen(Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert self.net[0].weight.dtype == torch.bfloat16
+            assert self.net[0](x.bfloat16()).dtype == torch.bfloat16
+            return super().forward(x).float()
+
+    module = Seen()
+    trainer(directory, ours(compute_dtype=torch.bfloat16)).fit(module, loader(True))
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
+
+
+def loss_scaling(directory: Path) -> None:
+    """16-mixed on the CPU: autocast and a scaler that all ranks share, as a plain loop on the joined batch."""
+    from shardwise.grad_scaler import ShardedGradScaler
+
+    module, used = Module(), trainer(directory, "shardwise", precision="16-mixed", max_epochs=1, gradient_clip_val=0.5)
+    used.fit(module, loader(True))
+    assert isinstance(used.precision_plugin.scaler, ShardedGradScaler)
+    assert used.precision == "16-mixed"
+    net, losses = make_net(), []
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)
+    scaler = torch.amp.GradScaler("cpu")
+    for index, (inputs, targets) in enumerate(rank_by_rank()):
+        with torch.autocast("cpu", torch.float16, cache_enabled=False):
+            loss = F.mse_loss(net(inputs), targets)
+        losses.append(loss.detach().float())
+        scaler.scale(loss).backward()
+        if index % 2 == 0:
+            continue
+        for parameter in net.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= 2
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scheduler.step()
+    torch.testing.assert_close(module.losses, losses[dist.get_rank() :: 2])
+    assert_same_state(used, {f"net.{name}": value for name, value in net.state_dict().items()})
+
+    class Infinite(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss * float("inf") if dist.get_rank() == 1 and batch_idx == 0 else loss
+
+    module, used = Infinite(), trainer(directory, "shardwise", precision="16-mixed", max_steps=1)
+    before = {name: value.clone() for name, value in Module().state_dict().items()}
+    used.fit(module, loader(True))
+    assert used.precision_plugin.scaler.get_scale() == 2.0**15
+    assert_same_state(used, before, rtol=0, atol=0)
+    used.save_checkpoint(directory / "scaled.ckpt")
+    resumed = trainer(directory, "shardwise", precision="16-mixed", max_steps=2)
+    resumed.fit(Module(), loader(True), ckpt_path=directory / "scaled.ckpt")
+    assert resumed.precision_plugin.scaler.get_scale() == 2.0**15
+
+
+def checkpoint_options(directory: Path, kind: str) -> dict[str, Any]:
+    callback = pl.callbacks.ModelCheckpoint(
+        dirpath=directory / kind, monitor="val_loss", save_top_k=-1, save_last=True, filename="{epoch}"
+    )
+    return {"callbacks": [callback], "enable_checkpointing": True}
+
+
+def exact_resume(directory: Path) -> None:
+    """Stop after an epoch and go on: bit for bit what an uninterrupted run does; full and sharded."""
+    whole = Module()
+    uninterrupted = trainer(directory, "shardwise", max_epochs=3)
+    uninterrupted.fit(whole, loader(True), loader(True))
+    expected = full_state(uninterrupted)
+    if dist.get_rank() == 0:
+        torch.save((joined(whole.losses), expected), directory / "uninterrupted.pt")
+    else:
+        joined(whole.losses)
+    for kind in ("full", "sharded"):
+        first = trainer(directory, ours(state_dict_type=kind), max_epochs=1, **checkpoint_options(directory, kind))
+        module = Module()
+        first.fit(module, loader(True), loader(True))
+        path = Path(first.checkpoint_callback.best_model_path)
+        assert path.is_dir() == (kind == "sharded")
+        resumed, used = Module(lr=123.0), trainer(directory, ours(state_dict_type=kind), max_epochs=3)
+        used.fit(resumed, loader(True), loader(True), ckpt_path=path)
+        assert module.rates + resumed.rates == whole.rates
+        for ours_, theirs in zip(module.losses + resumed.losses, whole.losses, strict=True):
+            assert torch.equal(ours_, theirs)
+        assert_same_state(used, expected, rtol=0, atol=0)
+        assert used.global_step == uninterrupted.global_step
+        # For validation alone, the best one.
+        tester = trainer(directory, "shardwise")
+        (found,) = tester.validate(Module(), loader(True), ckpt_path=path, verbose=False)
+        assert found["val_loss"] == pytest.approx(float(first.callback_metrics["val_loss"]), rel=1e-6)
+
+
+def files_for_others(directory: Path) -> None:
+    """A full checkpoint is one of a plain module's Trainer; a sharded one is plain DCP's; and the reverse."""
+    import torch.distributed.checkpoint as dcp
+
+    path = directory / "full" / "epoch=0.ckpt"
+    checkpoint = torch.load(path, weights_only=False)
+    plain = Module()
+    assert list(checkpoint["state_dict"]) == list(plain.state_dict())
+    plain.load_state_dict(checkpoint["state_dict"])
+    optimizer = plain.configure_optimizers()["optimizer"]
+    optimizer.load_state_dict(checkpoint["optimizer_states"][0])
+    assert all(state["exp_avg"].shape == p.shape for p, state in optimizer.state.items())
+    again = Module.load_from_checkpoint(path, map_location="cpu")
+    assert torch.equal(again.net[0].weight, plain.net[0].weight)
+    sharded = {"model": {name: torch.zeros_like(value) for name, value in plain.state_dict().items()}}
+    dcp.load(sharded, checkpoint_id=directory / "sharded" / "epoch=0.ckpt", no_dist=True)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(sharded["model"][name], value)
+    load = importlib.import_module(f"{NAMESPACE.replace('pytorch', 'fabric')}.utilities.load")
+    consolidated = load._load_distributed_checkpoint(directory / "sharded" / "epoch=0.ckpt")
+    assert all(torch.equal(consolidated["model"][name], value) for name, value in plain.state_dict().items())
+    assert consolidated["optimizer_0"]["state"]["net.0.weight"]["exp_avg"].shape == (13, 7)
+    assert consolidated["global_step"] == 6
+    # One process goes on from ours, and we go on from its.
+    dist.barrier()
+    alone = trainer(directory, "auto", max_epochs=2)
+    module = Module()
+    alone.fit(module, loader(False), loader(False), ckpt_path=path)
+    losses, _ = torch.load(directory / "uninterrupted.pt")
+    torch.testing.assert_close(module.losses, losses[6:12])
+    if dist.get_rank() == 0:
+        alone.save_checkpoint(directory / "alone.ckpt")
+    dist.barrier()
+    used, module = trainer(directory, "shardwise", max_epochs=3), Module()
+    used.fit(module, loader(True), loader(True), ckpt_path=directory / "alone.ckpt")
+    torch.testing.assert_close(joined(module.losses), losses[12:])
+
+
+def from_model_parallel(directory: Path) -> None:
+    """A directory of Lightning's ModelParallelStrategy, over torch FSDP2, goes on in ours as in its own."""
+    from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+    class Theirs(Module):
+        def configure_model(self) -> None:
+            torch_fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.net(x)
+
+    strategies = importlib.import_module(f"{NAMESPACE}.strategies")
+
+    def theirs(epochs: int) -> Any:
+        return trainer(directory, strategies.ModelParallelStrategy(world_size(), 1), max_epochs=epochs)
+
+    path = directory / "model_parallel"
+    first, expected, found = Theirs(), Theirs(), Module()
+    used = theirs(1)
+    used.fit(first, loader(True))
+    used.save_checkpoint(path)
+    theirs(2).fit(expected, loader(True), ckpt_path=path)
+    used = trainer(directory, "shardwise")
+    used.fit(found, loader(True), ckpt_path=path)
+    assert len(found.losses) == 6
+    assert all(map(torch.equal, found.losses, expected.losses))
+    assert found.rates == expected.rates
+
+
+class Unsafe:
+    """What `torch.load` does not take by itself."""
+
+
+def callbacks(directory: Path) -> None:
+    """EarlyStopping, LearningRateMonitor, a progress bar and a summary, checkpoints by callback and by hand."""
+
+    stop = pl.callbacks.EarlyStopping("val_loss", patience=0, min_delta=100.0)
+    rates = pl.callbacks.LearningRateMonitor(logging_interval="step")
+    logger_module = importlib.import_module(f"{NAMESPACE}.loggers")
+    used = trainer(
+        directory,
+        "shardwise",
+        max_epochs=9,
+        callbacks=[stop, rates],
+        logger=logger_module.CSVLogger(directory / "logs"),
+        log_every_n_steps=1,
+        enable_model_summary=True,
+    )
+    module = Module()
+    used.fit(module, loader(True), loader(True))
+    assert used.current_epoch == 2
+    if used.is_global_zero:
+        with open(Path(used.logger.log_dir) / "metrics.csv") as file:
+            logged = [row["lr-AdamW"] for row in csv.DictReader(file) if row["lr-AdamW"]]
+        assert [float(rate) for rate in logged] == pytest.approx(module.rates)
+    used.save_checkpoint(directory / "by_hand.ckpt", weights_only=True)
+    assert "optimizer_states" not in torch.load(directory / "by_hand.ckpt", weights_only=False)
+    module.on_save_checkpoint = lambda checkpoint: checkpoint.update(unsafe=Unsafe())
+    used.save_checkpoint(directory / "unsafe.ckpt")
+    with pytest.raises(UnpicklingError) as caught:
+        trainer(directory, "shardwise").fit(Module(), loader(True), ckpt_path=directory / "unsafe.ckpt")
+    assert "add_safe_globals" in caught.value.__notes__[0]
+    with raises(KeyError, "save_weights_only"):
+        trainer(directory, "shardwise").fit(Module(), loader(True), ckpt_path=directory / "by_hand.ckpt")
+
+
+def more_callbacks(directory: Path) -> None:
+    """Layers that start to train later, a schedule of accumulation, validation within epochs, profiling."""
+
+    class Frozen(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone, self.head = self.net[:2], self.net[2:]
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05)
+
+    def later() -> Any:
+        return pl.callbacks.BackboneFinetuning(1, initial_denom_lr=2.0, verbose=False)
+
+    def schedule() -> Any:
+        return pl.callbacks.GradientAccumulationScheduler({0: 2, 1: 1})
+
+    for make, callback in ((Frozen, later), (Module, schedule)):
+        module, truth = make(), make()
+        expected = trainer(directory, "auto", callbacks=[callback()])
+        expected.fit(truth, loader(False))
+        used = trainer(directory, ours(auto_wrap_policy={nn.Linear}), callbacks=[callback()])
+        used.fit(module, loader(True))
+        torch.testing.assert_close(joined(module.losses), truth.losses)
+        assert_same_state(used, truth.state_dict())
+    options = {"val_check_interval": 2, "limit_val_batches": 2, "num_sanity_val_steps": 2}
+    assert_like_one_process(directory, "shardwise", **options, profiler="simple", detect_anomaly=True)
+    exceptions = importlib.import_module(f"{NAMESPACE}.utilities.exceptions")
+    averaging = pl.callbacks.StochasticWeightAveraging(0.1)
+    with raises(exceptions.MisconfigurationException, "sharded"):
+        trainer(directory, "shardwise", callbacks=[averaging]).fit(Module(), loader(True))
+
+
+def averages(directory: Path) -> None:
+    """Lightning's own averaging callback: sharded, in validation, in checkpoints of both kinds."""
+    weight_averaging = importlib.import_module(f"{NAMESPACE}.callbacks.weight_averaging")
+
+    def average() -> Any:
+        return weight_averaging.EMAWeightAveraging(decay=0.7)
+
+    whole, expected = Module(), trainer(directory, "auto", max_epochs=3, callbacks=[average()])
+    expected.fit(whole, loader(False), loader(False))
+    for kind in ("full", "sharded"):
+        # At the end of training the module gets the averages; before, both are saved.
+        saving = pl.callbacks.ModelCheckpoint(
+            dirpath=directory, filename=f"averaging_{kind}", save_on_train_epoch_end=True
+        )
+        module = Module()
+        used = trainer(
+            directory,
+            ours(state_dict_type=kind),
+            max_epochs=1,
+            callbacks=[average(), saving],
+            enable_checkpointing=True,
+        )
+        used.fit(module, loader(True), loader(True))
+        path = Path(saving.best_model_path)
+        resumed, used = Module(), trainer(directory, ours(state_dict_type=kind), max_epochs=3, callbacks=[average()])
+        used.fit(resumed, loader(True), loader(True), ckpt_path=path)
+        torch.testing.assert_close(joined(module.losses + resumed.losses), whole.losses)
+        torch.testing.assert_close(used.callback_metrics["val_loss"], expected.callback_metrics["val_loss"])
+        assert_same_state(used, whole.state_dict())
+
+
+def whole_state_dicts(directory: Path) -> None:
+    """`load_state_dict` of a sharded module takes what one process saved, and a hook sees a checkpoint before it is
+    loaded (upstream: too late)."""
+
+    class Changing(Module):
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["state_dict"]["net.0.bias"].fill_(7.0)
+
+    used, module = trainer(directory, "shardwise"), Module()
+    used.validate(module, loader(True), verbose=False)
+    torch.manual_seed(5)
+    other = {name: torch.randn_like(value) for name, value in make_net().state_dict().items()}
+    module.net.load_state_dict(other)
+    assert_same_state(used, {f"net.{name}": value for name, value in other.items()}, rtol=0, atol=0)
+    used.save_checkpoint(directory / "changed.ckpt")
+    changing, used = Changing(), trainer(directory, "shardwise")
+    used.validate(changing, loader(True), verbose=False, ckpt_path=directory / "changed.ckpt")
+    state = full_state(used)
+    assert bool((state["net.0.bias"] == 7).all())
+    assert torch.equal(state["net.0.weight"], other["0.weight"])
+
+
+def manual_optimization(directory: Path) -> None:
+    """Two optimizers, two backward passes a step, as a plain loop on the joined batch."""
+
+    def nets() -> tuple[nn.Module, nn.Module]:
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3)), nn.Sequential(
+            nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)
+        )
+
+    class Adversarial(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.maker, self.judge = nets()
+            self.losses: list[torch.Tensor] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.maker(x)
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            inputs, targets = batch
+            make, judge = self.optimizers()
+            self.toggle_optimizer(judge)
+            loss = F.softplus(self.judge(self(inputs).detach())).mean() + F.softplus(-self.judge(targets)).mean()
+            self.manual_backward(loss)
+            self.clip_gradients(judge, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+            judge.step()
+            judge.zero_grad()
+            self.untoggle_optimizer(judge)
+            self.toggle_optimizer(make)
+            other = F.softplus(-self.judge(self.maker(inputs))).mean()
+            self.manual_backward(other)
+            make.step()
+            make.zero_grad()
+            self.untoggle_optimizer(make)
+            self.losses += [loss.detach(), other.detach()]
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.maker.parameters(), 0.3), torch.optim.Adam(self.judge.parameters(), 0.02)
+
+    module, used = Adversarial(), trainer(directory, "shardwise")
+    used.fit(module, loader(True))
+    maker, judge = nets()
+    make_optimizer, judge_optimizer = (
+        torch.optim.SGD(maker.parameters(), 0.3),
+        torch.optim.Adam(judge.parameters(), 0.02),
+    )
+    losses = []
+    for _ in range(2):
+        for inputs, targets in loader(False):
+            loss = F.softplus(judge(maker(inputs).detach())).mean() + F.softplus(-judge(targets)).mean()
+            judge.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(judge.parameters(), 0.1)
+            judge_optimizer.step()
+            other = F.softplus(-judge(maker(inputs))).mean()
+            maker.zero_grad()
+            other.backward()
+            make_optimizer.step()
+            losses += [loss.detach(), other.detach()]
+    torch.testing.assert_close(joined(module.losses), losses)
+    path = directory / "manual.ckpt"
+    used.save_checkpoint(path)
+    again, other_trainer = Adversarial(), trainer(directory, ours(state_dict_type="sharded"), max_epochs=3)
+    other_trainer.fit(again, loader(True), ckpt_path=path)
+    assert len(again.losses) == 2 * len(loader(True))
+
+
+def optimizers(directory: Path) -> None:
+    """Made before wrapping; over something else; over nothing; several groups."""
+
+    class Early(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            decayed = [parameter for parameter in self.parameters() if parameter.ndim > 1]
+            others = [parameter for parameter in self.parameters() if parameter.ndim < 2]
+            self.made = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=0.05)
+
+        def configure_optimizers(self) -> Any:
+            scheduler = torch.optim.lr_scheduler.StepLR(self.made, step_size=1, gamma=0.9)
+            return {"optimizer": self.made, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    assert_like_one_process(directory, "shardwise", Early, Early)
+
+    class Foreign(Module):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(make_net().parameters(), lr=0.1)
+
+    class Empty(Module):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([], lr=0.1)
+
+    class FromTrainer(Module):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.trainer.model.parameters(), lr=0.1)
+
+    class Without(Module):
+        def configure_optimizers(self) -> Any:
+            return None
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch)
+
+    for make in (Foreign, Empty):
+        used, module = trainer(directory, "shardwise"), make()
+        with raises(ValueError, "self.trainer.model.parameters()"):
+            used.fit(module, loader(True))
+        assert used.strategy.optimizers == []
+        assert used.strategy.lr_scheduler_configs == []
+        # Nothing is half set up: the same instance trains once its optimizer is right.
+        module.configure_optimizers = lambda m=module: torch.optim.SGD(m.parameters(), lr=0.1)
+        trainer(directory, "shardwise").fit(module, loader(True))
+        assert len(module.losses) == 12
+    trainer(directory, "shardwise").fit(FromTrainer(), loader(True))
+    trainer(directory, "shardwise", max_steps=2).fit(Without(), loader(True))
+
+
+def refusals(directory: Path) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+    class Emptied(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Identity()
+
+    exceptions = importlib.import_module(f"{NAMESPACE}.utilities.exceptions")
+    used = trainer(directory, "shardwise")
+    with raises(exceptions.MisconfigurationException, "reinitialize your LightningModule"):
+        used.fit(Emptied(), loader(True))
+    assert used.strategy.lightning_module is None or not list(used.strategy.lightning_module.parameters())
+    foreign = Module()
+    torch_fully_shard(foreign.net)
+    with raises(TypeError, "net", "torch's own"):
+        trainer(directory, "shardwise").fit(foreign, loader(True))
+    for arguments, message in (
+        ({"state_dict_type": "half"}, "state_dict_type"),
+        ({"move_grads_to_cpu": True}, "move_grads_to_cpu"),
+        ({"mp_policy": torch.float16}, "mp_policy"),
+        ({"auto_wrap_policy": 3}, "policy"),
+        ({"process_group": "default"}, "process_group"),
+    ):
+        with raises((ValueError, TypeError), message):  # type: ignore[arg-type]
+            ours(**arguments)
+    with pytest.warns(UserWarning, match="bucket_cap_mb"):
+        ours(bucket_cap_mb=3, flatten_parameters=False)
+    with raises(ValueError, "mp_policy", "compute_dtype"):
+        ours(mp_policy=MixedPrecisionPolicy(), compute_dtype=torch.bfloat16)
+    assert ours(min_num_params=7).min_num_params == 7
+    # The same instance goes on in another Trainer: here nothing is emptied by wrapping.
+    module = Module()
+    for _ in range(2):
+        trainer(directory, "shardwise", max_epochs=1).fit(module, loader(True))
+    assert len(module.losses) == 12
+
+
+def different_beginnings(directory: Path) -> None:
+    """Ranks that were not seeded alike train the first one's module."""
+    module = Module()
+    first = {name: value.clone() for name, value in module.state_dict().items()}
+    if dist.get_rank():
+        for parameter in module.parameters():
+            nn.init.normal_(parameter)
+    used = trainer(directory, ours(auto_wrap_policy={nn.Linear}))
+    used.validate(module, loader(True), verbose=False)
+    assert_same_state(used, first, rtol=0, atol=0)
+
+
+def other_uses(directory: Path) -> None:
+    """A strategy given to a Trainer of the other name, one process's idea of strictness, checkpoints that replace
+    others, a step that returns a dict, units called by themselves."""
+    from shardwise.lightning import DDPFullyShardedStrategy
+
+    # The public class serves Trainers of both names.
+    given = DDPFullyShardedStrategy(auto_wrap_policy={nn.Linear})
+    assert_like_one_process(directory, given, max_epochs=1)
+    strategies = importlib.import_module(f"{NAMESPACE}.strategies")
+    assert isinstance(given, strategies.ParallelStrategy)
+
+    class Lenient(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.more = nn.Linear(2, 2)
+            self.strict_loading = False
+
+    source, used = Module(), trainer(directory, "shardwise")
+    used.validate(source, loader(True), verbose=False)
+    for path in (directory / "strict.ckpt", directory / "strict_sharded"):
+        kind = "sharded" if path.name.endswith("sharded") else "full"
+        used = trainer(directory, ours(state_dict_type=kind))
+        used.validate(source, loader(True), verbose=False)
+        used.save_checkpoint(path, weights_only=True)
+        lenient, other = Lenient(), trainer(directory, "shardwise")
+        before = lenient.more.weight.detach().clone()
+        with torch.no_grad():
+            lenient.net[0].weight.zero_()
+        other.validate(lenient, loader(True), verbose=False, ckpt_path=path)
+        state = full_state(other)
+        assert torch.equal(state["more.weight"], before)
+        assert torch.equal(state["net.0.weight"], make_net()[0].weight)
+        lenient.strict_loading = True
+        with raises(ValueError, "more.weight"):
+            trainer(directory, "shardwise").validate(lenient, loader(True), verbose=False, ckpt_path=path)
+
+    for kind in ("full", "sharded"):  # the best only, which is the last, replaced each time; and the last by a link
+        kept = pl.callbacks.ModelCheckpoint(
+            dirpath=directory / f"kept_{kind}", monitor="val_loss", mode="min", save_top_k=1, save_last="link"
+        )
+        used = trainer(directory, ours(state_dict_type=kind), callbacks=[kept], enable_checkpointing=True)
+        used.fit(Module(), loader(True), loader(True))
+        dist.barrier()
+        assert len(list((directory / f"kept_{kind}").iterdir())) <= 3
+        (found,) = used.validate(Module(), loader(True), verbose=False, ckpt_path="best")
+        assert found["val_loss"] == pytest.approx(float(kept.best_model_score), rel=1e-6)
+
+    class Dict(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return {"loss": loss, "other": [loss.detach()]}
+
+        def on_train_epoch_end(self) -> None:
+            self.net[3](torch.zeros(2, 13))
+
+    module = Dict()
+    trainer(directory, ours(auto_wrap_policy={nn.Linear})).fit(module, loader(True))
+    assert len(module.losses) == 12
+    with pytest.raises(RuntimeError, match="unit"), torch.no_grad():
+        module.net[2](torch.zeros(2, 13))
+
+
+def on_meta(directory: Path) -> None:
+    """`trainer.init_module(empty_init=True)`: no memory, and the values of one process."""
+    used = trainer(directory, ours(auto_wrap_policy={nn.Linear}), max_epochs=1)
+    with used.init_module(empty_init=True):
+        module = Module()
+    assert all(parameter.is_meta for parameter in module.parameters())
+    used.fit(module, loader(True), loader(True))
+    truth = Module()
+    trainer(directory, "auto", max_epochs=1).fit(truth, loader(False), loader(False))
+    torch.testing.assert_close(joined(module.losses), truth.losses)
+
+
+def resume_at_three(directory: Path) -> None:
+    """Checkpoints of two ranks go on at three, with the same joined batches, under torchrun."""
+    for kind in ("full", "sharded"):
+        truth_module, module = Module(), Module()
+        path = directory.parent / "main" / kind / "epoch=0.ckpt"
+        full = directory.parent / "main" / "full" / "epoch=0.ckpt"
+        trainer(directory, "auto", max_epochs=2).fit(truth_module, loader(False), loader(False), ckpt_path=full)
+        used = trainer(directory, ours(state_dict_type=kind), max_epochs=2)
+        used.fit(module, loader(True), loader(True), ckpt_path=path)
+        assert used.world_size == 3
+        torch.testing.assert_close(joined(module.losses), truth_module.losses)
+        assert module.rates == truth_module.rates
+        assert_same_state(used, truth_module.state_dict())
+
+
+CASES: dict[str, dict[str, Callable[[Path], None]]] = {
+    "main": {
+        case.__name__: case
+        for case in (
+            start,
+            fit_by_both_names,
+            all_hooks,
+            every_stage,
+            clipping,
+            accumulation,
+            precisions,
+            loss_scaling,
+            exact_resume,
+            files_for_others,
+            from_model_parallel,
+            callbacks,
+            more_callbacks,
+            averages,
+            whole_state_dicts,
+            manual_optimization,
+            optimizers,
+            refusals,
+            different_beginnings,
+            on_meta,
+            other_uses,
+        )
+    },
+    "other_name": {case.__name__: case for case in (start, fit_by_both_names, clipping, exact_resume, other_uses)},
+    "torchrun": {case.__name__: case for case in (start, fit_by_both_names, resume_at_three)},
+}
+RANKS = {"main": 2, "other_name": 2, "torchrun": 3}
+
+
+@pytest.mark.parametrize("case", CASES["main"])
+def test_trainer(case: str) -> None:
+    check_case(__file__, "main", case)
+
+
+@pytest.mark.parametrize("case", CASES["other_name"])
+def test_trainer_of_pytorch_lightning(case: str) -> None:
+    check_case(__file__, "other_name", case)
+
+
+@pytest.mark.parametrize("case", CASES["torchrun"])
+def test_trainer_under_torchrun(case: str) -> None:
+    check_case(__file__, "main", "exact_resume")  # its checkpoints
+    check_case(__file__, "torchrun", case, 3, torchrun=True)
+
+
+def test_example() -> None:
+    losses = output_of(ROOT / "examples" / "lightning_trainer.py")[-1]
+    assert losses.startswith("loss after each epoch")
+    first, second = (float(word) for word in losses.split()[-2:])
+    assert second < first - 0.1 < 3.5
+
+
+if __name__ == "__main__":
+    run_cases(CASES)
