@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from .checkpoint.names import parameter_names
 from .core.device import copy_each, local_of, move_each, not_inference, respec, shard_like, spec_of, wrap_local
 from .core.errors import StateError
+from .core.flat import refuse_flat
 from .core.module import unit_of
 from .core.parameter import owner_of
 
@@ -135,6 +136,7 @@ class EMA:
 
     def state_dict(self) -> dict[str, Any]:
         """``decay``, ``updates`` (their number) and ``averages`` by parameter name, DTensors where those are."""
+        refuse_flat(self._model, "EMA.state_dict")
         return {"decay": self.decay, "updates": self.updates, "averages": dict(self._averages)}
 
     @torch.no_grad()
@@ -148,6 +150,7 @@ class EMA:
             RuntimeError: while they are swapped.
             ValueError: if it has other parameters than this average, or of other shapes.
         """
+        refuse_flat(self._model, "EMA.load_state_dict")
         self._check_not_swapped("load_state_dict()")
         given = state["averages"]
         if given.keys() != self._averages.keys():

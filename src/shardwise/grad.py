@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from .core.comm import Comm, comm_for
 from .core.device import local_norms, local_of, mesh_device, scale_each
+from .core.flat import refuse_flat
 from .grad_scaler import ShardedGradScaler
 
 __all__ = ["ShardedGradScaler", "clip_grad_norm_", "norm_over_ranks", "scale_to_norm", "total_norm"]
@@ -43,6 +44,7 @@ def clip_grad_norm_(
         RuntimeError: if ``error_if_nonfinite`` and the norm is not finite.
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    refuse_flat(parameters, "clip_grad_norm_")
     gradients = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
     if not gradients:
         return torch.tensor(0.0)

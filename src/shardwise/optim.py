@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .core.device import shard_like
+from .core.flat import refuse_flat
 from .core.parameter import successor_of
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
@@ -29,6 +30,7 @@ def repoint(optimizer: AnyOptimizer) -> AnyOptimizer:
         ``optimizer``.
     """
     for group in optimizer.param_groups:
+        refuse_flat(group["params"], "repoint")
         group["params"] = [_repointed(optimizer, parameter) for parameter in group["params"]]
     return optimizer
 

@@ -529,6 +529,7 @@ def test_loading_leaves_the_given_dict_alone(flat: bool) -> None:
 def test_state_dict_options() -> None:
     first = FSDP(made(MLP), state_dict_on_rank_0_only=True)
     assert len(first.state_dict()) == (6 if dist.get_rank() == 0 else 0)
+    assert len(first.local_state_dict()) == 1  # each rank has shards of its own
     half = FSDP(made(MLP).half(), compute_dtype=torch.float16)
     assert {value.dtype for value in half.state_dict().values()} == {torch.float16}
     mixed = FSDP(made(ConvNet), mixed_precision=True, compute_dtype=torch.bfloat16)

@@ -260,6 +260,25 @@ def test_messages_name_the_root(fake_mesh: Mesh) -> None:
     assert unit_of(model) is not None
 
 
+class Boxed:
+    def __init__(self, value: torch.Tensor):
+        self.value = value
+
+
+class Boxes(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Boxed:  # type: ignore[override]
+        return Boxed(super().forward(x))
+
+
+def test_backward_through_hidden_outputs_of_the_root_is_told_of(fake_mesh: Mesh) -> None:
+    model = Boxes(4, 4)
+    fully_shard(model, mesh=fake_mesh(2))
+    model(torch.ones(2, 4))  # what no backward goes through may be anything
+    model(torch.ones(2, 4)).value.sum().backward()
+    with pytest.raises(TypeError, match=r"returned a Boxed.*not reduced"):
+        model(torch.ones(2, 4))
+
+
 def test_ignored_parameters_on_the_meta_device_are_refused(fake_mesh: Mesh) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
     fully_shard(model, mesh=fake_mesh(2), ignored_params=set(model[1].parameters()))

@@ -37,7 +37,7 @@ def full_state_dict(model: nn.Module, *, cpu: bool = True, rank0_only: bool = Tr
     Raises:
         ValueError: naming tensors without values, on all ranks.
     """
-    state = weights_of(model, of_world=True)
+    state = weights_of(model, asked_by="full_state_dict", of_world=True)
     with state.peers.together():
         state.check_values()
     keeps = state.peers.is_first or not rank0_only
@@ -82,7 +82,7 @@ def load_full_state_dict(model: nn.Module, sd: Mapping[str, Any] | None, *, broa
             whole tensors, together; on all ranks.
         TypeError: if ``sd`` is no dict.
     """
-    loading = weights_of(model, of_world=broadcast_from_rank0)
+    loading = weights_of(model, asked_by="load_full_state_dict", of_world=broadcast_from_rank0)
     peers = loading.peers
     has_values = peers.is_first or not broadcast_from_rank0
     with peers.together():

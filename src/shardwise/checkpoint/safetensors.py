@@ -66,7 +66,7 @@ def load_safetensors(
         TypeError: for an argument of a wrong type.
         OSError: if reading fails. Every error is raised on all ranks.
     """
-    loading = weights_of(model, plain_names=True)
+    loading = weights_of(model, asked_by="load_safetensors", plain_names=True)
     peers = loading.peers
     with peers.together():
         stored, problems = _renamed(read_stored(path_or_dir), rename)
@@ -172,7 +172,7 @@ def save_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, max
         TypeError: for an argument of a wrong type.
         OSError: if the directory cannot be written, or is full. Every error is raised on all ranks.
     """
-    saving = weights_of(model, plain_names=True)
+    saving = weights_of(model, asked_by="save_safetensors", plain_names=True)
     peers = saving.peers
     with peers.together():
         saving.check_values()

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..core.device import local_of, mesh_device, not_inference, region_of, spec_of
 from ..core.errors import StateError
+from ..core.flat import refuse_flat
 from ..core.module import unit_of
 from ..core.shards import Shards
 from ..core.slot import Slot
@@ -269,18 +270,24 @@ class ModelWeights:
             )
 
 
-def weights_of(model: nn.Module, *, plain_names: bool = False, of_world: bool = False) -> ModelWeights:
+def weights_of(
+    model: nn.Module, *, asked_by: str = "save", plain_names: bool = False, of_world: bool = False
+) -> ModelWeights:
     """Find the tensors of ``model``'s state dict.
 
     Args:
         model: with units, with DTensors from elsewhere, or plain.
+        asked_by: name of the function that wants them, for messages.
         plain_names: whether names are those of the model as it was written, without wrappers around its modules;
             otherwise they are the keys of its state dict.
         of_world: whether a plain model belongs to all ranks together; otherwise to this process alone.
 
     Raises:
         TypeError: if it is not a module.
+        ValueError: if it has flat shards.
     """
+    if isinstance(model, nn.Module):
+        refuse_flat(model, asked_by)
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model must be a module, not {type(model).__name__}")
     slots = _slots_of(model)

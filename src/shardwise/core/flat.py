@@ -3,15 +3,17 @@ parameter (FairScale's layout). A run of one parameter is the parameter itself, 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from .buffer import ShardedBuffer
 from .comm import PACK_BELOW_BYTES
@@ -19,7 +21,7 @@ from .device import call_without_torch_function, copy_each, not_inference, witho
 from .errors import StateError
 from .layout import Layout, flat
 from .mesh import DataParallelRanks
-from .parameter import Place, remember_successor, retire
+from .parameter import Place, owner_of, remember_successor, retire, successor_of
 from .shards import Shards
 from .slot import GroupPolicy, Slot, check_dense
 from .tree import tensors_in
@@ -96,7 +98,8 @@ class AbsentParameter(torch.Tensor):
         if func.__name__ not in _LOOKS and func not in _PROPERTIES:
             for tensor in tensors_in((args, kwargs or {})):
                 if isinstance(tensor, AbsentParameter):
-                    raise StateError(tensor._explain(func.__name__))
+                    is_property = func.__name__ in ("__get__", "__set__")
+                    raise StateError(tensor._explain(func.__self__.__name__ if is_property else func.__name__))
         return call_without_torch_function(func, types, args, kwargs or {})
 
     def _explain(self, operator: str) -> str:
@@ -127,7 +130,18 @@ def _absent(shape: tuple[int, ...], dtype: torch.dtype, label: str) -> AbsentPar
 _LOOKS = {"size", "dim", "stride", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "__len__"}
 _PROPERTIES = {
     getattr(torch.Tensor, name).__get__
-    for name in ("shape", "dtype", "ndim", "requires_grad", "is_meta", "layout", "grad", "is_leaf", "itemsize")
+    for name in (
+        "shape",
+        "dtype",
+        "ndim",
+        "requires_grad",
+        "is_meta",
+        "is_cuda",
+        "layout",
+        "grad",
+        "is_leaf",
+        "itemsize",
+    )
 }
 
 
@@ -144,6 +158,8 @@ class FlatSlot(Slot):
     def __init__(self, run: FlatRun, buffer: ShardedBuffer, index: int, owner: weakref.ref[Shards]):
         super().__init__(run.name, [place for part in run.parts for place in part.places], buffer, index, run.sharded)
         self.parts, self.home, self.total, self._owner = run.parts, run.home, run.numel, owner
+        #: Of the sharded parameter's memory in the buffer.
+        self.address = run.sharded.data_ptr()
         self._faces: list[nn.Parameter] = []
         self._summoned: torch.Tensor | None = None
         self._stand_ins: list[AbsentParameter] = []
@@ -159,6 +175,11 @@ class FlatSlot(Slot):
         """Elements at the end of this rank's part that belong to no parameter."""
         tensor, rank = self.buffer.layout.tensors[self.index], self.buffer.comm.rank
         return min(max(tensor.start(rank) + tensor.length(rank) - self.total, 0), tensor.length(rank))
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the sharded parameter still has its memory in the buffer."""
+        return self.sharded.data_ptr() == self.address
 
     def registered(self) -> nn.Parameter:
         """What is registered as the sharded face."""
@@ -217,10 +238,14 @@ class FlatSlot(Slot):
                 module = place.module()
                 if module is not None and module._parameters.get(place.name) is not expected:
                     raise StateError(
-                        f"parameter {part.name!r} was replaced after it was sharded, and the new one would not be "
-                        "trained: write values into it inside `with module.summon_full_params():`, load a state dict, "
-                        "or replace it before it is wrapped"
+                        f"parameter {part.name!r}{self._of_unit()} was replaced after it was sharded, and the new one "
+                        "would not be trained: write values into it inside `with module.summon_full_params():`, load "
+                        "a state dict, or replace it before it is wrapped"
                     )
+
+    def _of_unit(self) -> str:
+        shards = self._owner()
+        return f" of unit {shards.unit_name!r}" if shards is not None else ""
 
     def views(self, run: torch.Tensor) -> list[torch.Tensor]:
         """The parts of a whole run, in their shapes."""
@@ -329,17 +354,33 @@ class FlatSlot(Slot):
 
     @torch.no_grad()
     def dismiss(self, *, keep_changes: bool) -> None:
-        """Register the sharded face again, with what was written into this rank's part if ``keep_changes``."""
+        """Register the sharded face again, with what was written into this rank's part if ``keep_changes``.
+
+        Raises:
+            StateError: naming a parameter that was removed, or replaced by one of another shape; none is kept then.
+        """
         run, self._summoned = self._summoned, None
         assert run is not None
-        if keep_changes:
-            for part, view in zip(self.parts, self.views(run), strict=True):
-                value = part.places[0].get()
-                if value.data_ptr() != view.data_ptr():  # replaced, not written
-                    view.copy_(value)
-            length = self.local.numel()
-            self.local.copy_(run.narrow(0, self.buffer.comm.rank * length, length))
-        self._register_sharded()
+        try:
+            if keep_changes:
+                self._keep_changes(run)
+        finally:
+            self._register_sharded()
+
+    def _keep_changes(self, run: torch.Tensor) -> None:
+        for part, view in zip(self.parts, self.views(run), strict=True):
+            module = part.places[0].module()
+            value = module._parameters.get(part.places[0].name) if module is not None else None
+            if value is None or value.shape != view.shape:
+                now = "was removed" if value is None else f"was replaced by one of shape {tuple(value.shape)}"
+                raise StateError(
+                    f"parameter {part.name!r}{self._of_unit()}, of shape {part.shape}, {now} inside "
+                    "summon_full_params: change modules before they are wrapped"
+                )
+            if value.data_ptr() != view.data_ptr():  # replaced, not written
+                view.copy_(value)
+        length = self.local.numel()
+        self.local.copy_(run.narrow(0, self.buffer.comm.rank * length, length))
 
     @property
     def is_summoned(self) -> bool:
@@ -431,10 +472,10 @@ class FlatShards(Shards):
                     remember_successor(face, self.reference, position)
 
     def dismiss(self, *, keep_changes: bool) -> None:
-        """Undo `summon`."""
-        with not_inference():
+        """Undo `summon`; see `FlatSlot.dismiss`."""
+        with not_inference(), contextlib.ExitStack() as stack:  # all of them, whatever one raises
             for slot in self.slots:
-                slot.dismiss(keep_changes=keep_changes)
+                stack.callback(slot.dismiss, keep_changes=keep_changes)
         self.mark_stale()
 
     @property
@@ -443,6 +484,15 @@ class FlatShards(Shards):
         return any(slot.is_summoned for slot in self.slots)
 
     # -- Making them again
+
+    @property
+    def is_adopted(self) -> bool:
+        """See `Shards`. Looked up, not noted: an assignment to ``parameter.data`` tells nobody."""
+        return all(slot.is_in_place for slot in self.slots)
+
+    @is_adopted.setter
+    def is_adopted(self, value: bool) -> None:
+        pass
 
     def leave_meta(self) -> list[Slot]:
         """See `Shards.leave_meta`; flat shards are never on the meta device."""
@@ -486,8 +536,48 @@ class FlatShards(Shards):
                 chunk.copy_(slot.sharded)
                 slot.sharded.data = chunk
                 slot.sharded.__dict__["_shardwise_owner"] = self.reference
-                slot.buffer = buffer
+                slot.buffer, slot.address = buffer, slot.sharded.data_ptr()
                 slot.forget_unsharded()
                 slot._register_sharded()
         old.free()
         return True
+
+
+def refuse_flat(where: nn.Module | Iterable[torch.Tensor], function: str) -> None:
+    """For functions that would take a rank's part of a flat parameter for the whole.
+
+    Args:
+        where: a model, or parameters: sharded, unsharded, or those that were there before.
+        function: for the message.
+
+    Raises:
+        ValueError: naming a flat parameter in ``where``, and what to call instead.
+    """
+    for parameter in where.parameters() if isinstance(where, nn.Module) else where:
+        if isinstance(parameter, DTensor):
+            continue
+        successor = successor_of(parameter)
+        sharded = parameter if successor is None else successor
+        if isinstance(owner := owner_of(sharded), FlatShards):
+            name, unit = owner.name_of(sharded)
+            raise ValueError(
+                f"{function}: parameter {name!r} of unit {unit!r} is a flat shard of FullyShardedDataParallel, and the "
+                f"part that this rank has would be taken for the whole: {INSTEAD.get(function, INSTEAD['save'])}"
+            )
+
+
+INSTEAD = {
+    "save": "call model.state_dict() (whole, at any world size) or model.local_state_dict(), "
+    "model.gather_full_optim_state_dict(optimizer), and torch.save",
+    "load": "call model.load_state_dict() or model.load_local_state_dict(), and load into the optimizer what "
+    "model.get_shard_from_optim_state_dict() gives",
+    "full_state_dict": "call model.state_dict(), which is whole",
+    "load_full_state_dict": "call model.load_state_dict() with a whole state dict on every rank",
+    "save_safetensors": "call model.state_dict(), which is whole, and write it by safetensors.torch.save_file",
+    "load_safetensors": "read the file by safetensors.torch.load_file and call model.load_state_dict()",
+    "EMA.state_dict": "save model.state_dict() inside `with ema.swap():`, which is whole",
+    "EMA.load_state_dict": "make the EMA after model.load_state_dict() of the average",
+    "clip_grad_norm_": "call model.clip_grad_norm_()",
+    "repoint": "make the optimizer after wrapping, of model.parameters()",
+}
+"""What `FullyShardedDataParallel` has in the place of a function of `shardwise`."""

@@ -72,6 +72,7 @@ class Unit:
         self._passed: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         self._computes_backward = False
         self._is_checked = False
+        self._opaque = ""
         self._recomputes = False
         self._recomputations = 0
         self._positions: list[int] = []
@@ -123,6 +124,8 @@ class Unit:
             self.unshard()
             return self._cast_inputs(args, kwargs)
         context = self.context or self.become_root(self)
+        if self._opaque:
+            self._refuse_unannounced()
         if not self._is_checked:
             self._check_unsharded()
         with label("FSDP::pre_forward", self.name):
@@ -242,12 +245,22 @@ class Unit:
     def _refuse_opaque(self, output: Any) -> None:
         """Tensors that are not found cannot announce backward, whose parameters would be gone."""
         found = opaque_types(output)
+        self._opaque = found[0].__name__ if found else ""
         resharded = any(group.gradients.trains() and group.options.reshard_after_forward for group in self.groups)
         if found and resharded:
             raise TypeError(
                 f"the forward of unit {self.name!r} returned a {found[0].__name__}, whose tensors cannot be found, so "
                 "its parameters would not be gathered for backward: return tensors in a dict, list or dataclass, "
                 "or pass reshard_after_forward=False to fully_shard"
+            )
+
+    def _refuse_unannounced(self) -> None:
+        """Where parameters were kept, backward through such tensors worked, and nothing reduced its gradients."""
+        name, self._opaque = self._opaque, ""
+        if any(group.gradients.has_any() and group.options.reduce_gradients for group in self.groups):
+            raise TypeError(
+                f"the forward of unit {self.name!r} returned a {name}, whose tensors cannot be found, and backward "
+                "went through it, so its gradients are not reduced: return tensors in a dict, list or dataclass"
             )
 
     def run(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

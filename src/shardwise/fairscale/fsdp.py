@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,9 +16,9 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
-from ..core.comm import Comm
 from ..core.context import FSDPCommContext
-from ..core.flat import FlatPart, FlatRun, FlatShards, FlatSlot
+from ..core.device import in_backward
+from ..core.flat import FlatShards, FlatSlot
 from ..core.group import ParamGroup
 from ..core.hooks import Phase, Unit
 from ..core.module import set_unit, unit_of
@@ -27,58 +26,24 @@ from ..core.parameter import Place, owner_of
 from ..core.root import make_root
 from ..core.slot import GroupPolicy
 from ..core.tree import map_tensors
-from ..grad import norm_over_ranks, scale_to_norm
-from .arguments import Argument, Support, check_arguments, documented
-from .flat_parameter import FlatParameter
+from ..grad import scale_to_norm
+from .arguments import check_arguments, documented
+from .fsdp_arguments import ARGUMENTS
+from .fsdp_norms import norm_of_gradients
 from .fsdp_optimizer import gather_optimizer_state, shard_optimizer_state
 from .fsdp_parameters import (
     INNER,
-    Member,
-    Run,
     check_parameters,
     clean,
     describe_runs,
+    flat_runs,
     own_modules,
     own_parameters,
     sync_from_first_rank,
 )
+from .fsdp_sharing import share_parameter
 from .fsdp_weights import consolidate, describe_shards, finish_load, finish_state_dict, prepare_load
 from .ranks import MissingGroup, comm_of, compute_device_of, given_group, ranks_of, reduce_comm_of
-
-ACCEPTED = Support.ACCEPTED
-
-ARGUMENTS = {
-    "module": Argument("what to wrap, in place; parameters that instances inside it have are left to them"),
-    "process_group": Argument("the ranks that share each parameter; None for all"),
-    "process_group_reduce_scatter": Argument(
-        "the ranks' group for gradients: 'reduce_scatter' for a communicator of its own, 'default' or None for that of "
-        "the gathers, or a group of as many ranks"
-    ),
-    "reshard_after_forward": Argument("whether whole parameters are freed between forward and backward"),
-    "disable_reshard_on_root": Argument("whether those of the outermost instance are kept then all the same"),
-    "mixed_precision": Argument("whether compute_dtype differs from that of the parameters, which is then float32"),
-    "fp32_reduce_scatter": Argument("whether gradients are reduced in float32; needs mixed_precision"),
-    "flatten_parameters": Argument(
-        "whether an instance's parameters are joined to one; otherwise each is flattened and cut by itself"
-    ),
-    "move_params_to_cpu": Argument("whether shards, gradients and with them the optimizer's state live on the host"),
-    "compute_dtype": Argument("dtype of the whole parameters; float16 with mixed_precision, float32 without"),
-    "buffer_dtype": Argument("dtype of floating-point buffers; compute_dtype by default"),
-    "move_grads_to_cpu": Argument("must be what move_params_to_cpu is, since torch wants both on one device"),
-    "bucket_cap_mb": Argument("an instance's gradients are one collective anyway", ACCEPTED),
-    "compute_device": Argument("where whole parameters are; by default where process_group communicates"),
-    "no_broadcast_optim_state": Argument("whether gathered optimizer state leaves this instance's out"),
-    "state_dict_device": Argument("where `state_dict` puts tensors; by default where it computes, or stores"),
-    "clear_autocast_cache": Argument("whether autocast forgets cast weights after each forward"),
-    "force_input_to_fp32": Argument("whether half-precision inputs become float32 where mixed_precision is off"),
-    "verbose": Argument("whether printing the module tells all settings"),
-    "cpu_offload": Argument("another name of move_params_to_cpu"),
-    "state_dict_on_rank_0_only": Argument("whether other ranks than the first get an empty `state_dict`"),
-    "gradient_predivide_factor": Argument(
-        "divides gradients before they are summed; what is left of the number of ranks divides after"
-    ),
-    "allow_reset_parameters": Argument("whether `reset_parameters` may be called"),
-}
 
 
 class TrainingState(Enum):
@@ -144,7 +109,7 @@ class FullyShardedDataParallel(nn.Module):
         allow_reset_parameters: bool = False,
     ):
         given = {name: value for name, value in locals().items() if name in ARGUMENTS}
-        check_arguments(type(self).__init__, "FullyShardedDataParallel", ARGUMENTS, given)
+        check_arguments(FullyShardedDataParallel.__init__, "FullyShardedDataParallel", ARGUMENTS, given)
         super().__init__()
         if not isinstance(module, nn.Module):
             raise TypeError(f"FullyShardedDataParallel wraps a module, not {type(module).__name__}")
@@ -202,7 +167,7 @@ class FullyShardedDataParallel(nn.Module):
         unless shards are registered already."""
         self._process_group, self._reduce_group = group, reduce_group
         self._summons = self._gives_local = False
-        runs = self._flat_runs(values)
+        runs = flat_runs(self._runs, self, self.module, values)
         param_dtype = self.compute_dtype if self.mixed_precision else None
         precision = MixedPrecisionPolicy(param_dtype, torch.float32 if self.fp32_reduce_scatter else None)
         ranks = ranks_of(group, self.compute_device)
@@ -216,33 +181,6 @@ class FullyShardedDataParallel(nn.Module):
             own.options.divisors = self._divisors() if self._own_divisors else None
         kept_by_root = self.reshard_after_forward and self.disable_reshard_on_root
         set_unit(self, Unit([self], groups, self.compute_device, precision, None, None, kept_by_root, make_fsdp_root))
-
-    def _flat_runs(self, values: Sequence[nn.Parameter] | None) -> list[FlatRun]:
-        runs, position = [], 0
-        for run in self._runs:
-            parts = tuple(FlatPart(one.name, one.shape, self._places(one)) for one in run.members)
-            own = None
-            if values is not None:
-                own = values[position : position + len(parts)]
-                position += len(parts)
-            runs.append(FlatRun(run.name, parts, self._sharded_of(run, parts, own), self._home_of(run), own))
-        return runs
-
-    def _places(self, member: Member) -> list[Place]:
-        return [Place(self.module.get_submodule(path), name) for path, name in member.places]
-
-    def _home_of(self, run: Run) -> Place | None:
-        return Place(self, run.name) if run.is_joined else None
-
-    def _sharded_of(self, run: Run, parts: Sequence[FlatPart], values: Sequence[nn.Parameter] | None) -> nn.Parameter:
-        home = self._home_of(run)
-        if values is None:
-            return home.get() if home is not None else parts[0].places[0].get()
-        if home is None:
-            return values[0]
-        joined = FlatParameter.of([part.name for part in parts], [part.shape for part in parts], values[0])
-        self.register_parameter(run.name, joined)
-        return joined
 
     def _divisors(self) -> tuple[float, float]:
         return self.gradient_predivide_factor, self.gradient_postdivide_factor
@@ -260,12 +198,6 @@ class FullyShardedDataParallel(nn.Module):
     def _flat_slots(self) -> list[FlatSlot]:
         """Also those of instances that it shares parameters with."""
         return [cast(FlatSlot, slot) for group in self._unit.groups for slot in group.slots]
-
-    def _borrowed(self) -> list[tuple[str, FlatSlot]]:
-        """Parameters of other instances that are registered here, by their names here."""
-        slots = {id(slot.sharded): slot for slot in self._flat_slots()}
-        names = {id(p): name for name, p in self.module.named_parameters(remove_duplicate=False)}
-        return [(clean(names[id(p)]), slots[id(p)]) for p in self._appended]
 
     @property
     def module(self) -> Any:
@@ -315,27 +247,7 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             ValueError: if it is not such a parameter, or this instance has run already, or has no other.
         """
-        owner = owner_of(p)
-        lender = owner.holder() if isinstance(owner, FlatShards) and owner.holder is not None else None
-        if not isinstance(owner, FlatShards) or not isinstance(lender, FullyShardedDataParallel):
-            raise ValueError(
-                "append_shared_param: the parameter is not sharded by another instance; wrap that one first"
-            )
-        slot = next(slot for slot in owner.slots if slot.sharded is p)
-        if self.flatten_parameters or slot.home is not None:
-            raise ValueError(f"append_shared_param: {slot.name!r} can be shared with flatten_parameters=False only")
-        if self._unit.context is not None or lender._unit.context is not None:
-            raise ValueError(f"append_shared_param: call it for {slot.name!r} before the first forward")
-        if self._own is None:
-            raise ValueError(f"append_shared_param: this instance has no parameter of its own beside {slot.name!r}")
-        modules = own_modules(self.module)
-        places = [Place(m, name) for _, m in modules for name, value in m._parameters.items() if value is p]
-        if not places:
-            raise ValueError(f"append_shared_param: {slot.name!r} is not registered in the module of this instance")
-        slot.parts[0].places.extend(places)
-        slot.places.extend(places)
-        self._appended.append(p)
-        share_unit(self, lender)
+        share_parameter(p, self)
 
     # -- Running
 
@@ -354,11 +266,35 @@ class FullyShardedDataParallel(nn.Module):
             names = " or ".join(one.name for one in states)
             raise ValueError(f"{self._title()} has to be in state {names} here, and is in {self.training_state.name}")
 
+    def _check_idle(self) -> None:
+        """
+        Raises:
+            ValueError: if it is not.
+        """
+        self._leave_failed_backward()
+        self.assert_state(TrainingState.IDLE)
+
+    def _leave_failed_backward(self) -> None:
+        """What a backward pass that an exception ended has left would otherwise go with the next forward."""
+        if self._unit.context is not None and not in_backward():
+            self._unit.context.recover_from_aborted_backward()
+
+    def _check_local(self) -> None:
+        """
+        Raises:
+            ValueError: inside `summon_full_params`.
+        """
+        if self._summons:
+            raise ValueError(f"{self._title()}: parameters are whole inside summon_full_params; leave it first")
+
     def _title(self) -> str:
-        return f"FullyShardedDataParallel({type(self.module).__name__}) {self._unit.name!r}"
+        name = f" {self._unit.name!r}" if self._unit.name else ""
+        return f"FullyShardedDataParallel({type(self.module).__name__}){name}"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module with whole parameters."""
+        # Of a state dict whose loading an exception ended, below a module that is not wrapped.
+        self._leave_loading()
         if self._summons:
             raise ValueError(
                 f"{self._title()}: forward cannot run inside summon_full_params, whose parameters are not those that "
@@ -415,7 +351,8 @@ class FullyShardedDataParallel(nn.Module):
             volatile: do not keep what is written.
 
         Raises:
-            ValueError: if an instance is not idle.
+            ValueError: if an instance is not idle; at the end, if a parameter was removed, or replaced by one of
+                another shape.
         """
         with contextlib.ExitStack() as stack:
             for instance in get_fsdp_instances(self) if recurse else [self]:
@@ -424,28 +361,30 @@ class FullyShardedDataParallel(nn.Module):
 
     @contextlib.contextmanager
     def _summoned(self, volatile: bool) -> Iterator[None]:
-        opened = self._summon()
+        opened = self._summon(volatile)
         try:
             yield
         finally:
             self._dismiss(opened, volatile)
 
-    def _summon(self) -> list[FlatShards]:
-        self.assert_state(TrainingState.IDLE)
-        self._summons, opened = True, []
+    def _summon(self, volatile: bool) -> list[FlatShards]:
+        self._check_idle()
+        opened = []
         for group in self._unit.groups:
             shards = group.shards
             assert isinstance(shards, FlatShards)
             if not shards.is_summoned:
                 group.reshard()
-                shards.summon()
+                group.adopt_registered()
+                shards.summon(volatile=volatile)
                 opened.append(shards)
+        self._summons = True
         return opened
 
     def _dismiss(self, opened: Sequence[FlatShards], volatile: bool) -> None:
+        self._summons = False
         for shards in opened:
             shards.dismiss(keep_changes=not volatile)
-        self._summons = False
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """`torch.nn.Module.apply` with whole parameters, one instance's at a time; a collective."""
@@ -505,7 +444,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def _enter_loading(self, messages: list[str]) -> None:
         """A state dict is being loaded; ``messages`` are what goes wrong."""
-        self._loading = messages, None if self._summons or self._gives_local else self._summon()
+        self._loading = messages, None if self._summons or self._gives_local else self._summon(volatile=False)
 
     def _leave_loading(self) -> None:
         if (loading := self.__dict__.pop("_loading", None)) is None:
@@ -518,17 +457,19 @@ class FullyShardedDataParallel(nn.Module):
     @contextlib.contextmanager
     def _locally(self) -> Iterator[None]:
         instances = get_fsdp_instances(self)
+        before = [instance._gives_local for instance in instances]
         for instance in instances:
-            if instance._summons:
-                raise ValueError(f"{instance._title()}: parameters are whole inside summon_full_params; leave it first")
+            instance._check_local()
+            instance._leave_failed_backward()
             for group in instance._unit.groups:
                 group.reshard()
+        for instance in instances:
             instance._gives_local = True
         try:
             yield
         finally:
-            for instance in instances:
-                instance._gives_local = False
+            for instance, value in zip(instances, before, strict=True):
+                instance._gives_local = value
 
     def local_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """This rank's shards, 1-D and padded to equal sizes, and all buffers; loads at the same world size only.
@@ -536,8 +477,8 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             ValueError: inside `summon_full_params`.
         """
-        with self._locally():
-            return self.state_dict(*args, **kwargs)
+        with self._locally():  # a subclass may have made its `state_dict` this method
+            return FullyShardedDataParallel.state_dict(self, *args, **kwargs)
 
     def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Load what `local_state_dict` of the same rank gave.
@@ -547,7 +488,7 @@ class FullyShardedDataParallel(nn.Module):
             RuntimeError: for names or shapes that do not fit.
         """
         with self._locally():
-            return self.load_state_dict(state_dict, strict)
+            return FullyShardedDataParallel.load_state_dict(self, state_dict, strict)
 
     def local_metadata_dict(self) -> dict[str, Any]:
         """What `consolidate_shard_weights` needs beside the `local_state_dict` of each rank: ``param_metadata``, a dict
@@ -595,10 +536,12 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             ValueError: if the instance is not idle, or inside another one.
         """
-        self.assert_state(TrainingState.IDLE)
+        self._check_idle()
         if self._unit.context is not None and not self._unit.is_root:
             raise ValueError(f"{self._title()}: call clip_grad_norm_ on the outermost instance")
-        norm = norm_of_gradients(self, float(norm_type))
+        slots = [slot for instance in get_fsdp_instances(self) for slot in instance._own_slots()]
+        everyone = comm_of(self.process_group, self.compute_device)
+        norm = norm_of_gradients(slots, everyone, self.compute_device, float(norm_type))
         gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
         scale_to_norm(gradients, norm, float(max_norm))
         return norm.cpu() if self.move_grads_to_cpu else norm
@@ -616,8 +559,13 @@ class FullyShardedDataParallel(nn.Module):
             spread over several ranks are left out.
 
         Raises:
-            ValueError: for a parameter that is not of this module, or state that is not elementwise.
+            ValueError: for a parameter that is not of this module, param groups in another order than `parameters`,
+                state that is not elementwise, or no such rank.
         """
+        if recipient_rank is not None and not 0 <= recipient_rank < self.world_size:
+            raise ValueError(
+                f"recipient_rank={recipient_rank}: the process group has ranks 0 to {self.world_size - 1}; None for all"
+            )
         state = gather_optimizer_state(self, get_fsdp_instances(self), optim, recipient_rank)
         return state if recipient_rank in (None, self.rank) else None
 
@@ -643,7 +591,7 @@ class FullyShardedDataParallel(nn.Module):
         """Cast and move buffers, as FairScale does before the first forward.
 
         Raises:
-            ValueError: naming a parameter that another instance has sharded and this one was not told of.
+            ValueError: naming a parameter that nobody has sharded, or another instance that this one was not told of.
         """
         for path, module in own_modules(self.module):
             for name, buffer in module._buffers.items():
@@ -651,10 +599,17 @@ class FullyShardedDataParallel(nn.Module):
                     dtype = self.buffer_dtype if buffer.is_floating_point() else buffer.dtype
                     module._buffers[name] = buffer.to(self.compute_device, dtype)
             for name, parameter in module._parameters.items():
-                owner = owner_of(parameter) if parameter is not None else None
-                if owner is not None and not owner.manages(Place(module, name)):
+                if parameter is None:
+                    continue
+                label, owner = f"{path}.{name}".removeprefix("."), owner_of(parameter)
+                if owner is None:
                     raise ValueError(
-                        f"{self._title()}: parameter {path}.{name} is sharded by another instance: call "
+                        f"{self._title()}: parameter {label!r} was registered after wrapping, so its gradients would "
+                        "stay this rank's own: register it before"
+                    )
+                if not owner.manages(Place(module, name)):
+                    raise ValueError(
+                        f"{self._title()}: parameter {label!r} is sharded by another instance: call "
                         "append_shared_param with it before the first forward"
                     )
 
@@ -675,7 +630,7 @@ class FullyShardedDataParallel(nn.Module):
         return self.module[key]
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FullyShardedDataParallel:
-        self.assert_state(TrainingState.IDLE)
+        self._check_idle()
         if self._own is not None:
             self._own.reshard()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -688,17 +643,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def extra_repr(self) -> str:
         """Settings; all of them if ``verbose``."""
-        names = ["world_size", "flatten_parameters", "mixed_precision"]
-        if self.verbose:
-            names += ["rank", "reshard_after_forward", "compute_dtype", "buffer_dtype", "fp32_reduce_scatter"]
-            names += [
-                "compute_device",
-                "move_params_to_cpu",
-                "move_grads_to_cpu",
-                "bucket_cap_mb",
-                "clear_autocast_cache",
-            ]
-            names += ["force_input_to_fp32"]
+        names = SETTINGS if self.verbose else SETTINGS[:3]
         return ", ".join(f"{name}={getattr(self, name)}" for name in names)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -706,7 +651,9 @@ class FullyShardedDataParallel(nn.Module):
 
         Raises:
             TypeError: for an instance that uses a parameter of another one.
+            ValueError: inside `summon_full_params`.
         """
+        self._check_local()
         if self._appended:
             raise TypeError(f"{self._title()} uses a parameter of another instance, so it cannot be pickled")
         if self._own is not None:
@@ -720,7 +667,7 @@ class FullyShardedDataParallel(nn.Module):
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        copied.process_group = self.process_group
+        copied.process_group, copied.process_group_reduce_scatter = self.process_group, self._reduce_group
         return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -731,6 +678,13 @@ class FullyShardedDataParallel(nn.Module):
             parameter.data = parameter.data.clone()
         self._start(MissingGroup(self.rank, self.world_size), reduce_group, None)
 
+
+SETTINGS = (
+    *("world_size", "flatten_parameters", "mixed_precision", "rank", "reshard_after_forward", "compute_dtype"),
+    *("buffer_dtype", "fp32_reduce_scatter", "compute_device", "move_params_to_cpu", "move_grads_to_cpu"),
+    *("bucket_cap_mb", "clear_autocast_cache", "force_input_to_fp32"),
+)
+"""That are printed; the first three at any time."""
 
 _OF_THIS_PROCESS = {"_process_group", "_reduce_group", "_own", "_loading", "_shardwise_unit"}
 
@@ -746,17 +700,6 @@ def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[FullySh
     """
     found = [member for member in mod.modules() if isinstance(member, FullyShardedDataParallel)]
     return [instance for instance in found if not skip_empty or instance._own is not None]
-
-
-def share_unit(borrower: FullyShardedDataParallel, owner: FullyShardedDataParallel) -> None:
-    """Let two instances be gathered together, before their first forward."""
-    mine, other = borrower._unit, owner._unit
-    modules = [*other.modules, *mine.modules]
-    groups = [*other.groups, *mine.groups]
-    kept_by_root = other.reshards_unless_root and mine.reshards_unless_root
-    unit = Unit(modules, groups, other.device, other.precision, None, None, kept_by_root, make_fsdp_root)
-    for module in modules:
-        set_unit(module, unit)
 
 
 def make_fsdp_root(root: Unit) -> FSDPCommContext:
@@ -785,32 +728,3 @@ def _choose_casts(module: nn.Module, outer: torch.dtype | None) -> None:
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-
-
-def _complete_norms(norms: torch.Tensor, comm: Comm, everyone: Comm, norm_type: float) -> torch.Tensor:
-    """Norms of gradients that the ranks of ``comm`` share; other ranks have other parameters in their place (experts),
-    which count too."""
-    norms = norm_over_ranks(norms, comm, norm_type)
-    if comm is everyone:
-        return norms
-    # Each of the ranks that share them has the same norms now.
-    share = 1.0 if norm_type == 0 or math.isinf(norm_type) else comm.size ** (-1.0 / norm_type)
-    norms = norms / comm.size if norm_type == 0 else norms * share
-    return norm_over_ranks(norms, everyone, norm_type)
-
-
-def norm_of_gradients(root: FullyShardedDataParallel, norm_type: float) -> torch.Tensor:
-    """Norm of all gradients over all ranks of ``root``, in float32 for narrower ones; all ranks call this."""
-    by_comm: dict[Comm, list[torch.Tensor]] = {}
-    for instance in get_fsdp_instances(root):
-        for slot in instance._own_slots():
-            if (gradient := slot.sharded.grad) is not None:
-                wide = torch.promote_types(gradient.dtype, torch.float32)
-                norm = torch.linalg.vector_norm(gradient, norm_type, dtype=wide)
-                by_comm.setdefault(slot.buffer.comm, []).append(norm.to(instance.compute_device))
-    everyone = comm_of(root.process_group, root.compute_device)
-    vectors = [_complete_norms(torch.stack(norms), comm, everyone, norm_type) for comm, norms in by_comm.items()]
-    if not vectors:
-        return torch.tensor(0.0)
-    total: torch.Tensor = torch.linalg.vector_norm(torch.cat(vectors), norm_type)
-    return total

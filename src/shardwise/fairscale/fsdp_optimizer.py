@@ -60,6 +60,7 @@ def gather_optimizer_state(
         numbers[id(slot), index] = number
     slots = {id(slot.sharded): (instance, slot) for instance in instances for slot in instance._own_slots()}
     members = [_slots_of_group(group, slots) for group in optimizer.param_groups]
+    _check_order(root, optimizer)
     receives = recipient is None or recipient == root.rank
     gathered = [pair for pairs in members for pair in pairs if _is_gathered(pair[0])]
     _check_alike(optimizer, [slot for _, slot in gathered])
@@ -90,6 +91,22 @@ def _slots_of_group(
                 "make it over module.parameters() after wrapping"
             )
     return [slots[id(parameter)] for parameter in group["params"]]
+
+
+def _check_order(root: FullyShardedDataParallel, optimizer: Optimizer) -> None:
+    """Without names, the order is all by which state finds its parameter again.
+
+    Raises:
+        ValueError: for a param group with another order than the module.
+    """
+    positions = {id(parameter): position for position, parameter in enumerate(root.parameters())}
+    for index, group in enumerate(optimizer.param_groups):
+        own = [positions[id(parameter)] for parameter in group["params"]]
+        if own != sorted(own):
+            raise ValueError(
+                f"param group {index} of the optimizer has its parameters in another order than module.parameters(), "
+                "so its state could not be given back to the right ones: make it in that order"
+            )
 
 
 def _is_gathered(instance: FullyShardedDataParallel) -> bool:
@@ -182,6 +199,12 @@ def _in_parameters_order(
     root: FullyShardedDataParallel, instances: Sequence[FullyShardedDataParallel]
 ) -> list[FlatSlot]:
     slots = {id(slot.sharded): slot for instance in instances for slot in instance._own_slots()}
+    for name, parameter in root.named_parameters():
+        if id(parameter) not in slots:
+            raise ValueError(
+                f"parameter {name!r} is no shard of this module: it was registered after wrapping, or is whole inside "
+                "summon_full_params; leave that first, and register parameters before they are wrapped"
+            )
     return [slots[id(parameter)] for parameter in root.parameters()]
 
 
@@ -207,27 +230,39 @@ def _cut_slot(slot: FlatSlot, values: Sequence[Mapping[str, Any]]) -> dict[str, 
     keys = dict.fromkeys(key for one in values for key in one)
     cut: dict[str, Any] = {}
     for key in keys:
-        first = next(one[key] for one in values if key in one)
-        if not any(
-            key in one and _is_elementwise(key, one[key], part) for one, part in zip(values, slot.parts, strict=True)
-        ):
+        members = [(part, one.get(key)) for part, one in zip(slot.parts, values, strict=True)]
+        first = next(value for _, value in members if value is not None)
+        if not _is_elementwise(key, [(part, value) for part, value in members if value is not None]):
+            first = _own_of(first, slot.buffer.comm.rank)
             cut[key] = first.detach().clone() if isinstance(first, torch.Tensor) else copy.deepcopy(first)
             continue
-        pieces = []
-        for one, part in zip(values, slot.parts, strict=True):
-            value = one.get(key)
-            if value is not None and value.numel() != part.numel:
+        for part, value in members:
+            if value is not None and tuple(value.shape) != part.shape:
                 raise ValueError(
                     f"optimizer state {key!r} of {part.name!r} has shape {tuple(value.shape)}, where the parameter has "
                     f"{part.shape}"
                 )
-            pieces.append(value.detach().reshape(-1) if value is not None else first.new_zeros(part.numel))
+        pieces = [
+            first.new_zeros(part.numel) if value is None else value.detach().reshape(-1) for part, value in members
+        ]
         cut[key] = slot.cut(torch.cat(pieces))
     return cut
 
 
-def _is_elementwise(key: str, value: Any, part: FlatPart) -> bool:
-    if not isinstance(value, torch.Tensor) or tuple(value.shape) != part.shape:
+COUNTS = ("step", "mu_product", "eta", "mu")
+"""State without dims of torch's optimizers, which is no state of a parameter without dims."""
+
+
+def _is_elementwise(key: str, members: Sequence[tuple[FlatPart, Any]]) -> bool:
+    if not any(isinstance(value, torch.Tensor) for _, value in members):
         return False
-    # A count of steps looks like the state of a parameter without dims.
-    return value.ndim > 0 or key != "step"
+    if any(part.shape for part, _ in members):
+        return any(value.ndim > 0 for _, value in members)
+    return key not in COUNTS
+
+
+def _own_of(value: Any, rank: int) -> Any:
+    """``value``; of FairScale's list of each rank's tensor without dims, this rank's."""
+    if isinstance(value, list) and value and all(isinstance(one, torch.Tensor) and one.ndim == 0 for one in value):
+        return value[min(rank, len(value) - 1)]
+    return value

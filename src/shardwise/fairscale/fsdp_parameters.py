@@ -10,9 +10,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..core.parameter import owner_of, successor_of
+from ..core.flat import FlatPart, FlatRun
+from ..core.module import unit_of
+from ..core.parameter import Place, owner_of, successor_of
 from ..core.root import managed_modules
 from ..core.whole import WholeBroadcast
+from .flat_parameter import FlatParameter
 from .ranks import comm_of, is_stand_in
 
 INNER = "_fsdp_wrapped_module"
@@ -55,7 +58,10 @@ class Run:
 
 
 def own_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Modules in ``module``, itself among them, that no instance inside it has; with their paths, parents first."""
+    """Modules in ``module``, itself among them, that no instance has which is inside of it or is it; with their paths,
+    parents first."""
+    if unit_of(module) is not None:
+        return []
     known = {id(member): index for index, member in enumerate(module.modules())}
     return sorted(managed_modules([module]), key=lambda pair: known[id(pair[1])])
 
@@ -92,6 +98,34 @@ def describe_runs(own: Sequence[tuple[Member, nn.Parameter]], join: bool) -> lis
     for member, parameter in own:
         by_kind.setdefault(parameter.requires_grad, []).append(member)
     return [Run(f"flat_param_{index}", tuple(members), True) for index, members in enumerate(by_kind.values())]
+
+
+def flat_runs(
+    runs: Sequence[Run], wrapper: nn.Module, module: nn.Module, values: Sequence[nn.Parameter] | None
+) -> list[FlatRun]:
+    """``runs`` as they are sharded; joined parameters are registered.
+
+    Args:
+        runs: of the parameters in ``module``.
+        wrapper: that has the joined parameters.
+        module: the wrapped one.
+        values: whole parameters, in the order of the runs' members, unless shards are registered already.
+    """
+    found, rest = [], list(values or ())
+    for run in runs:
+        parts = tuple(FlatPart(one.name, one.shape, _places(module, one)) for one in run.members)
+        own, rest = rest[: len(parts)], rest[len(parts) :]
+        home = Place(wrapper, run.name) if run.is_joined else None
+        if own and home is not None:
+            joined = FlatParameter.of([part.name for part in parts], [part.shape for part in parts], own[0])
+            wrapper.register_parameter(run.name, joined)
+        sharded = home.get() if home is not None else own[0] if own else parts[0].places[0].get()
+        found.append(FlatRun(run.name, parts, sharded, home, own or None))
+    return found
+
+
+def _places(module: nn.Module, member: Member) -> list[Place]:
+    return [Place(module.get_submodule(path), name) for path, name in member.places]
 
 
 def check_parameters(own: Sequence[tuple[Member, nn.Parameter]], mixed: bool, compute_dtype: torch.dtype) -> None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .fsdp_parameters import INNER, clean
+from .fsdp_parameters import INNER, Run, clean
+from .fsdp_sharing import borrowed
 
 if TYPE_CHECKING:
     from .fsdp import FullyShardedDataParallel
@@ -28,7 +29,7 @@ def finish_state_dict(module: FullyShardedDataParallel, state_dict: Any, prefix:
     if metadata is not None:
         for name in [name for name in metadata if INNER in name]:
             metadata.setdefault(clean(name), {}).update(metadata.pop(name))
-    if module.state_dict_on_rank_0_only and module.rank != 0:
+    if module.state_dict_on_rank_0_only and module.rank != 0 and not module._gives_local:
         for key in [key for key in state_dict if key.startswith(prefix)]:
             del state_dict[key]
 
@@ -73,14 +74,41 @@ def finish_load(module: FullyShardedDataParallel, incompatible: Any) -> None:
 
 def describe_shards(root: FullyShardedDataParallel, instances: Sequence[FullyShardedDataParallel]) -> dict[str, Any]:
     """See `FullyShardedDataParallel.local_metadata_dict`."""
-    paths = {id(module): clean(path) for path, module in root.named_modules()}
+    described = {id(instance): _describe_instance(instance) for instance in instances}
+    named = [(clean(path), module) for path, module in root.named_modules(remove_duplicate=False)]
     return {
-        "param_metadata": [_describe_instance(instance, paths[id(instance)]) for instance in instances],
-        "buffer_names": [clean(name) for name, _ in root.named_buffers()],
+        # An instance that is used in several places is in the weights as often.
+        "param_metadata": [
+            {"fsdp_path": path, **described[id(module)]} for path, module in named if id(module) in described
+        ],
+        "buffer_names": list(
+            dict.fromkeys(_under(path, name) for path, module in named for name in _saved_buffers(module))
+        ),
     }
 
 
-def _describe_instance(instance: FullyShardedDataParallel, path: str) -> dict[str, Any]:
+def _saved_buffers(module: torch.nn.Module) -> list[str]:
+    return [
+        name
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    ]
+
+
+def _other_names(instance: FullyShardedDataParallel, run: Run) -> list[tuple[str, str]]:
+    """Each member's name with each other name that it has, by ties or by modules in several places."""
+    paths: dict[int, list[str]] = {}
+    for path, module in instance.module.named_modules(remove_duplicate=False):
+        paths.setdefault(id(module), []).append(clean(path))
+    found = []
+    for member in run.members:
+        for path, name in member.places:
+            names = [_under(other, name) for other in paths[id(instance.module.get_submodule(path))]]
+            found += [(member.name, other) for other in names if other != member.name]
+    return found
+
+
+def _describe_instance(instance: FullyShardedDataParallel) -> dict[str, Any]:
     params: dict[str, Any] = {}
     shared: list[tuple[str, str]] = []
     padding = [slot.padding for slot in instance._own_slots()]
@@ -91,13 +119,11 @@ def _describe_instance(instance: FullyShardedDataParallel, path: str) -> dict[st
             "numels": [torch.Size(member.shape).numel() for member in run.members],
             "padding": padded,
         }
-        for member in run.members:
-            shared += [(member.name, ".".join(filter(None, place))) for place in member.places[1:]]
-    for name, slot in instance._borrowed():
+        shared += _other_names(instance, run)
+    for name, slot in borrowed(instance):
         shape = torch.Size(slot.parts[0].shape)
         params[name] = {"names": [name], "shapes": [shape], "numels": [shape.numel()], "padding": slot.padding}
     return {
-        "fsdp_path": path,
         "params": params,
         "no_broadcast_optim_state": instance.no_broadcast_optim_state,
         "shared_param_info": shared,

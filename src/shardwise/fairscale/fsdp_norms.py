@@ -1,0 +1,58 @@
+"""The norm of gradients that are cut over ranks as flat shards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from ..core.comm import Comm
+from ..core.flat import FlatSlot
+from ..grad import norm_over_ranks
+
+
+def norm_of_gradients(
+    slots: Iterable[FlatSlot], everyone: Comm, device: torch.device, norm_type: float
+) -> torch.Tensor:
+    """Norm of the gradients of ``slots`` over all ranks, in float32 for narrower ones; all ranks call this.
+
+    Args:
+        slots: whose parameters may be shared by fewer ranks.
+        everyone: all ranks.
+        device: that communicates, and has the result.
+        norm_type: order of the norm.
+    """
+    by_comm: dict[Comm, list[torch.Tensor]] = {everyone: []}
+    for slot in slots:
+        norms = by_comm.setdefault(slot.buffer.comm, [])
+        gradient = slot.sharded.grad
+        if gradient is not None and (numel := gradient.numel() - slot.padding):
+            wide = torch.promote_types(gradient.dtype, torch.float32)
+            norms.append(torch.linalg.vector_norm(gradient[:numel], norm_type, dtype=wide).to(device))
+    # One number for each communicator, whatever gradients there are: in the place of an instance over fewer ranks
+    # (experts) other ranks have other parameters, and other gradients.
+    shares = [_share_of_norm(norms, comm, everyone, norm_type, device) for comm, norms in by_comm.items()]
+    return norm_over_ranks(_joint_norm(shares, norm_type), everyone, norm_type)
+
+
+def _share_of_norm(
+    norms: Sequence[torch.Tensor], comm: Comm, everyone: Comm, norm_type: float, device: torch.device
+) -> torch.Tensor:
+    """This rank's share of the norm of what the ranks of ``comm`` have together."""
+    nothing = torch.tensor(math.inf if norm_type < 0 else 0.0, device=device)
+    norm = _joint_norm(norms, norm_type) if norms else nothing
+    if comm is everyone:
+        return norm
+    norm = norm_over_ranks(norm, comm, norm_type)
+    # Each of them has the same now.
+    if norm_type == 0:
+        return norm / comm.size
+    return norm if math.isinf(norm_type) else norm * comm.size ** (-1.0 / norm_type)
+
+
+def _joint_norm(norms: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Norm of several tensors from that of each."""
+    stacked = torch.stack(list(norms))
+    joint: torch.Tensor = stacked.sum() if norm_type == 0 else torch.linalg.vector_norm(stacked, norm_type)
+    return joint

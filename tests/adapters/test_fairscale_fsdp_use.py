@@ -1,0 +1,783 @@
+"""Ways to use FullyShardedDataParallel that are not the plain loop, against plain training on the same data."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import io
+import math
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import ASGD, SGD, Adam, NAdam
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+
+import shardwise
+from shardwise.core.errors import StateError
+from shardwise.core.flat import refuse_flat
+from shardwise.fairscale import FSDP, DummyProcessGroup, ShardedGradScaler, TrainingState, get_fsdp_instances
+
+from ..ranks.harness import on_ranks
+
+FLAT = (True, False)
+INPUTS = [torch.randn(2, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+
+
+def plain_model() -> nn.Sequential:
+    torch.manual_seed(0)
+
+    def linear() -> nn.Linear:
+        return nn.Linear(4, 4)
+
+    innermost = nn.Sequential(linear())
+    return nn.Sequential(
+        linear(), nn.Sequential(linear(), nn.Sequential(linear(), nn.Tanh(), innermost)), nn.Tanh(), linear()
+    )
+
+
+def nested(model: Any, flat: bool = True, **options: Any) -> Any:
+    """Instances in instances, four deep."""
+    options["flatten_parameters"] = flat
+    model[1][1][2] = FSDP(model[1][1][2], **options)
+    model[1][1] = FSDP(model[1][1], **options)
+    model[1] = FSDP(model[1], **options)
+    return FSDP(model, **options)
+
+
+def of_children(model: Any) -> Any:
+    return FSDP(nn.Sequential(*[FSDP(child) for child in model]))
+
+
+def error_of(output: torch.Tensor) -> torch.Tensor:
+    return output.float().square().mean()
+
+
+def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    return model.no_sync() if isinstance(model, FSDP) else contextlib.nullcontext()
+
+
+def assert_state(model: nn.Module, plain: nn.Module, hint: str = "") -> None:
+    state, expected = model.state_dict(), plain.state_dict()
+    assert list(state) == list(expected), hint
+    for name, value in expected.items():
+        torch.testing.assert_close(state[name], value, msg=lambda text, name=name: f"{hint} {name}: {text}")
+
+
+def gathered(model: Any) -> dict[str, torch.Tensor]:
+    """Whole weights from all ranks' shards."""
+    everything: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everything, (dict(model.local_state_dict()), model.local_metadata_dict()))
+    weights, metadata = zip(*everything, strict=True)
+    return FSDP.consolidate_shard_weights(list(weights), list(metadata))
+
+
+# -- Orders of calls
+
+
+def two_forwards_one_backward(model: Any) -> None:
+    sum(error_of(model(x)) for x in INPUTS).backward()
+
+
+def two_forwards_two_backwards(model: Any) -> None:
+    first, second = error_of(model(INPUTS[0])), error_of(model(INPUTS[1]))
+    second.backward()
+    first.backward()
+
+
+def retained_graph(model: Any) -> None:
+    loss = error_of(model(INPUTS[0]))
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def evaluation_between(model: Any) -> None:
+    loss = error_of(model(INPUTS[0]))
+    with torch.no_grad():
+        model(INPUTS[1])
+    model.eval()
+    model(INPUTS[2])
+    model.train()
+    with torch.inference_mode():
+        model(INPUTS[3])
+    loss.backward()
+
+
+def inference_first(model: Any) -> None:
+    with torch.inference_mode():
+        model(INPUTS[0])
+        model.state_dict()
+    error_of(model(INPUTS[0])).backward()
+
+
+def dropped_forwards(model: Any) -> None:
+    model(INPUTS[1])
+    error_of(model(INPUTS[0])).backward()
+
+
+def through_itself(model: Any) -> None:
+    error_of(model(model(INPUTS[0]))).backward()
+
+
+def inner_first_then_outer(model: Any) -> None:
+    error_of(model[1](INPUTS[1])).backward()
+    error_of(model(INPUTS[0])).backward()
+    error_of(model[1](INPUTS[2])).backward()
+
+
+def inner_beside_outer(model: Any) -> None:
+    (error_of(model(INPUTS[0])) + error_of(model[1](INPUTS[1]))).backward()
+
+
+def gradients_of_inputs(model: Any) -> None:
+    inputs = INPUTS[0].clone().requires_grad_()
+    torch.autograd.grad(error_of(model(inputs)), inputs)
+    error_of(model(INPUTS[1])).backward()
+
+
+def accumulation_without_no_sync(model: Any) -> None:
+    for x in INPUTS:
+        error_of(model(x)).backward()
+
+
+def gradients_set_to_zero(model: Any) -> None:
+    error_of(model(INPUTS[1])).backward()
+    model.zero_grad(set_to_none=False)
+    error_of(model(INPUTS[0])).backward()
+
+
+def exception_in_no_sync(model: Any) -> None:
+    with contextlib.suppress(ZeroDivisionError), no_sync(model):
+        error_of(model(INPUTS[1])).backward()
+        _ = 1 / 0
+    error_of(model(INPUTS[0])).backward()
+
+
+def no_sync_of_an_inner_one(model: Any) -> None:
+    with no_sync(model[1]):
+        error_of(model(INPUTS[1])).backward()
+    error_of(model(INPUTS[0])).backward()
+
+
+def states_between_micro_batches(model: Any) -> None:
+    with no_sync(model):
+        error_of(model(INPUTS[1])).backward()
+    model.state_dict()
+    if isinstance(model, FSDP):
+        model.local_state_dict()
+        with model.summon_full_params():
+            pass
+    with torch.no_grad():
+        model(INPUTS[2])
+    error_of(model(INPUTS[0])).backward()
+
+
+def users_hooks(model: Any) -> None:
+    seen: list[Any] = []
+    handles = [
+        model.register_full_backward_hook(lambda *_: seen.append(1)),
+        model[1][0].register_full_backward_hook(lambda *_: seen.append(2)),
+        model[1][0].register_forward_hook(lambda module, *_: seen.append(module.weight.sum())),
+    ]
+    error_of(model(INPUTS[0])).backward()
+    for handle in handles:
+        handle.remove()
+    assert len(seen) == 3
+
+
+def checkpointed(model: Any) -> None:
+    for reentrant in (True, False):
+        error_of(checkpoint(model, INPUTS[0].clone().requires_grad_(), use_reentrant=reentrant)).backward()
+
+
+def exception_in_forward(model: Any) -> None:
+    with pytest.raises(RuntimeError):
+        model(torch.zeros(2, 5))
+    error_of(model(INPUTS[0])).backward()
+
+
+def data_assigned(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 1.5
+    model.state_dict()
+    error_of(model(INPUTS[0])).backward()
+    SGD(model.parameters(), lr=0.1).step()
+    vector = torch.nn.utils.parameters_to_vector(model.parameters())
+    torch.nn.utils.vector_to_parameters(vector * 0.5, model.parameters())
+    error_of(model(INPUTS[0])).backward()
+
+
+ORDERS: tuple[Callable[[Any], None], ...] = (
+    two_forwards_one_backward,
+    two_forwards_two_backwards,
+    retained_graph,
+    evaluation_between,
+    inference_first,
+    dropped_forwards,
+    through_itself,
+    inner_first_then_outer,
+    inner_beside_outer,
+    gradients_of_inputs,
+    accumulation_without_no_sync,
+    gradients_set_to_zero,
+    exception_in_no_sync,
+    no_sync_of_an_inner_one,
+    states_between_micro_batches,
+    users_hooks,
+    checkpointed,
+    exception_in_forward,
+    data_assigned,
+)
+
+
+@on_ranks(2, flat=FLAT)
+def test_orders_of_calls(flat: bool) -> None:
+    for use in ORDERS:
+        plain, model = plain_model(), nested(plain_model(), flat)
+        for each in (plain, model):
+            use(each)
+            SGD(each.parameters(), lr=0.1).step()
+        assert_state(model, plain, use.__name__)
+        instances = get_fsdp_instances(model)
+        assert all(instance.training_state is TrainingState.IDLE for instance in instances)
+        whole = [buffer.full for instance in instances for buffer in instance._own.shards.buffers]
+        assert sum(each.untyped_storage().nbytes() for each in whole) == 0, use.__name__
+
+
+class Odd(nn.Module):
+    """Parameters without dims and without elements, buffers of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(())), nn.Parameter(torch.randn(1))
+        self.empty, self.linear = nn.Parameter(torch.empty(0, 3)), nn.Linear(3, 1)
+        self.register_buffer("kept", torch.tensor(2.0))
+        self.register_buffer("dropped", torch.tensor([1]), persistent=False)
+        self.register_buffer("none", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.a + self.b + self.empty.sum() + self.kept
+
+
+@on_ranks(1, 2, 4, flat=FLAT)
+def test_odd_shapes(flat: bool) -> None:
+    torch.manual_seed(1)
+    plain = Odd()
+    model = FSDP(copy.deepcopy(plain), flatten_parameters=flat)
+    inputs = torch.randn(4, 3)
+    # NAdam and ASGD have state without dims that is no count of steps.
+    for kind in (Adam, NAdam, ASGD) if not flat or dist.get_world_size() == 1 else (Adam, NAdam):
+        steppers = []
+        for each in (plain, model):
+            stepper = kind(each.parameters(), lr=0.1)
+            for _ in range(2):
+                stepper.zero_grad()
+                error_of(each(inputs)).backward()
+                stepper.step()
+            steppers.append(stepper)
+        assert_state(model, plain)
+        full = model.gather_full_optim_state_dict(steppers[1], recipient_rank=None)
+        expected = steppers[0].state_dict()
+        torch.testing.assert_close(full["state"], expected["state"])
+        assert full["param_groups"] == expected["param_groups"]
+        before = copy.deepcopy(steppers[1].state_dict())
+        part = model.get_shard_from_optim_state_dict(full)
+        torch.testing.assert_close(part["state"], before["state"], rtol=0, atol=0)
+    whole = gathered(model)
+    assert set(whole) == set(plain.state_dict())
+    for name, value in model.state_dict().items():
+        assert torch.equal(whole[name], value)
+
+
+# -- Layouts
+
+
+@on_ranks(1, 2, 3)
+def test_state_goes_to_other_layouts() -> None:
+    """Saved by one nesting of instances, through a file, and loaded by others."""
+    plain, model = plain_model(), nested(plain_model())
+    steppers = []
+    for each in (plain, model):
+        steppers.append(stepper := Adam(each.parameters(), lr=0.1))
+        for x in INPUTS:
+            stepper.zero_grad()
+            error_of(each(x)).backward()
+            stepper.step()
+    expected = steppers[0].state_dict()
+    full = model.gather_full_optim_state_dict(steppers[1], recipient_rank=None)
+    weights, full, local = (through_file(v) for v in (model.state_dict(), full, model.local_state_dict()))
+    assert size_in_file(model.state_dict()) <= size_in_file(plain.state_dict()) + 500
+    for build in (FSDP, of_children, lambda other: nested(other, False), nested):
+        other = build(plain_model())
+        other.load_state_dict(weights)
+        assert_state(other, plain)
+        stepper = Adam(other.parameters(), lr=0.1)
+        stepper.load_state_dict(other.get_shard_from_optim_state_dict(full))
+        again = other.gather_full_optim_state_dict(stepper, recipient_rank=None)
+        torch.testing.assert_close(again["state"], expected["state"])
+    model.load_local_state_dict(local)
+    assert_state(model, plain)
+
+
+def through_file(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def size_in_file(value: Any) -> int:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return len(file.getvalue())
+
+
+class Reused(nn.Module):
+    """One module in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        linear = nn.Linear(4, 4)
+        self.a, self.b = nn.Sequential(linear, nn.Tanh()), nn.Sequential(linear, nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x))
+
+
+@on_ranks(2, flat=FLAT, inside=(True, False))
+def test_modules_in_several_places(flat: bool, inside: bool) -> None:
+    plain = Reused()
+    model: Any = copy.deepcopy(plain)
+    if inside:
+        model.a[0] = model.b[0] = FSDP(model.a[0], flatten_parameters=flat)
+    model = FSDP(model, flatten_parameters=flat)
+    for each in (plain, model):
+        stepper = Adam(each.parameters(), lr=0.1)
+        error_of(each(INPUTS[0])).backward()
+        stepper.step()
+    assert_state(model, plain)
+    assert model.gather_full_optim_state_dict(stepper, recipient_rank=None)["state"].keys() == {0, 1, 2, 3}
+    whole = gathered(model)
+    assert set(whole) == set(plain.state_dict())
+    model.load_state_dict(whole)
+    model.load_local_state_dict(model.local_state_dict())
+    assert_state(model, plain)
+
+
+@on_ranks(2)
+def test_instances_without_parameters() -> None:
+    plain, model = nn.Linear(4, 4), FSDP(FSDP(nn.Sequential(FSDP(nn.Linear(4, 4)), FSDP(nn.ReLU(inplace=True)))))
+    model.load_state_dict({f"0.{name}": value for name, value in plain.state_dict().items()})
+    inputs = INPUTS[0].clone().requires_grad_()
+    error_of(model(inputs)).backward()
+    assert inputs.grad is not None
+    assert model.clip_grad_norm_(1.0) > 0
+    stepper = SGD(model.parameters(), lr=0.1)
+    stepper.step()
+    model.gather_full_optim_state_dict(stepper)
+    model.load_local_state_dict(model.local_state_dict())
+    assert set(gathered(model)) == {"0.weight", "0.bias"}
+    assert torch.equal(copy.deepcopy(model).state_dict()["0.bias"], model.state_dict()["0.bias"])
+    nothing = FSDP(nn.ReLU())
+    assert nothing(INPUTS[0]).shape == (2, 4)
+    assert nothing.state_dict() == {}
+    assert nothing.clip_grad_norm_(1.0) == 0
+
+
+class Sharded(FSDP):
+    """As trainers derive from it: its state dict is the local one, its arguments are passed on."""
+
+    def __init__(self, *args: Any, local: bool, **options: Any):
+        self.local = local
+        super().__init__(*args, **options)
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        return super().local_state_dict(*args, **options) if self.local else super().state_dict(*args, **options)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
+        load = super().load_local_state_dict if self.local else super().load_state_dict
+        return load(state_dict, strict)
+
+
+@on_ranks(2, local=(True, False))
+def test_subclasses(local: bool) -> None:
+    model = Sharded(nn.Sequential(Sharded(nn.Linear(2, 2), local=local), nn.Linear(2, 2)), local=local)
+    state = model.state_dict()
+    assert list(state) == (
+        ["flat_param_0", "0.flat_param_0"] if local else ["0.weight", "0.bias", "1.weight", "1.bias"]
+    )
+    assert model.load_state_dict(state).missing_keys == []
+    assert list(model.local_state_dict()) == ["flat_param_0", "0.flat_param_0"]
+    error_of(model(torch.randn(2, 2))).backward()
+    with pytest.warns(UserWarning, match="bucket_cap_mb"):
+        Sharded(nn.Linear(2, 2), local=local, bucket_cap_mb=3)
+
+
+class Extra(nn.Linear):
+    """Has extra state, and hooks of its own on state dicts."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.value = 0
+        self._register_state_dict_hook(self._add)
+        self._register_load_state_dict_pre_hook(lambda state, prefix, *_: state.pop(f"{prefix}hooked", None))
+
+    @staticmethod
+    def _add(module: nn.Module, state: Any, prefix: str, _: Any) -> None:
+        state[f"{prefix}hooked"] = 5
+
+    def get_extra_state(self) -> Any:
+        return {"value": self.value}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.value = state["value"]
+
+
+@on_ranks(2, flat=FLAT)
+def test_extra_state_and_hooks(flat: bool) -> None:
+    plain = nn.Sequential(Extra(), Extra(), nn.BatchNorm1d(2))
+    options = {"flatten_parameters": flat}
+    model = FSDP(nn.Sequential(FSDP(Extra(), **options), Extra(), FSDP(nn.BatchNorm1d(2), **options)), **options)
+    inner = model.module[0].module
+    for save, load in (
+        (model.state_dict, model.load_state_dict),
+        (model.local_state_dict, model.load_local_state_dict),
+    ):
+        inner.value = 3
+        state = save()
+        assert (state["0._extra_state"], state["0.hooked"]) == ({"value": 3}, 5)
+        inner.value = 0
+        load(state)
+        assert inner.value == 3
+    state = model.state_dict()
+    assert list(state) == list(plain.state_dict())
+    assert state._metadata["2"]["version"] == plain.state_dict()._metadata["2"]["version"]
+    plain.load_state_dict(state)
+    model.load_state_dict(plain.state_dict())
+    assert all(name.startswith("pre.") for name in model.state_dict(prefix="pre."))
+    result = model.load_state_dict({"0.weight": torch.zeros(2, 2), "other": 1}, strict=False)
+    assert result.unexpected_keys == ["other"]
+    assert {"0.bias", "0._extra_state", "2.weight"} <= set(result.missing_keys)
+    assert not any("_fsdp" in name or "flat" in name for name in result.missing_keys)
+
+
+class Refuses(nn.Linear):
+    def _load_from_state_dict(self, *_: Any) -> None:
+        raise ZeroDivisionError
+
+
+@on_ranks(2)
+def test_after_a_failed_load() -> None:
+    model = nested(plain_model())
+    for bad in ({}, {"0.weight": torch.zeros(9)}, {**plain_model().state_dict(), "1.0.weight": torch.zeros(3, 3)}):
+        with pytest.raises(RuntimeError) as caught:
+            model.load_state_dict(bad)
+        assert not any(word in str(caught.value) for word in ("_fsdp", "flat_param"))
+        error_of(model(INPUTS[0])).backward()
+    plain = nn.Sequential(FSDP(Refuses(2, 2)))
+    with pytest.raises(ZeroDivisionError):
+        plain.load_state_dict(nn.Sequential(nn.Linear(2, 2)).state_dict())
+    error_of(plain(torch.randn(1, 2))).backward()
+
+
+class Boom(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError
+
+
+@on_ranks(2)
+def test_after_a_failed_backward() -> None:
+    def states(model: Any) -> Iterator[Any]:
+        yield model.state_dict()
+        yield model.local_state_dict()
+        yield model.half().float()
+        yield model.clip_grad_norm_(1.0)
+
+    for index in range(4):
+        first, last = FSDP(nn.Linear(4, 4)), FSDP(nn.Linear(4, 4))
+        model = FSDP(nn.Sequential(first, last))
+        handle = first.register_forward_hook(lambda _, inputs, output: Boom.apply(output))
+        with pytest.raises(ZeroDivisionError):
+            error_of(model(INPUTS[0])).backward()
+        uses = iter(states(model))
+        for _ in range(index + 1):
+            next(uses)
+        assert all(one.training_state is TrainingState.IDLE for one in get_fsdp_instances(model))
+        handle.remove()
+        model.zero_grad()
+        error_of(model(INPUTS[0])).backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+# -- What users do to parameters
+
+
+@on_ranks(1, 2, flat=FLAT)
+def test_volatile_changes_are_gone(flat: bool) -> None:
+    model = nested(plain_model(), flat)
+    with model.summon_full_params(volatile=True):
+        for parameter in model.parameters():
+            parameter.data.zero_()
+    assert_state(model, plain_model())
+    with model.summon_full_params():
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for action in (pickle.dumps, copy.deepcopy):
+            with pytest.raises(ValueError, match="summon_full_params"):
+                action(model)
+    error_of(model(INPUTS[0])).backward()
+    with pytest.raises(StateError, match="would change nothing"):  # made of parameters that are gone
+        optimizer.step()
+
+
+@on_ranks(2, flat=FLAT)
+def test_replaced_and_added_parameters(flat: bool) -> None:
+    model = FSDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), flatten_parameters=flat)
+    error_of(model(INPUTS[0])).backward()
+    model.module[0].weight = nn.Parameter(torch.zeros(4, 4))
+    with pytest.raises(StateError, match=r"'0.weight'.* was replaced"):
+        model(INPUTS[0])
+    late = FSDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), flatten_parameters=flat)
+    late.module[0].extra = nn.Parameter(torch.zeros(2))
+    with pytest.raises(ValueError, match=r"'0.extra' was registered after wrapping"):
+        late(INPUTS[0])
+    with pytest.raises(ValueError, match=r"'0.extra' is no shard"):
+        late.get_shard_from_optim_state_dict({"state": {}, "param_groups": []})
+
+
+@on_ranks(2, flat=FLAT)
+def test_changes_inside_of_summon(flat: bool) -> None:
+    model = nested(plain_model(), flat)
+    with model.summon_full_params():
+        model.module[0].weight = nn.Parameter(torch.full((4, 4), 7.0))
+        model.module[1].module[0].weight.data = torch.full((4, 4), 8.0)
+    state = model.state_dict()
+    assert state["0.weight"].eq(7).all()
+    assert state["1.0.weight"].eq(8).all()
+
+    def replace(module: nn.Module) -> None:
+        module.weight = nn.Parameter(torch.zeros(1, 4))
+
+    def remove(module: nn.Module) -> None:
+        del module.weight
+
+    for change, what in ((replace, r"was replaced by one of shape \(1, 4\)"), (remove, "was removed")):
+        with pytest.raises(StateError, match=f"'0.weight'.*{what}"), model.summon_full_params():
+            change(model.module[0])
+        error_of(model(INPUTS[0])).backward()
+        assert model.state_dict()["0.weight"].eq(7).all()
+
+
+@on_ranks(2)
+def test_functions_for_other_shards_refuse_flat_ones() -> None:
+    plain = plain_model()
+    originals = list(plain.parameters())
+    model = nested(plain)
+    for where, function, instead in (
+        (model, "save", "gather_full_optim_state_dict"),
+        (nn.Sequential(model), "full_state_dict", "state_dict"),
+        (originals, "repoint", "after wrapping"),
+        (model.parameters(), "clip_grad_norm_", "model.clip_grad_norm_"),
+    ):
+        with pytest.raises(ValueError, match=rf"^{function}: parameter 'flat_param_0'.*{instead}"):
+            refuse_flat(where, function)
+    with model.summon_full_params(), pytest.raises(ValueError, match="load: "):
+        refuse_flat(model, "load")
+    other = plain_model()
+    refuse_flat(other, "save")
+    shardwise.fully_shard(other)
+    refuse_flat(other, "save")
+
+
+# -- Norms
+
+
+@on_ranks(2, dtype=(torch.float16, torch.bfloat16))
+def test_norms_of_half_precision_gradients(dtype: torch.dtype) -> None:
+    """Whose squares overflow; of all orders."""
+    model = nested(plain_model().to(dtype), compute_dtype=dtype)
+    count = sum(parameter.numel() for parameter in plain_model().parameters())
+    error_of(model(INPUTS[0].to(dtype))).backward()
+    for norm_type in (1.0, 2.0, 3.5, math.inf):
+        for parameter in model.parameters():
+            parameter.grad.fill_(30000.0)
+        for slot in (slot for one in get_fsdp_instances(model) for slot in one._own_slots()):
+            slot.sharded.grad[slot.sharded.numel() - slot.padding :] = 0  # as reductions leave it
+        norm = model.clip_grad_norm_(1.0, norm_type)
+        value = torch.tensor(30000.0).to(dtype).float()
+        expected = value if math.isinf(norm_type) else value * count ** (1 / norm_type)
+        torch.testing.assert_close(norm, expected)
+        assert norm.dtype == torch.float32
+        assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    with pytest.raises(ValueError, match="outermost"):
+        model[1].clip_grad_norm_(1.0)
+
+
+class Experts(nn.Module):
+    """Ranks have experts of their own, of as many layers as they like, and need not use them."""
+
+    def __init__(self, group: Any, rank: int):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4)
+        layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(1 + rank)])
+        self.expert = FSDP(layers, process_group=group, flatten_parameters=False)
+
+    def forward(self, x: torch.Tensor, uses: bool) -> torch.Tensor:
+        return self.expert(self.linear(x)) if uses else self.linear(x)
+
+
+@on_ranks(2, 3)
+def test_norm_with_experts_of_some_ranks() -> None:
+    rank = dist.get_rank()
+    alone = [dist.new_group([index]) for index in range(dist.get_world_size())]
+    model = FSDP(Experts(alone[rank], rank))
+    error_of(model(INPUTS[0], rank != 1)).backward()
+    for norm_type in (2.0, math.inf):
+        own = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        norms: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(norms, own)
+        expected = torch.linalg.vector_norm(torch.cat(norms), norm_type)
+        torch.testing.assert_close(model.clip_grad_norm_(1e9, norm_type), expected)
+
+
+@on_ranks(2, flat=FLAT, everywhere=(True, False))
+def test_skips_steps_with_nested_instances(flat: bool, everywhere: bool) -> None:
+    model = nested(plain_model(), flat, mixed_precision=True, compute_dtype=torch.float16)
+    optimizer, scaler = SGD(model.parameters(), lr=0.1), ShardedGradScaler(init_scale=4.0, growth_interval=1)
+    first = math.inf if everywhere or dist.get_rank() == 1 else 1.0
+    for factor, scale in ((first, 2.0), (1.0, 4.0)):
+        optimizer.zero_grad()
+        scaler.scale(error_of(model(INPUTS[0])) * factor).backward()
+        scaler.unscale_(optimizer)
+        model.clip_grad_norm_(1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == scale
+        if scale == 2.0:
+            assert_state(model, plain_model())
+    assert not torch.equal(model.state_dict()["0.weight"], plain_model()[0].weight)
+
+
+# -- Optimizer state of others
+
+
+@on_ranks(2)
+def test_refuses_optimizer_state_of_other_shapes() -> None:
+    model = FSDP(nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(1, 1, bias=False)))
+    other = nn.Linear(9, 1)
+    optimizer = Adam(other.parameters())
+    error_of(other(torch.randn(1, 9))).backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match=r"'exp_avg' of '0.weight' has shape \(1, 9\)"):
+        model.get_shard_from_optim_state_dict(optimizer.state_dict())
+    mine = Adam(model.parameters())
+    with pytest.raises(ValueError, match="ranks 0 to 1"):
+        model.gather_full_optim_state_dict(mine, recipient_rank=2)
+    flipped = FSDP(plain_model(), flatten_parameters=False)
+    with pytest.raises(ValueError, match=r"param group 0 .* order"):
+        flipped.gather_full_optim_state_dict(Adam(list(flipped.parameters())[::-1]))
+    # FairScale gives state without dims as a list with that of each rank.
+    group = {"params": [0, 1]}
+    state = {0: {"mu_product": [torch.tensor(0.5), torch.tensor(0.25)]}}
+    part = model.get_shard_from_optim_state_dict({"state": state, "param_groups": [group], "param_id_map": {}})
+    assert part["state"][0]["mu_product"] == (0.5, 0.25)[dist.get_rank()]
+
+
+# -- Copies, and memory
+
+
+@on_ranks(2, flat=FLAT)
+def test_copies_of_recurrent_modules(flat: bool) -> None:
+    """They look at their weights when they are copied."""
+    group = dist.new_group([0, 1])
+    model = FSDP(nn.GRU(4, 4), flatten_parameters=flat, process_group_reduce_scatter=group)
+    inputs = INPUTS[0].unsqueeze(1)
+    model(inputs)
+    loaded, copied = pickle.loads(pickle.dumps(model)), copy.deepcopy(model)
+    loaded.process_group = dist.group.WORLD
+    assert copied.process_group_reduce_scatter is group
+    for each in (model, loaded, copied):
+        error_of(each(inputs)[0]).backward()
+    for other in (loaded, copied):
+        for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(mine.grad, theirs.grad)
+    dummy = FSDP(nn.Linear(2, 2), process_group=DummyProcessGroup(dist.get_rank(), 2))
+    with pytest.raises(StateError, match="no process group"):
+        dummy.state_dict()
+
+
+@on_ranks(2)
+def test_peak_memory_of_states() -> None:
+    width, layers = 256, 6
+    unit = 4 * width * width
+    model = FSDP(nn.Sequential(*[FSDP(nn.Linear(width, width, bias=False)) for _ in range(layers)]))
+    optimizer = Adam(model.parameters())
+    error_of(model(torch.randn(2, width))).backward()
+    optimizer.step()
+    peak, state = peak_bytes(model.state_dict)
+    assert peak < (layers + 1.1) * unit
+    assert peak_bytes(model.local_state_dict)[0] < 0.1 * unit
+    assert peak_bytes(lambda: model.load_state_dict(state))[0] < 1.1 * unit
+    peak, full = peak_bytes(lambda: model.gather_full_optim_state_dict(optimizer))
+    assert peak < (2 * layers + 1.1 if dist.get_rank() == 0 else 1.1) * unit
+    assert size_in_file(model.local_state_dict()) < layers * unit / 2 * 1.1
+    if dist.get_rank() == 0:
+        assert size_in_file(full) < 2 * layers * unit * 1.1
+
+
+def peak_bytes(action: Callable[[], Any]) -> tuple[int, Any]:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        result = action()
+    events = recorded.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    total = peak = 0
+    for _, change in changes:
+        total += change
+        peak = max(peak, total)
+    return peak, result
+
+
+@on_ranks(2, flat=FLAT)
+def test_is_freed_after_every_use(flat: bool) -> None:
+    def summoned(model: Any) -> None:
+        with model.summon_full_params():
+            pass
+
+    def failed(model: Any) -> None:
+        with pytest.raises(RuntimeError):
+            model(torch.zeros(1, 9))
+
+    uses: tuple[Callable[[Any], Any], ...] = (
+        lambda model: model(INPUTS[0]),
+        two_forwards_two_backwards,
+        lambda model: (model.state_dict(), model.local_state_dict(), model.local_metadata_dict()),
+        lambda model: model.load_state_dict(plain_model().state_dict()),
+        lambda model: model.half(),
+        copy.deepcopy,
+        summoned,
+        exception_in_no_sync,
+        failed,
+    )
+    gc.collect()
+    gc.disable()
+    try:
+        for use in uses:
+            model = nested(plain_model(), flat)
+            use(model)
+            references = [weakref.ref(instance) for instance in get_fsdp_instances(model)]
+            del model
+            assert all(reference() is None for reference in references), use
+    finally:
+        gc.enable()
