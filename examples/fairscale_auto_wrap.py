@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.fairscale import DummyProcessGroup, auto_wrap, enable_wrap, wrap
-from shardwise.fairscale import FullyShardedDataParallel as FSDP
+from shardwise.fairscale import FSDP, DummyProcessGroup, auto_wrap, enable_wrap, wrap
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from fairscale_parts import (
     my_super_fast_dataloader,
     run,
 )
-from shardwise.fairscale import FullyShardedDataParallel as FSDP
+from shardwise.fairscale import FSDP
 
 
 def train(rank: int, world_size: int, epochs: int) -> None:

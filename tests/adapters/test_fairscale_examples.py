@@ -17,8 +17,8 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
 @cache
-def losses(name: str, *launcher: str) -> list[float]:
-    """The mean loss of each epoch, as the program prints it."""
+def output_of(name: str, *launcher: str) -> list[str]:
+    """The lines that the program prints."""
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     path = os.pathsep.join(filter(None, [str(SOURCE), environment.get("PYTHONPATH")]))
     result = subprocess.run(
@@ -30,7 +30,12 @@ def losses(name: str, *launcher: str) -> list[float]:
         check=False,
     )
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
-    return [float(word) for word in result.stdout.strip().splitlines()[-1].split(": ")[1].split()]
+    return result.stdout.strip().splitlines()
+
+
+def losses(name: str, *launcher: str) -> list[float]:
+    """The mean loss of each epoch."""
+    return [float(word) for word in output_of(name, *launcher)[-1].split(": ")[1].split()]
 
 
 @pytest.mark.parametrize(
@@ -39,6 +44,7 @@ def losses(name: str, *launcher: str) -> list[float]:
         ("fairscale_ddp_oss.py",),
         ("fairscale_sharded_ddp.py", *TORCHRUN),
         ("fairscale_grad_scaler.py",),
+        ("fairscale_fsdp.py", *TORCHRUN),
     ],
     ids=lambda case: case[0],
 )
@@ -48,3 +54,7 @@ def test_learns(case: tuple[str, ...]) -> None:
     # All train the same model on the same data, the last one in float16.
     expected = losses("fairscale_ddp_oss.py")
     assert [first, last] == pytest.approx(expected, abs=0.01 if "scaler" in case[0] else 0.0)
+
+
+def test_wraps_what_the_page_says() -> None:
+    assert output_of("fairscale_auto_wrap.py")[-1].startswith("wrapped 12 modules: encoder.layers.0, ")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import inspect
 import io
 import math
@@ -25,11 +24,7 @@ from shardwise.fairscale.oss import ARGUMENTS
 
 from ..models import MLP, ConvNet, inputs_for
 from ..ranks.harness import on_ranks
-
-needs_fairscale = pytest.mark.skipif(
-    importlib.util.find_spec("fairscale") is None,
-    reason="compares with FairScale: pip install fairscale==0.4.13 --no-build-isolation",
-)
+from .fairscale_on_cpu import needs_fairscale
 
 OPTIMIZERS: list[tuple[type[Optimizer], dict[str, Any]]] = [
     (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
@@ -442,6 +437,18 @@ def test_clipping_float16_gradients_does_not_overflow() -> None:
     for parameter in parameters:
         assert parameter.grad is not None
         torch.testing.assert_close(parameter.grad.float(), torch.full((64,), 1 / math.sqrt(192)), rtol=1e-2, atol=0)
+
+
+@on_ranks(2)
+def test_clipping_with_empty_gradients() -> None:
+    """torch has no largest element of them; one rank must not fail alone."""
+    for dtype in (torch.float16, torch.float32):
+        parameters = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in (3, 0, 0, 2)]
+        oss = OSS(parameters, optim=SGD, lr=0.1)
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, 2.0)
+        for order, norm in ((math.inf, 2.0), (1.0, 10.0), (2.0, math.sqrt(20))):
+            torch.testing.assert_close(oss.clip_grad_norm(100.0, order), torch.tensor(norm))
 
 
 @on_ranks(2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
-import importlib.util
 import inspect
 import io
 import pickle
@@ -31,11 +30,7 @@ from shardwise.fairscale.sharded_ddp import ARGUMENTS
 
 from ..models import MLP, ConvNet, Transformer, inputs_for
 from ..ranks.harness import on_ranks
-
-needs_fairscale = pytest.mark.skipif(
-    importlib.util.find_spec("fairscale") is None,
-    reason="compares with FairScale: pip install fairscale==0.4.13 --no-build-isolation",
-)
+from .fairscale_on_cpu import needs_fairscale
 
 SIZES = (2**23, 60, 0)
 """Of the reduction's buffers: all in one, many, none."""
@@ -388,6 +383,39 @@ def test_gradients_that_arrive_in_another_order_on_each_rank(size: int) -> None:
         model_of(Branches), lambda model, rank: model(branch_input(rank), orders[rank]).square().sum().backward()
     )
     assert_gradients(sharded, oss, truth, bitwise=False)
+
+
+@on_ranks(2, 3, size=SIZES)
+def test_two_models_in_one_backward_of_which_ranks_use_other_parts(size: int) -> None:
+    """All gradients have the same shape: one that met another model's would be wrong without an error."""
+
+    class Skipping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+        def forward(self, x: torch.Tensor, skipped: int) -> torch.Tensor:
+            for index, layer in enumerate(self.layers):
+                x = x if index == skipped else torch.tanh(layer(x))
+            return x
+
+    def run(generator: nn.Module, critic: nn.Module, rank: int) -> None:
+        x = torch.randn(3, 6, generator=torch.Generator().manual_seed(rank))
+        critic(generator(x, skipped=9), skipped=1 + rank).square().sum().backward()
+
+    models, plain = ([model_of(Skipping, seed) for seed in (1, 2)] for _ in range(2))
+    oss = OSS([p for model in models for p in model.parameters()], lr=0.1)
+    sharded = [ShardedDDP(model, oss, reduce_buffer_size=size) for model in models]
+    for _ in range(2):
+        for model in [*models, *plain]:
+            model.zero_grad()
+        run(sharded[0], sharded[1], dist.get_rank())
+        for rank in range(dist.get_world_size()):
+            run(plain[0], plain[1], rank)
+        for model in plain:
+            mean_gradients(model, lambda *_: None)
+        for mine, truth in zip(sharded, plain, strict=True):
+            assert_gradients(mine, oss, truth, bitwise=False)
 
 
 @on_ranks(2)
@@ -1088,6 +1116,8 @@ def test_arguments() -> None:
     mixed = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))
     with pytest.raises(ValueError, match="not on cpu, meta"):
         ShardedDDP(mixed, oss)
+    with pytest.raises(ValueError, match="materialize the module before"):
+        ShardedDDP(nn.Linear(1, 1, device="meta"), oss)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ShardedDDP(model, (oss,), None, True, True, 2**23, True, False, True)

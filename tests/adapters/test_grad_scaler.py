@@ -20,7 +20,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import shardwise
 from shardwise import Placements, fully_shard
 from shardwise.fairscale import OSS, ShardedDDP
-from shardwise.grad_scaler import ShardedGradScaler
+from shardwise.grad import ShardedGradScaler
 
 from ..models import MLP, inputs_for, wrap
 from ..ranks.harness import on_ranks
@@ -268,6 +268,12 @@ def test_without_a_process_group() -> None:
     assert step_once(scaler, 6.0) == -3.0
     assert step_once(scaler, torch.inf) == 0.0
     assert scaler.get_scale() == 1.0
+
+
+def test_there_is_one() -> None:
+    from shardwise import fairscale, grad_scaler
+
+    assert fairscale.ShardedGradScaler is grad_scaler.ShardedGradScaler is ShardedGradScaler
 
 
 def test_defaults_are_torchs_and_fairscales() -> None:

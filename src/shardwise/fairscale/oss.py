@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch.optim import SGD, Optimizer
 
 from ..core.comm import Comm, SingleComm, comm_for
-from ..core.device import local_norms, scale_each
+from ..core.device import local_norms
 from ..core.errors import explain
 from ..core.layout import deal
 from ..core.tree import map_tensors
 from ..core.whole import WholeBroadcast
+from ..grad import scale_to_norm
 from .arguments import Argument, Support, check_arguments, documented
 
 ARGUMENTS = {
@@ -226,14 +227,8 @@ class OSS(Optimizer):
         owners = self.owners()
         mine = [parameter for parameter, owner in owners.items() if owner == self.rank and parameter.grad is not None]
         norm = self._total_norm(mine if filter_params_fn is None else list(filter_params_fn(mine)), float(norm_type))
-        # As torch does: no branch on the value, which would wait for the device.
-        scale = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
-        gradients: dict[torch.device, list[torch.Tensor]] = {}
-        for parameter in owners:
-            if parameter.grad is not None:
-                gradients.setdefault(parameter.grad.device, []).append(_dense_gradient(parameter))
-        for device, members in gradients.items():
-            scale_each(members, scale.to(device))
+        gradients = [_dense_gradient(parameter) for parameter in owners if parameter.grad is not None]
+        scale_to_norm(gradients, norm, float(max_norm))
         return norm
 
     def _total_norm(self, counted: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
@@ -440,7 +435,8 @@ def _dense_gradient(parameter: torch.Tensor) -> torch.Tensor:
 
 def _norms(gradients: Sequence[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
     """The norm of each, in float32 at least: squares of float16 numbers above 255 are infinite in float16."""
-    narrow = [g.dtype.itemsize < 4 for g in gradients]
+    # Empty ones are left to `local_norms`: torch has no largest element of them.
+    narrow = [g.dtype.itemsize < 4 and g.numel() > 0 for g in gradients]
     wide = iter(local_norms([g for g, flag in zip(gradients, narrow, strict=True) if not flag], norm_type))
     return [
         torch.linalg.vector_norm(g, norm_type, dtype=torch.float32) if flag else next(wide)

@@ -358,6 +358,7 @@ class GradientHooks:
             self.has_local = True
         elif self._backward is None:
             self._backward = backward_number()
+            self.reducer.begin()
             queue_end_of_backward(self._end)
 
     def before_accumulation(self, index: int) -> None:
@@ -481,6 +482,11 @@ def _common_group(optimizers: Sequence[OSS], group: dist.ProcessGroup | None) ->
 
 def _only_type(devices: set[torch.device]) -> str:
     types = sorted({device.type for device in devices})
+    if types == ["meta"]:
+        raise ValueError(
+            "ShardedDataParallel: the parameters are on the meta device, without values: materialize the module before "
+            "OSS and ShardedDataParallel are made"
+        )
     if len(types) != 1:
         found = ", ".join(types) or "none"
         raise ValueError(f"ShardedDataParallel needs a module with parameters on one type of device, not on {found}")
