@@ -21,12 +21,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from .arguments import check_arguments, documented
 from .checkpoint.full_state import full_state_dict
 from .checkpoint.model_state import model_state
 from .checkpoint.names import parameter_names
 from .checkpoint.optimizer_state import optimizer_state
 from .core.module import unit_of
-from .fairscale.arguments import check_arguments, documented
 from .init import init_on_meta, materialize
 from .lightning_common.arguments import TRAINER_ARGUMENTS, checked_state_dict_type
 from .lightning_common.files import SavedDirectory, is_sharded, prepare_file, read_file, write_directory

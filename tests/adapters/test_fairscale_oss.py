@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from shardwise.arguments import Argument, Support, check_arguments
 from shardwise.fairscale import OSS
-from shardwise.fairscale.arguments import Argument, Support, check_arguments
 from shardwise.fairscale.oss import ARGUMENTS
 
 from ..models import MLP, ConvNet, inputs_for

@@ -54,7 +54,14 @@ from shardwise import Placements
 from shardwise.core.module import unit_of
 from shardwise.grad_scaler import ShardedGradScaler
 from shardwise.mmengine import FSDP_WRAP_POLICIES, MMFullyShardedDataParallel, ShardwiseStrategy, init_process_group
-from shardwise.mmengine.arguments import find_mesh, find_offload, find_precision, find_prefetch, find_strategy
+from shardwise.mmengine.arguments import (
+    WRAPPER_ARGUMENTS,
+    find_mesh,
+    find_offload,
+    find_precision,
+    find_prefetch,
+    find_strategy,
+)
 from tests.adapters.launching import ROOT, check_case, launched, output_of, run_cases
 from tests.unit.conftest import fake_mesh as fake_mesh_of_unit_tests
 
@@ -710,6 +717,45 @@ def strategies(directory: Path) -> None:
         assert losses != results[0]
 
 
+class Normalized(BaseModel):
+    """Batch normalization, which has no use for half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.normalization = nn.Conv1d(1, 5, 3), nn.BatchNorm1d(5)
+        self.head = nn.Linear(25, 3)
+
+    def forward(self, inputs: Any, target: Any = None, mode: str = "tensor") -> Any:
+        outputs = self.head(self.normalization(self.convolution(inputs[:, None])).flatten(1))
+        return {"loss": (outputs - target).square().mean()} if mode == "loss" else outputs
+
+
+def normalizes_in_its_own_dtype(directory: Path) -> None:
+    data = {"inputs": torch.randn(4, 7), "target": torch.randn(4, 3)}
+    for precision in (
+        {"param_dtype": "bfloat16", "buffer_dtype": "bfloat16"},
+        {"param_dtype": "float16", "reduce_dtype": "float32", "output_dtype": "float32"},
+    ):
+        wrapper = MMFullyShardedDataParallel(Normalized(), mixed_precision=precision)
+        seen = []
+        wrapper.module.normalization.register_forward_hook(
+            lambda module, args, output: seen.append((args[0].dtype, module.weight.dtype, output.dtype))
+        )
+        optim_wrapper = OptimWrapper(torch.optim.SGD(wrapper.parameters(), lr=0.1))
+        for _ in range(2):
+            assert torch.isfinite(wrapper.train_step(data, optim_wrapper)["loss"])
+        assert wrapper.module.normalization.running_mean.dtype is torch.float32
+        assert {dtypes[1] for dtypes in seen} == {torch.float32}
+        assert int(wrapper.module.normalization.num_batches_tracked) == 2
+
+
+def without_default_hook(directory: Path) -> None:
+    """`ShardwiseHook` does what `RuntimeInfoHook` does otherwise."""
+    hooks = {"runtime_info": None, "logger": None}
+    runner = sharded("clipped", directory / "two_hook", default_hooks=hooks, custom_hooks=[{"type": "ShardwiseHook"}])
+    check_outcome(directory, "clipped", runner, train(runner))
+
+
 def averages_by_hand(directory: Path) -> None:
     """`ExponentialMovingAverage` of a sharded model, against one of the whole model."""
     torch.manual_seed(2)
@@ -826,6 +872,8 @@ CASES: dict[str, dict[str, Callable[[Path], None]]] = {
             accumulates,
             units_by_policy,
             strategies,
+            normalizes_in_its_own_dtype,
+            without_default_hook,
             averages_by_hand,
             loads_whole_tensors,
         ),
@@ -955,6 +1003,14 @@ def test_arguments_without_effect_warn() -> None:
     documentation = MMFullyShardedDataParallel.__doc__ or ""
     for name in inspect.signature(MMFullyShardedDataParallel.__init__).parameters:
         assert name in ("self", "kwargs") or f"    {name}" in documentation
+
+
+def test_documentation_has_the_table() -> None:
+    text = (ROOT / "docs" / "mmengine.md").read_text()
+    for name, argument in WRAPPER_ARGUMENTS.items():
+        assert f"| `{name}` | {argument.support.value} | {argument.meaning} |" in text
+    for name in FSDP_WRAP_POLICIES.module_dict:
+        assert f"`{name}`" in text
 
 
 def test_values_of_arguments() -> None:

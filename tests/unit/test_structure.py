@@ -78,7 +78,7 @@ ORDER = [
     "init.materialize",
     "grad_scaler",
     "grad",
-    "fairscale.arguments",
+    "arguments",
     "fairscale.oss",
     "fairscale.sharded_ddp",
     "fairscale.flat_parameter",

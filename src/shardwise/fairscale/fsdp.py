@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
+from ..arguments import check_arguments, documented
 from ..core.context import FSDPCommContext
 from ..core.device import in_backward
 from ..core.flat import FlatShards, FlatSlot
@@ -27,7 +28,6 @@ from ..core.root import make_root
 from ..core.slot import GroupPolicy
 from ..core.tree import map_tensors
 from ..grad import scale_to_norm
-from .arguments import check_arguments, documented
 from .fsdp_arguments import ARGUMENTS
 from .fsdp_norms import norm_of_gradients
 from .fsdp_optimizer import gather_optimizer_state, shard_optimizer_state

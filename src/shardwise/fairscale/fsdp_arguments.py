@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .arguments import Argument, Support
+from ..arguments import Argument, Support
 
 ACCEPTED = Support.ACCEPTED
 

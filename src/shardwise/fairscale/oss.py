@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import SGD, Optimizer
 
+from ..arguments import Argument, Support, check_arguments, documented
 from ..core.comm import Comm, SingleComm, comm_for
 from ..core.device import local_norms
 from ..core.errors import explain
@@ -19,7 +20,6 @@ from ..core.layout import deal
 from ..core.tree import map_tensors
 from ..core.whole import WholeBroadcast
 from ..grad import scale_to_norm
-from .arguments import Argument, Support, check_arguments, documented
 
 ARGUMENTS = {
     "params": Argument("parameters, named parameters or param groups, as for any torch optimizer"),

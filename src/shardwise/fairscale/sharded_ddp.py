@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..arguments import Argument, documented
 from ..core.comm import Comm, comm_for
 from ..core.device import backward_number, in_backward, queue_end_of_backward
 from ..core.errors import StateError
 from ..core.tree import map_tensors, tensors_requiring_grad
 from ..core.whole import OwnerReducer, WholeBroadcast
-from .arguments import Argument, documented
 from .oss import OSS
 
 ARGUMENTS = {

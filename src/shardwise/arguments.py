@@ -80,3 +80,9 @@ def describe(table: Table) -> str:
         note = "" if argument.support is Support.SUPPORTED else f" ({argument.support.value})"
         lines.append(f"    {name}{note}: {argument.meaning}")
     return "\n".join(lines)
+
+
+def markdown(table: Table) -> str:
+    """The table as the docs have it."""
+    rows = [f"| `{name}` | {argument.support.value} | {argument.meaning} |\n" for name, argument in table.items()]
+    return "| argument | | |\n| :--- | :--- | :--- |\n" + "".join(rows)
