@@ -7,8 +7,8 @@ default_scope = "mmengine"
 
 model = dict(
     type="SpiralClassifier",
-    width=64,
-    depth=4,
+    width=32,
+    depth=2,
     arms=3,
     init_cfg=dict(type="Kaiming", layer="Linear", nonlinearity="relu"),
 )
@@ -18,7 +18,7 @@ model_wrapper_cfg = dict(
     auto_wrap_policy=dict(type="module_wrap_policy", module_classes=["Block"]),
 )
 
-loader = dict(batch_size=16, num_workers=0, collate_fn=dict(type="default_collate"))
+loader = dict(batch_size=32, num_workers=0, collate_fn=dict(type="default_collate"))
 train_dataloader = dict(
     dataset=dict(type="Spirals", size=1024, arms=3, seed=0),
     sampler=dict(type="DefaultSampler", shuffle=True),
@@ -38,9 +38,8 @@ val_cfg = dict()
 test_cfg = dict()
 optim_wrapper = dict(
     type="OptimWrapper",
-    optimizer=dict(type="AdamW", lr=5e-3),
+    optimizer=dict(type="AdamW", lr=1e-2),
     clip_grad=dict(max_norm=1.0),
-    accumulative_counts=2,
 )
 param_scheduler = dict(type="CosineAnnealingLR", T_max=10)
 default_hooks = dict(checkpoint=dict(type="CheckpointHook", interval=2, max_keep_ckpts=1))

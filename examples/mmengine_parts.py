@@ -23,7 +23,7 @@ class Spirals(Dataset[dict[str, Tensor]]):
         generator = torch.Generator().manual_seed(seed)
         self.labels = torch.arange(size) % arms
         radius = torch.rand(size, generator=generator)
-        angle = 2 * math.pi * (self.labels / arms + radius) + 0.1 * torch.randn(size, generator=generator)
+        angle = 2 * math.pi * (self.labels / arms + radius / 2) + 0.1 * torch.randn(size, generator=generator)
         self.points = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1)
 
     def __len__(self) -> int:

@@ -7,6 +7,7 @@ torchrun --nproc-per-node 2 examples/mmengine_runner.py
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -51,6 +52,7 @@ def main() -> None:
         total = sum(value.numel() for value in saved["state_dict"].values())
         print(f"resumed at epoch 2, trained to epoch {runner.epoch}: accuracy {accuracy:.3f}")
         print(f"rank 0 holds {held} of {total} parameters; the checkpoint has all of them")
+        shutil.rmtree(names[0])
     dist.barrier()
     dist.destroy_process_group()
 

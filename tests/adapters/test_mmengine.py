@@ -144,7 +144,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "averaged": {"custom_hooks": [{"type": "EMAHook", "momentum": 0.3, "update_buffers": True}]},
     "swa": {"custom_hooks": [{"type": EMAHook, "ema_type": "StochasticWeightAverage", "begin_epoch": 1}]},
     "iterations": {
-        "train_cfg": {"by_epoch": False, "max_iters": 5, "val_interval": 2},
+        "train_cfg": {"by_epoch": False, "max_iters": 3, "val_interval": 2},
         "default_hooks": {"checkpoint": {"type": "CheckpointHook", "by_epoch": False, "interval": 2}},
         "param_scheduler": {"type": "StepLR", "step_size": 2, "gamma": 0.5, "by_epoch": False},
     },
@@ -190,7 +190,7 @@ def loader(size: int, world_size: int) -> dict[str, Any]:
 
 
 def settings(name: str, work: Path, **changes: Any) -> dict[str, Any]:
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
     variant = copy.deepcopy(VARIANTS.get(name, {}))
     optimizer = {"type": "AdamW", "lr": 0.05, "weight_decay": 0.1}
     base: dict[str, Any] = {
@@ -354,6 +354,19 @@ def like_one_process(name: str, directory: Path) -> None:
     dist.barrier()
 
 
+def like_ddp(directory: Path) -> None:
+    """Bit for bit MMEngine's MMDistributedDataParallel on the same ranks."""
+    cfg = {"model_wrapper_cfg": {"type": "MMDistributedDataParallel", "device_ids": None}}
+    runner = Runner(**settings("accumulated", directory / "two_ddp", launcher="pytorch", cfg=cfg))
+    expected = outcome(runner, train(runner))
+    runner = sharded("accumulated", directory / "two_like_ddp")
+    assert outcome(runner, train(runner)) == expected
+    dist.barrier()
+    a, b = (torch.load(directory / work / "epoch_2.pth") for work in ("two_like_ddp", "two_ddp"))
+    for name, value in b["state_dict"].items():
+        assert torch.equal(a["state_dict"][name], value), name
+
+
 def resumes(directory: Path) -> None:
     """At the same world size, from its own checkpoint, by searching for the latest one."""
     import shutil
@@ -444,6 +457,24 @@ def initializes_on_meta(directory: Path) -> None:
         assert torch.equal(found[name], value), name
 
 
+def initializes_by_function(directory: Path) -> None:
+    """``param_init_fn``, by name, for what is on the meta device."""
+
+    @FUNCTIONS.register_module()
+    def fill_all(module: nn.Module, value: float = 0.5) -> None:
+        with torch.no_grad():
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                tensor.fill_(value)
+
+    for given, expected in (("fill_all", 0.5), ({"type": "fill_all", "value": 0.25}, 0.25), (fill_all, 0.5)):
+        with torch.device("meta"):
+            model = Toy()
+        assert all(tensor.is_meta for tensor in model.state_dict().values())
+        wrapper = MMFullyShardedDataParallel(model, auto_wrap_policy=LINEAR, param_init_fn=given)
+        found = shardwise.full_state_dict(wrapper.module, rank0_only=False)
+        assert all(bool((value == expected).all()) for value in found.values())
+
+
 class Drawing(Toy):
     """Draws weights by another seed on each rank, loads a part from a file, and looks at all of it."""
 
@@ -499,16 +530,31 @@ def initializes(directory: Path) -> None:
     assert all(isinstance(parameter, DTensor) for parameter in wrapper.parameters())
 
 
+class Watch(Hook):
+    """What hooks get to see of a checkpoint."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+        states = (checkpoint["state_dict"], *checkpoint.get("optimizer", {}).get("state", {}).values())
+        self.seen.append({type(value) for state in states for value in state.values()})
+        checkpoint["added"] = 4
+
+
 def saves_when_asked(directory: Path) -> None:
     """`Runner.save_checkpoint` itself, in all its forms, and an error of the writing rank on all ranks."""
     work = directory / "two_asked"
-    runner = sharded("clipped", work)
+    watch = Watch()
+    runner = sharded("clipped", work, custom_hooks=[watch])
     train(runner)
+    # On one process, with whole tensors, as without sharding.
+    assert watch.seen == ([{torch.Tensor}] * 2 if dist.get_rank() == 0 else [])
     runner.save_checkpoint(str(work), "bare.pth", save_optimizer=False, save_param_scheduler=False, by_epoch=False)
     runner.save_checkpoint(str(work), "full.pth", None, True, True, {"mine": 3})
     dist.barrier()
     bare, full = torch.load(work / "bare.pth"), torch.load(work / "full.pth")
-    assert bare.keys() == {"meta", "state_dict", "message_hub"}
+    assert bare.keys() == {"meta", "state_dict", "message_hub", "added"}
     assert full.keys() == bare.keys() | {"optimizer", "param_schedulers"}
     assert full["meta"]["mine"] == 3
     assert all(type(value) is torch.Tensor for value in bare["state_dict"].values())
@@ -730,6 +776,10 @@ class Normalized(BaseModel):
         return {"loss": (outputs - target).square().mean()} if mode == "loss" else outputs
 
 
+def note_dtypes(seen: list[Any], module: Any, args: Any, output: torch.Tensor) -> None:
+    seen.append((args[0].dtype, module.weight.dtype, output.dtype))
+
+
 def normalizes_in_its_own_dtype(directory: Path) -> None:
     data = {"inputs": torch.randn(4, 7), "target": torch.randn(4, 3)}
     for precision in (
@@ -737,15 +787,14 @@ def normalizes_in_its_own_dtype(directory: Path) -> None:
         {"param_dtype": "float16", "reduce_dtype": "float32", "output_dtype": "float32"},
     ):
         wrapper = MMFullyShardedDataParallel(Normalized(), mixed_precision=precision)
-        seen = []
-        wrapper.module.normalization.register_forward_hook(
-            lambda module, args, output: seen.append((args[0].dtype, module.weight.dtype, output.dtype))
-        )
+        seen: list[Any] = []
+        wrapper.module.normalization.register_forward_hook(partial(note_dtypes, seen))
         optim_wrapper = OptimWrapper(torch.optim.SGD(wrapper.parameters(), lr=0.1))
         for _ in range(2):
             assert torch.isfinite(wrapper.train_step(data, optim_wrapper)["loss"])
         assert wrapper.module.normalization.running_mean.dtype is torch.float32
-        assert {dtypes[1] for dtypes in seen} == {torch.float32}
+        half = getattr(torch, precision["param_dtype"])
+        assert set(seen) == {(torch.float32, torch.float32, half)}
         assert int(wrapper.module.normalization.num_batches_tracked) == 2
 
 
@@ -764,6 +813,7 @@ def averages_by_hand(directory: Path) -> None:
     wrapper = MMFullyShardedDataParallel(model, auto_wrap_policy=LINEAR)
     ours, truth_ = (ExponentialMovingAverage(m, momentum=0.25) for m in (model, plain))
     assert not any(unit_of(module) is not None for module in ours.modules())
+    assert type(copy.deepcopy(wrapper)) is MMFullyShardedDataParallel
     for step in range(3):
         with torch.no_grad():
             for m in (model, plain):
@@ -801,8 +851,15 @@ def loads_whole_tensors(directory: Path) -> None:
 # -- Four ranks
 
 
+def four_resume_flexible(directory: Path) -> None:
+    """The strategy joins the process group, though MMEngine's default asks for NCCL."""
+    assert not dist.is_initialized()
+    runner = flexible("clipped", directory / "four_flexible", resume=str(directory / "two_clipped/epoch_1.pth"))
+    assert dist.get_backend() == "gloo"
+    check_outcome(directory, "clipped", runner, train(runner), last=3)
+
+
 def four_resume(directory: Path) -> None:
-    start()
     runner = sharded(
         "clipped", directory / "four_resumed", resume=True, load_from=str(directory / "two_clipped/epoch_1.pth")
     )
@@ -858,6 +915,7 @@ CASES: dict[str, dict[str, Callable[[Path], None]]] = {
     "mmengine_two": {
         **{name: shared(partial(like_one_process, name)) for name in VARIANTS},
         **named(
+            like_ddp,
             resumes,
             resumes_average,
             validates_and_tests,
@@ -865,6 +923,7 @@ CASES: dict[str, dict[str, Callable[[Path], None]]] = {
             flexible_resumes,
             flexible_averages,
             initializes_on_meta,
+            initializes_by_function,
             initializes,
             saves_when_asked,
             amp,
@@ -878,7 +937,7 @@ CASES: dict[str, dict[str, Callable[[Path], None]]] = {
             loads_whole_tensors,
         ),
     },
-    "mmengine_four": named(four_resume, hybrid_on_four, in_subgroup),
+    "mmengine_four": named(four_resume_flexible, four_resume, hybrid_on_four, in_subgroup),
     "mmengine_one_again": named(one_resumes, one_resumes_flexible, one_loads_average),
 }
 RANKS = {"mmengine_one": 1, "mmengine_two": 2, "mmengine_four": 4, "mmengine_one_again": 1}

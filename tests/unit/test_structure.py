@@ -169,7 +169,8 @@ def own_imports(path: Path) -> set[str]:
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.ImportFrom) and node.level:
             base = name.split(".")[: -node.level]
-            found.add(".".join([*base, *(node.module or "").split(".")]))
+            named = [node.module] if node.module else [alias.name for alias in node.names]
+            found.update(".".join([*base, *one.split(".")]) for one in named)
     return found
 
 

@@ -65,7 +65,8 @@ def gather_in(tree: Any, *, keeps: bool) -> Any:
 
 def _whole(tensor: torch.Tensor, keeps: bool) -> torch.Tensor:
     if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor()
+        # What is kept on the host is gathered where the mesh communicates.
+        tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
     return tensor.cpu() if keeps else tensor
 
 

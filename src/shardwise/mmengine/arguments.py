@@ -1,0 +1,322 @@
+"""What the wrapper takes: the table of its arguments, and what their values mean."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mmengine.device import get_device
+from mmengine.registry import FUNCTIONS
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+)
+
+from ..arguments import Argument, Support
+from ..placements import PRESETS, Placements
+from .processes import init_process_group
+
+ACCEPTED, REFUSED = Support.ACCEPTED, Support.REFUSED
+
+WRAPPER_ARGUMENTS = {
+    "module": Argument("the model, changed in place: its registered parameters become DTensors"),
+    "process_group": Argument("the ranks to shard over; None for all"),
+    "cpu_offload": Argument(
+        "True, CPUOffload(offload_params=True) or a CPUOffloadPolicy keeps shards, gradients and optimizer state on "
+        "the host"
+    ),
+    "fsdp_auto_wrap_policy": Argument("auto_wrap_policy, as MMEngine before 0.8 called it"),
+    "auto_wrap_policy": Argument(
+        "chooses the units beside the model itself: a name in FSDP_WRAP_POLICIES, dict(type=name, options), or a "
+        "function (module, recurse, unwrapped_params); None for the model as one unit"
+    ),
+    "backward_prefetch": Argument(
+        '"pre" or "BACKWARD_PRE" (as None) gathers the next unit while one computes its gradients; "post" or '
+        '"BACKWARD_POST" gathers each unit when its backward begins, which needs the least memory'
+    ),
+    "sharding_strategy": Argument(
+        "a ShardingStrategy or its name: FULL_SHARD (as None), SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, "
+        "_HYBRID_SHARD_ZERO2; or a Placements or the name of a preset: ddp, zero1, zero2, zero3, hsdp"
+    ),
+    "mixed_precision": Argument(
+        "a MixedPrecisionPolicy for each unit, a MixedPrecision, or a dict of what either takes: dtypes by name or as "
+        "torch.dtype, output_dtype that of the model"
+    ),
+    "param_init_fn": Argument(
+        "gives values to modules on the meta device: a function of a module, its name in FUNCTIONS, or dict(type=...)"
+    ),
+    "use_orig_params": Argument("parameters stay registered one by one, whatever this says", ACCEPTED),
+    "ignored_modules": Argument("modules, or their names, whose parameters stay whole, with gradients of each rank"),
+    "ignored_parameters": Argument("the same for parameters"),
+    "device_mesh": Argument("ranks to shard over, or (replicate, shard) for HYBRID_SHARD, instead of process_group"),
+    "sync_module_states": Argument("all ranks begin with the values of the first, whatever this says", ACCEPTED),
+    "forward_prefetch": Argument("the next unit is always gathered while one computes", ACCEPTED),
+    "limit_all_gathers": Argument("one unit is gathered ahead at most, whatever this says", ACCEPTED),
+    "device_id": Argument("the device is that of MMEngine, get_device(), in every case", ACCEPTED),
+    "device_ids": Argument(
+        "MMEngine's DDPStrategy passes it, which saves on one rank only: use strategy=dict(type='ShardwiseStrategy')",
+        REFUSED,
+    ),
+}
+
+
+def wrong_type(name: str, given: Any, takes: str) -> TypeError:
+    """An error for an argument of a wrong type."""
+    return TypeError(f"{name} should be {takes}, but has type {type(given).__name__}: {given!r}")
+
+
+# -- Where parameters are
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What a sharding strategy means.
+
+    Args:
+        placements: of the three kinds of state.
+        reshard_after_forward: whether units but the root let go of their parameters between forward and backward.
+        replicates: whether it needs a second mesh axis.
+    """
+
+    placements: Placements = Placements.zero3
+    reshard_after_forward: bool = True
+    replicates: bool = False
+
+
+STRATEGIES = {
+    "FULL_SHARD": Strategy(),
+    "SHARD_GRAD_OP": Strategy(reshard_after_forward=False),
+    "NO_SHARD": Strategy(Placements.ddp),
+    "HYBRID_SHARD": Strategy(replicates=True),
+    "_HYBRID_SHARD_ZERO2": Strategy(reshard_after_forward=False, replicates=True),
+}
+
+
+def find_strategy(given: Any) -> Strategy:
+    """
+    Raises:
+        ValueError: for an unknown name.
+        TypeError: for anything else that is no strategy.
+    """
+    if given is None:
+        return Strategy()
+    if isinstance(given, ShardingStrategy):
+        return STRATEGIES[given.name]
+    if isinstance(given, Placements):
+        return Strategy(given, replicates=given.mesh_ndim == 2)
+    if not isinstance(given, str):
+        raise wrong_type("sharding_strategy", given, "None, a str, a ShardingStrategy or a Placements")
+    if given in STRATEGIES:
+        return STRATEGIES[given]
+    if given not in PRESETS:
+        raise ValueError(f"sharding_strategy={given!r} is unknown: it takes {', '.join([*STRATEGIES, *PRESETS])}")
+    return find_strategy(PRESETS[given])
+
+
+def find_mesh(strategy: Strategy, process_group: Any, device_mesh: Any) -> DeviceMesh:
+    """The ranks to shard over; joins the process group of the launcher if the program has not.
+
+    Raises:
+        TypeError: for arguments of a wrong type.
+        ValueError: if both are given, or ranks do not divide into nodes.
+    """
+    if process_group is not None and device_mesh is not None:
+        raise ValueError("process_group and device_mesh both say which ranks to shard over: pass one of them")
+    if device_mesh is not None:
+        if not isinstance(device_mesh, DeviceMesh):
+            raise wrong_type("device_mesh", device_mesh, "None or a DeviceMesh")
+        return device_mesh
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        takes = "None or a ProcessGroup (for HYBRID_SHARD pass device_mesh instead)"
+        raise wrong_type("process_group", process_group, takes)
+    init_process_group()
+    device = torch.device(get_device()).type
+    if process_group is not None:
+        if strategy.replicates:
+            raise ValueError("process_group is one axis of ranks, and the sharding_strategy needs two: use device_mesh")
+        return DeviceMesh.from_group(process_group, device)
+    world = dist.get_world_size()
+    if not strategy.replicates:
+        return init_device_mesh(device, (world,))
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", torch.accelerator.device_count() or world))
+    if world % per_node:
+        raise ValueError(f"{world} ranks do not divide into nodes of {per_node}: pass device_mesh")
+    return init_device_mesh(device, (world // per_node, per_node), mesh_dim_names=("replicate", "shard"))
+
+
+def find_offload(given: Any) -> OffloadPolicy:
+    """
+    Raises:
+        TypeError: for an argument of a wrong type.
+    """
+    if isinstance(given, OffloadPolicy):
+        return given
+    if given is not None and not isinstance(given, (bool, CPUOffload)):
+        raise wrong_type("cpu_offload", given, "None, a bool, a CPUOffload or a CPUOffloadPolicy")
+    offloads = given.offload_params if isinstance(given, CPUOffload) else given
+    return CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offloads else OffloadPolicy()
+
+
+PREFETCHES = {
+    "pre": BackwardPrefetch.BACKWARD_PRE,
+    "post": BackwardPrefetch.BACKWARD_POST,
+    "BACKWARD_PRE": BackwardPrefetch.BACKWARD_PRE,
+    "BACKWARD_POST": BackwardPrefetch.BACKWARD_POST,
+}
+
+
+def find_prefetch(given: Any) -> BackwardPrefetch:
+    """
+    Raises:
+        ValueError: for an unknown name.
+        TypeError: for anything else.
+    """
+    if given is None or isinstance(given, BackwardPrefetch):
+        return given or BackwardPrefetch.BACKWARD_PRE
+    if not isinstance(given, str):
+        raise wrong_type("backward_prefetch", given, "None, a str or a BackwardPrefetch")
+    if given not in PREFETCHES:
+        raise ValueError(f"backward_prefetch={given!r} is unknown: it takes {', '.join(map(repr, PREFETCHES))}")
+    return PREFETCHES[given]
+
+
+# -- Dtypes
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of a model.
+
+    Args:
+        policy: of the units but the root.
+        root: of the root.
+        buffers: of floating-point buffers; None as they are.
+    """
+
+    policy: MixedPrecisionPolicy = MixedPrecisionPolicy()  # noqa: RUF009  (frozen)
+    root: MixedPrecisionPolicy = MixedPrecisionPolicy()  # noqa: RUF009
+    buffers: torch.dtype | None = None
+
+
+_DTYPES = ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype")
+_FLAGS = ("cast_forward_inputs", "cast_root_forward_inputs", "keep_low_precision_grads")
+
+
+def find_precision(given: Any) -> Precision:
+    """
+    Raises:
+        ValueError: for an unknown key or dtype, or ``keep_low_precision_grads``.
+        TypeError: for anything that is not precision.
+    """
+    if given is None:
+        return Precision()
+    if isinstance(given, MixedPrecisionPolicy):
+        return Precision(given, given)
+    if isinstance(given, MixedPrecision):
+        given = {key: getattr(given, key) for key in ("param_dtype", "reduce_dtype", "buffer_dtype", *_FLAGS)}
+        # Where it is False by default: what comes from a unit has the dtype that the next one computes in.
+        given.pop("cast_forward_inputs")
+    if not isinstance(given, Mapping):
+        raise wrong_type("mixed_precision", given, "None, a dict, a MixedPrecisionPolicy or a MixedPrecision")
+    if unknown := given.keys() - {*_DTYPES, *_FLAGS}:
+        keys = ", ".join((*_DTYPES, *_FLAGS))
+        raise ValueError(f"mixed_precision has {', '.join(map(repr, sorted(unknown)))}; it takes {keys}")
+    dtypes = {key: _dtype(f"mixed_precision[{key!r}]", given.get(key)) for key in _DTYPES}
+    flags = {key: _flag(f"mixed_precision[{key!r}]", given[key]) for key in _FLAGS if key in given}
+    if flags.get("keep_low_precision_grads"):
+        raise ValueError(
+            "mixed_precision['keep_low_precision_grads']=True is not supported: gradients have the dtype of their "
+            "shards; convert the model before it is wrapped"
+        )
+    buffers, outputs = dtypes.pop("buffer_dtype"), dtypes.pop("output_dtype")
+    policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=flags.get("cast_forward_inputs", True))
+    casts = flags.get("cast_root_forward_inputs", policy.cast_forward_inputs)
+    root = replace(policy, cast_forward_inputs=casts, output_dtype=outputs)
+    return Precision(policy, root, buffers)
+
+
+def _dtype(name: str, given: Any) -> torch.dtype | None:
+    if given is None or isinstance(given, torch.dtype):
+        return given
+    if not isinstance(given, str):
+        raise wrong_type(name, given, "None, a str or a torch.dtype")
+    found = getattr(torch, given.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name}={given!r} is no dtype of torch; it takes names such as 'float16' and 'bfloat16'")
+    return found
+
+
+def _flag(name: str, given: Any) -> bool:
+    if not isinstance(given, bool):
+        raise wrong_type(name, given, "a bool")
+    return given
+
+
+# -- Functions and modules
+
+
+def find_function(name: str, given: Any) -> Any:
+    """A function of a module, registered in FUNCTIONS or itself.
+
+    Raises:
+        ValueError: for an unknown name.
+        TypeError: for anything else.
+    """
+    if isinstance(given, Mapping) and "type" in given:
+        options = dict(given)
+        function = find_function(name, options.pop("type"))
+        return lambda module: function(module, **options)
+    if isinstance(given, str):
+        with FUNCTIONS.switch_scope_and_registry(None):
+            found = FUNCTIONS.get(given)
+        if found is None:
+            raise ValueError(f"{name}={given!r} is not registered in FUNCTIONS")
+        given = found
+    if given is not None and not callable(given):
+        raise wrong_type(name, given, "None, a str (a name in FUNCTIONS), a dict with 'type', or a callable")
+    return given
+
+
+def find_ignored(module: nn.Module, modules: Any, parameters: Any) -> tuple[set[nn.Module], set[nn.Parameter]]:
+    """Modules, with all inside them, and parameters that are not sharded.
+
+    Raises:
+        ValueError: for an unknown name.
+        TypeError: for anything else that is not of ``module``.
+    """
+    chosen = _named("ignored_modules", modules, dict(module.named_modules(remove_duplicate=False)), nn.Module)
+    named = dict(module.named_parameters(remove_duplicate=False))
+    alone = set(_named("ignored_parameters", parameters, named, nn.Parameter))
+    inside = {child for found in chosen for child in found.modules()}
+    return inside, alone | {parameter for found in inside for parameter in found.parameters()}
+
+
+def _named(name: str, given: Any, known: Mapping[str, Any], kind: type) -> list[Any]:
+    if given is None:
+        return []
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise wrong_type(name, given, f"None, names, or {kind.__name__}s")
+    own = {id(value) for value in known.values()}
+    found = []
+    for item in given:
+        if isinstance(item, str):
+            if item not in known:
+                raise ValueError(f"{name} has {item!r}, which the model does not have")
+            item = known[item]
+        if not isinstance(item, kind):
+            raise wrong_type(f"an item of {name}", item, f"a name or a {kind.__name__}")
+        if id(item) not in own:
+            raise ValueError(f"{name} has a {type(item).__name__} that is not the model's")
+        found.append(item)
+    return found

@@ -1,0 +1,76 @@
+"""Optimizer wrappers of MMEngine over sharded parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from mmengine.optim import AmpOptimWrapper, BaseOptimWrapper, OptimWrapper, OptimWrapperDict
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from ..core.device import not_inference
+from ..grad import clip_grad_norm_
+from ..grad_scaler import ShardedGradScaler
+from ..lightning_common.optimizers import cut
+from ..optim import repoint
+
+PREPARED = "_shardwise_prepared"
+
+
+def prepare_optim_wrapper(optim_wrapper: Any) -> None:
+    """Let a wrapper of optimizers, or several, clip, scale and load as sharded parameters need; once."""
+    for wrapper in _wrappers_in(optim_wrapper):
+        optimizer = getattr(wrapper, "optimizer", None)
+        if not isinstance(optimizer, Optimizer) or getattr(optimizer, PREPARED, False):
+            continue
+        setattr(optimizer, PREPARED, True)
+        repoint(optimizer)
+        _cut_state(optimizer)
+        optimizer.register_load_state_dict_pre_hook(_cut_saved)
+        if isinstance(wrapper, OptimWrapper) and getattr(wrapper, "clip_func", None) is torch.nn.utils.clip_grad_norm_:
+            # The same norm, by one collective instead of one for each parameter.
+            wrapper.clip_func = clip_grad_norm_
+        if isinstance(wrapper, AmpOptimWrapper):
+            wrapper.loss_scaler = _shared_scaler(wrapper.loss_scaler)
+
+
+def _wrappers_in(optim_wrapper: Any) -> Iterator[BaseOptimWrapper]:
+    if isinstance(optim_wrapper, OptimWrapperDict):
+        yield from optim_wrapper.values()
+    elif isinstance(optim_wrapper, BaseOptimWrapper):
+        yield optim_wrapper
+
+
+def _shared_scaler(scaler: Any) -> Any:
+    """A scaler whose ranks skip a step together, set as ``scaler`` is."""
+    if not isinstance(scaler, GradScaler) or isinstance(scaler, ShardedGradScaler):
+        return scaler
+    shared = ShardedGradScaler(enabled=scaler.is_enabled())
+    if scaler.is_enabled():
+        shared.set_growth_factor(scaler.get_growth_factor())
+        shared.set_backoff_factor(scaler.get_backoff_factor())
+        shared.set_growth_interval(scaler.get_growth_interval())
+        shared.load_state_dict(scaler.state_dict())
+    return shared
+
+
+@torch.no_grad()
+def _cut_saved(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    """A state dict with whole tensors, as checkpoints have, with this rank's parts of them instead."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    keys = [key for group in saved["param_groups"] for key in group["params"]]
+    state = dict(saved["state"])
+    with not_inference():
+        for key, parameter in zip(keys, parameters, strict=False):  # torch tells how the groups differ
+            if key in state:
+                state[key] = {name: cut(value, parameter) for name, value in state[key].items()}
+    return {**saved, "state": state}
+
+
+@torch.no_grad()
+def _cut_state(optimizer: Optimizer) -> None:
+    """The same for state that was loaded before the optimizer was seen here."""
+    for parameter, state in optimizer.state.items():
+        state.update({name: cut(value, parameter) for name, value in state.items()})

@@ -1,0 +1,95 @@
+"""Checkpoints in MMEngine's format: one file, with the whole tensors of one process."""
+
+from __future__ import annotations
+
+import pickle
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from mmengine.dist import is_main_process
+from mmengine.logging import HistoryBuffer
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..checkpoint.full_state import full_state_dict
+from ..checkpoint.peers import Peers, world_mesh
+from ..lightning_common.optimizers import gather_in
+from .whole import answering
+
+
+def whole_state(model: nn.Module) -> dict[str, Any]:
+    """The model's state dict with whole tensors on the host, on the main process; elsewhere an empty one. A
+    collective."""
+    state: OrderedDict[str, Any] = OrderedDict(full_state_dict(model))
+    state._metadata = getattr(model.state_dict(), "_metadata", OrderedDict())  # type: ignore[attr-defined]
+    return state
+
+
+@contextmanager
+def whole_states(model: nn.Module, optim_wrapper: Any, hooks: Iterable[Any]) -> Iterator[None]:
+    """Inside, ``state_dict()`` of the model, of the wrapper of its optimizers, and of averages in hooks, gives whole
+    tensors on the main process. Entering is a collective of all ranks.
+
+    Args:
+        model: sharded.
+        optim_wrapper: None, or with a state to save.
+        hooks: of the Runner, whose attributes may be copies of the model.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(answering(model, state_dict=whole_state(model)))
+        if optim_wrapper is not None:
+            state = gather_in(optim_wrapper.state_dict(), keeps=is_main_process())
+            stack.enter_context(answering(optim_wrapper, state_dict=state))
+        for average in _sharded_modules(hooks):
+            if average is not model:
+                state = gather_in(average.state_dict(), keeps=is_main_process())
+                stack.enter_context(answering(average, state_dict=state))
+        yield
+
+
+def _sharded_modules(hooks: Iterable[Any]) -> list[nn.Module]:
+    found = [value for hook in hooks for value in vars(hook).values() if isinstance(value, nn.Module)]
+    return [module for module in found if any(isinstance(parameter, DTensor) for parameter in module.parameters())]
+
+
+def together() -> Any:
+    """What the main process does inside by itself succeeds, or raises on all ranks."""
+    return Peers(world_mesh()).together()
+
+
+def _method(owner: Any, name: str) -> Any:
+    """All of `getattr` that a history of logged values needs, which names the methods of its own statistics.
+
+    Raises:
+        UnpicklingError: for any other use.
+    """
+    if owner is not HistoryBuffer or name.startswith("_"):
+        raise pickle.UnpicklingError(f"the checkpoint asks for attribute {name!r} of {owner!r}, which is not allowed")
+    return getattr(owner, name)
+
+
+def allow_checkpoints() -> None:
+    """Let `torch.load` read, without ``weights_only=False``, what MMEngine's checkpoints have beside tensors: histories
+    of logged values, numpy's arrays and numbers."""
+    # numpy 1 and 2 have these functions in modules of other names.
+    numbers = [
+        (rebuild, f"numpy.{core}.multiarray.{name}")
+        for core in ("core", "_core")
+        for name, rebuild in (("_reconstruct", _made_by(np.zeros(1))), ("scalar", _made_by(np.float64(0))))
+    ]
+    dtypes = {type(np.dtype(code)) for code in np.typecodes["All"]}
+    torch.serialization.add_safe_globals(
+        [HistoryBuffer, np.ndarray, np.dtype, (_method, "builtins.getattr"), *numbers, *dtypes]
+    )
+
+
+def _made_by(value: Any) -> Any:
+    """The function that pickles of ``value`` call."""
+    return value.__reduce__()[0]
+
+
+allow_checkpoints()

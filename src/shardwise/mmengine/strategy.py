@@ -1,0 +1,114 @@
+"""The strategy for `FlexibleRunner`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from mmengine._strategy import DDPStrategy, SingleDeviceStrategy
+from mmengine.device import get_device
+from mmengine.dist import is_main_process
+from mmengine.model import BaseDataPreprocessor, is_model_wrapper
+from mmengine.registry import MODEL_WRAPPERS, STRATEGIES
+from torch import nn
+
+from .optimizers import prepare_optim_wrapper
+from .processes import init_process_group
+from .saving import together, whole_states
+from .wrapper import NAME, sharded_model
+
+
+def _nothing() -> None:
+    pass
+
+
+@STRATEGIES.register_module()
+class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]  # MMEngine has no types
+    """Parameters, gradients and optimizer state in shards: ``FlexibleRunner(strategy=dict(type="ShardwiseStrategy"))``.
+
+    The model is built and initialized on the host, and each rank moves its part to the device. Checkpoints are one
+    file with whole tensors, as other strategies write and read them.
+
+    Args:
+        model_wrapper: arguments of `MMFullyShardedDataParallel`, in a dict.
+        kwargs: those of MMEngine's strategies: ``work_dir``, ``sync_bn``, ``env_kwargs`` …
+    """
+
+    hooks: Sequence[Any] = ()
+    """Of the runner, which may have averages of the model."""
+
+    def _setup_distributed(
+        self, launcher: str = "pytorch", backend: str | None = None, timeout: float | None = None, **kwargs: Any
+    ) -> None:
+        """Join the process group: also without a GPU, where MMEngine's default backend becomes "gloo"."""
+        if launcher != "pytorch":
+            super()._setup_distributed(launcher, backend or "nccl", **kwargs)
+            return
+        if kwargs:
+            raise TypeError(f"dist_cfg has {', '.join(map(repr, kwargs))}; it takes backend and timeout")
+        init_process_group(None if backend == "nccl" and not torch.cuda.is_available() else backend, timeout)
+
+    def _wrap_model(self, model: nn.Module) -> nn.Module:
+        if is_model_wrapper(model):
+            return model
+        for module in model.modules():
+            if isinstance(module, BaseDataPreprocessor):
+                module.to(get_device())
+        config = {"type": NAME, **(self.model_wrapper or {})}
+        was_on_meta = any(parameter.is_meta for parameter in model.parameters())
+        wrapped: Any = MODEL_WRAPPERS.build(config, default_args={"module": self.convert_model(model)})
+        if was_on_meta and self.dispatch_kwargs.get("init_weights_for_test_or_val", True):
+            getattr(wrapped.module, "init_weights", _nothing)()
+        return wrapped  # type: ignore[no-any-return]
+
+    def _init_model_weights(self, model: nn.Module) -> nn.Module:
+        """Initialize a model that is not sharded yet; one on the meta device gets its values once it is."""
+        if any(parameter.is_meta for parameter in model.parameters()):
+            return model
+        initialized: nn.Module = super()._init_model_weights(model)
+        return initialized
+
+    def build_optim_wrapper(self, optim_wrapper: Any, model: nn.Module | None = None) -> Any:
+        """MMEngine's, over the sharded parameters, also if the optimizer was made before."""
+        built = super().build_optim_wrapper(optim_wrapper, model)
+        prepare_optim_wrapper(built)
+        return built
+
+    def load_checkpoint(self, filename: str, *, map_location: Any = "cpu", **kwargs: Any) -> dict[str, Any]:
+        """MMEngine's; whole tensors go to the host, of which each rank takes its part."""
+        location = "cpu" if map_location == "default" else map_location
+        checkpoint: dict[str, Any] = super().load_checkpoint(filename, map_location=location, **kwargs)
+        return checkpoint
+
+    def save_checkpoint(
+        self,
+        filename: str,
+        *,
+        save_optimizer: bool = True,
+        save_param_scheduler: bool = True,
+        extra_ckpt: dict[str, Any] | None = None,
+        callback: Callable[[dict[str, Any]], Any] | None = None,
+    ) -> None:
+        """Write whole tensors on the main process. A collective of all ranks.
+
+        Args:
+            filename: to write.
+            save_optimizer: whether the optimizer's state is in it.
+            save_param_scheduler: whether that of the schedulers is.
+            extra_ckpt: more to save.
+            callback: gets the checkpoint before it is written, on the main process.
+        """
+        model = sharded_model(self.model)
+        assert model is not None
+        optim_wrapper = getattr(self, "optim_wrapper", None) if save_optimizer else None
+        with whole_states(model, optim_wrapper, self.hooks), together():
+            if is_main_process():
+                SingleDeviceStrategy.save_checkpoint(
+                    self,
+                    filename,
+                    save_optimizer=save_optimizer,
+                    save_param_scheduler=save_param_scheduler,
+                    extra_ckpt=extra_ckpt,
+                    callback=callback,
+                )

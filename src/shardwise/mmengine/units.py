@@ -1,0 +1,151 @@
+"""How the wrapped model's units are made."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from mmengine.model import BaseDataPreprocessor
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+
+from ..checkpoint.peers import Peers
+from ..core.device import mesh_device
+from ..core.module import unit_of
+from ..fairscale.wrap import auto_wrap, enable_wrap
+from ..fully_shard import fully_shard
+from ..lightning_common.units import _cut_whole, chooser, refuse_foreign
+from .arguments import Precision, Strategy
+from .policies import Policy
+
+
+@dataclass(frozen=True)
+class Units:
+    """How a model's units are made.
+
+    Args:
+        mesh: ranks to shard over.
+        strategy: what is sharded.
+        precision: dtypes.
+        offload: whether state is kept on the host.
+        policy: chooses units beside the model itself; None for no other.
+        ignored_modules: are neither units nor asked about.
+        ignored_parameters: stay as they are.
+    """
+
+    mesh: DeviceMesh
+    strategy: Strategy = field(default_factory=Strategy)
+    precision: Precision = field(default_factory=Precision)
+    offload: OffloadPolicy = field(default_factory=OffloadPolicy)
+    policy: Policy | None = None
+    ignored_modules: set[nn.Module] = field(default_factory=set)
+    ignored_parameters: set[nn.Parameter] = field(default_factory=set)
+
+    def make(self, model: nn.Module) -> None:
+        """Make units of the modules that the policy chooses, and at last of ``model``, in place.
+
+        Modules that are units already stay as they are, and the policy then is not asked. All ranks begin with the
+        values of the first one.
+
+        Raises:
+            TypeError: naming a module that another library has wrapped.
+        """
+        refuse_foreign(model)
+        if unit_of(model) is None:
+            for parameter in self.ignored_parameters:
+                parameter.data = parameter.to(mesh_device(self.mesh))
+            self._share_values(model)
+            self._make_inside(model)
+            self._wrap(model, self.precision.root, is_root=True)
+        for module in model.modules():
+            if any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
+                module.register_load_state_dict_pre_hook(_cut_whole)
+
+    def _make_inside(self, model: nn.Module) -> None:
+        policy = None if units_in(model) else self.policy
+        for module in model.modules():
+            # Called by itself, outside of the forward of the model.
+            if isinstance(module, BaseDataPreprocessor) and next(module.parameters(), None) is not None:
+                self._wrap(module)
+            elif keeps_own_dtype(module) and self.precision.policy.param_dtype is not None:
+                self._wrap_batch_norm(module)
+        if policy is not None:
+            choose = functools.partial(self._choose, model, chooser(policy))
+            with enable_wrap(choose, wrapper_cls=self._wrap):
+                auto_wrap(model)
+
+    def _wrap(
+        self, module: nn.Module, precision: MixedPrecisionPolicy | None = None, *, is_root: bool = False
+    ) -> nn.Module:
+        if unit_of(module) is None:
+            reshards = self.strategy.reshard_after_forward
+            fully_shard(
+                module,
+                mesh=self.mesh,
+                # The root's parameters are needed at once in backward, so by default it keeps them.
+                reshard_after_forward=None if is_root and reshards else reshards,
+                mp_policy=self.precision.policy if precision is None else precision,
+                offload_policy=self.offload,
+                ignored_params=self.ignored_parameters,
+                placements=self.strategy.placements,
+            )
+        return module
+
+    def _wrap_batch_norm(self, module: nn.Module) -> None:
+        """A unit that computes in its own dtype, as in torch's FullyShardedDataParallel: its statistics need it."""
+        if module not in self.ignored_modules:
+            own = next(module.parameters()).dtype
+            self._wrap(module, MixedPrecisionPolicy(own, output_dtype=self.precision.policy.param_dtype))
+
+    def _choose(
+        self,
+        model: nn.Module,
+        policy: Callable[..., bool],
+        module: nn.Module,
+        recurse: bool,
+        unwrapped_params: int,
+        module_is_root: bool,
+    ) -> bool:
+        """``policy``, which is neither asked about what is ignored, nor about ``model``, which is wrapped last."""
+        if module in self.ignored_modules or (module is model and not recurse) or unit_of(module) is not None:
+            return False
+        containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+        if not recurse and isinstance(module, containers) and type(module).forward is nn.Module.forward:
+            return False  # never called, so nothing would gather it
+        return policy(module, recurse, unwrapped_params, module_is_root)
+
+    @torch.no_grad()
+    def _share_values(self, model: nn.Module) -> None:
+        peers = Peers(self.mesh)
+        for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
+            if is_lazy(tensor) or isinstance(tensor, DTensor) or tensor.is_meta or not tensor.numel():
+                continue
+            value = tensor.detach().to(peers.device).contiguous()
+            # As bytes: not every backend knows every dtype.
+            peers.broadcast(value.view(-1).view(torch.uint8))
+            if value.data_ptr() != tensor.data_ptr():
+                tensor.copy_(value)
+
+
+def keeps_own_dtype(module: nn.Module) -> bool:
+    """Whether it is batch normalization with parameters, which mixed precision leaves alone."""
+    return isinstance(module, _BatchNorm) and next(module.parameters(), None) is not None
+
+
+def units_in(model: nn.Module) -> list[Any]:
+    """The modules of ``model`` that are units."""
+    return [module for module in model.modules() if unit_of(module) is not None]
+
+
+def show_shards(model: nn.Module) -> None:
+    """Let all units have their sharded parameters registered; gathered ones that are kept stay in memory."""
+    for module in units_in(model):
+        for group in unit_of(module).groups:  # type: ignore[union-attr]
+            group.reshard(keep=True)

@@ -1,0 +1,167 @@
+"""What MMEngine does to a model between its steps, for a model that is sharded: initialize it, copy it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..checkpoint.full_state import load_full_state_dict
+from ..checkpoint.weights import weights_of
+from ..core.errors import StateError
+from ..core.module import unit_of
+
+STATE_HOOKS = (
+    "_state_dict_pre_hooks",
+    "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+FORWARD_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+
+
+@contextmanager
+def whole_parameters(model: nn.Module) -> Iterator[None]:
+    """Inside, the parameters of ``model`` are whole and plain, on every rank; afterwards their shards, and everything
+    else in the state dict, have the values that the first rank gave them. A collective of all ranks.
+
+    Memory for the whole model.
+
+    Raises:
+        StateError: if parameters are on the meta device, or were registered or removed inside.
+        ValueError: listing parameters whose shapes were changed inside; nothing is loaded then.
+        Exception: what was raised inside, on all ranks.
+    """
+    weights = weights_of(model)
+    weights.check_values()
+    sharded = [weight for weight in weights.weights if isinstance(weight.tensor, DTensor) and weight.sites]
+    with _without_own_hooks(model, STATE_HOOKS):
+        try:
+            for weight in sharded:
+                whole = nn.Parameter(weight.gather().detach().clone(), weight.tensor.requires_grad)
+                for site in weight.sites:
+                    site.put(whole)
+            with weights.peers.together():
+                yield
+            given = model.state_dict()
+        finally:
+            for weight in sharded:
+                for site in weight.sites:
+                    site.put(weight.tensor)
+    if given.keys() != weights.keys.keys():
+        changed = sorted(given.keys() ^ weights.keys.keys())
+        raise StateError(f"init_weights registered or removed {', '.join(map(repr, changed))}: do so before wrapping")
+    load_full_state_dict(model, given)
+
+
+@contextmanager
+def _without_own_hooks(model: nn.Module, kinds: tuple[str, ...]) -> Iterator[None]:
+    """Inside, modules lack the hooks of this library, which expect sharded parameters."""
+    # TO core/root.py: only the engine knows which hooks are its own.
+    kept = [(module, kind, module.__dict__[kind]) for module in model.modules() for kind in kinds]
+    for module, kind, hooks in kept:
+        module.__dict__[kind] = _users(hooks)
+    try:
+        yield
+    finally:
+        for module, kind, hooks in kept:
+            module.__dict__[kind] = hooks
+
+
+def _users(hooks: Any) -> Any:
+    return type(hooks)((key, hook) for key, hook in hooks.items() if not _is_own(hook))
+
+
+def _is_own(hook: Any) -> bool:
+    hook = getattr(hook, "hook", hook)
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", "")).partition(".")[0] == "shardwise"
+
+
+def init_weights_whole(model: nn.Module) -> None:
+    """Let ``model.init_weights()``, of a sharded model, see whole parameters, as in one process.
+
+    On the instance: which class the model has is not ours to say, and `Runner` calls the method by its name.
+    """
+    original = getattr(model, "init_weights", None)
+    if not callable(original):
+        return
+
+    # Weak, since it hangs on the model; a function of the instance is not bound to it.
+    reference = weakref.ref(model)
+    function = getattr(original, "__func__", None) if getattr(original, "__self__", None) is model else None
+    unbound = original if function is None else None
+
+    def init_weights(*args: Any, **kwargs: Any) -> Any:
+        alive = reference()
+        assert alive is not None
+        with whole_parameters(alive):
+            return unbound(*args, **kwargs) if function is None else function(alive, *args, **kwargs)  # type: ignore[misc]
+
+    init_weights.__doc__ = original.__doc__
+    del original
+    model.__dict__["init_weights"] = init_weights
+
+
+# -- Copies, for averages
+
+
+def copy_sharded(model: nn.Module) -> None:
+    """Let `copy.deepcopy` of a unit give a plain module over DTensors of its own, as averages of the model need.
+
+    On the instances of the units: the engine's own answer, an error, is right for whoever would run the copy.
+    """
+    for module in model.modules():
+        if unit_of(module) is not None:
+            module.__dict__["__deepcopy__"] = functools.partial(_copy, weakref.ref(module))
+
+
+def _copy(reference: weakref.ref[nn.Module], memo: dict[int, Any]) -> nn.Module:
+    module = reference()
+    assert module is not None
+    classes = type(module).__mro__
+    original = cast(type[nn.Module], classes[classes.index(torch_fsdp.FSDPModule) + 1])
+    twin = original.__new__(original)
+    memo[id(module)] = twin
+    state = dict(module.__dict__)
+    for own in ("_shardwise_unit", "__deepcopy__", "init_weights"):
+        state.pop(own, None)
+    for kind in FORWARD_HOOKS:
+        own_hooks = {key for key, hook in module._forward_pre_hooks.items() if _is_own(hook)}
+        own_hooks |= {key for key, hook in module._forward_hooks.items() if _is_own(hook)}
+        state[kind] = type(state[kind])((key, value) for key, value in state[kind].items() if key not in own_hooks)
+    twin.__dict__.update(copy.deepcopy(state, memo))
+    return twin
+
+
+Answer = Callable[..., Any]
+
+
+@contextmanager
+def answering(owner: Any, **answers: Any) -> Iterator[None]:
+    """Inside, the methods of ``owner`` that are named give these values."""
+    for name, value in answers.items():
+        owner.__dict__[name] = functools.partial(_give, value)
+    try:
+        yield
+    finally:
+        for name in answers:
+            owner.__dict__.pop(name, None)
+
+
+def _give(value: Any, *args: Any, **kwargs: Any) -> Any:
+    return value
