@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -66,7 +66,7 @@ def gather_in(tree: Any, *, keeps: bool) -> Any:
 def _whole(tensor: torch.Tensor, keeps: bool) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         # What is kept on the host is gathered where the mesh communicates.
-        tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
+        tensor = cast(DTensor, tensor.to(tensor.device_mesh.device_type)).full_tensor()
     return tensor.cpu() if keeps else tensor
 
 
