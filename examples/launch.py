@@ -7,31 +7,24 @@ import os
 import signal
 import sys
 import uuid
-from types import FrameType
 
 SHOW_CURSOR = b"\x1b[?25h\n"
 
 
 def leave_on_signals() -> None:
-    """End this worker at once, with exit code 128 + signal, when it gets SIGINT or SIGTERM.
+    """Let SIGINT and SIGTERM end this worker at once, also inside of a collective that another rank never joins.
 
-    It does not unwind: a traceback from wherever training was says nothing, and another rank may be waiting
-    in a collective that this one will never join, where an orderly shutdown would wait too.
+    Python's own handlers, and any written in Python, run when the collective returns: torchrun's agent would wait for
+    30 seconds before it kills.
     """
-
-    def leave(number: int, _frame: FrameType | None) -> None:
-        if sys.stdout.isatty() and os.environ.get("RANK") == "0":
-            os.write(sys.stdout.fileno(), SHOW_CURSOR)
-        os._exit(128 + number)
-
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, leave)
+        signal.signal(number, signal.SIG_DFL)
 
 
 def launch(script: str, arguments: list[str], nproc: int, threads: int) -> int:
     """Run ``script`` in ``nproc`` ranks on this machine with torchrun's agent, and return the exit code.
 
-    Where a rank fails, the agent ends the others: within 30 seconds by force.
+    Where a rank fails, the agent ends the others.
     """
     exit_code = 128 + signal.SIGINT
     try:
@@ -57,6 +50,7 @@ def launch(script: str, arguments: list[str], nproc: int, threads: int) -> int:
             elastic_launch(config, sys.executable)("-u", script, *arguments)
             return 0
         except ChildFailedError as error:
+            _show_cursor()
             rank, failure = error.get_first_failure()
             print(f"train_lm.py: rank {rank} failed ({_describe(failure.exitcode)}); the others were stopped",
                   file=sys.stderr)  # fmt: skip
@@ -65,8 +59,15 @@ def launch(script: str, arguments: list[str], nproc: int, threads: int) -> int:
             exit_code = 128 + error.sigval
     except KeyboardInterrupt:
         pass
+    _show_cursor()
     print("train_lm.py: interrupted; all processes have ended", file=sys.stderr)
     return exit_code
+
+
+def _show_cursor() -> None:
+    """A worker that was ended while it drew progress has hidden it."""
+    if sys.stdout.isatty():
+        os.write(sys.stdout.fileno(), SHOW_CURSOR)
 
 
 def _describe(exit_code: int) -> str:
