@@ -490,10 +490,6 @@ class FlatShards(Shards):
         """See `Shards`. Looked up, not noted: an assignment to ``parameter.data`` tells nobody."""
         return all(slot.is_in_place for slot in self.slots)
 
-    @is_adopted.setter
-    def is_adopted(self, value: bool) -> None:
-        pass
-
     def leave_meta(self) -> list[Slot]:
         """See `Shards.leave_meta`; flat shards are never on the meta device."""
         return []

@@ -49,13 +49,17 @@ class Shards(ABC):
         self.slots: list[Slot] = []
         self.buffers: list[ShardedBuffer] = []
         self.reference: weakref.ref[Shards] = OwnerReference(self)
-        self.is_adopted = True
         self.written_since_wrapping = False
         self.read_by: Ticket | None = None
         """Copies from offloaded shards that may still be under way."""
         self._writes = 0
         self._gathered_writes = -1
         self._versions: list[int] | None = None
+
+    @property
+    @abstractmethod
+    def is_adopted(self) -> bool:
+        """Whether what is registered is what was taken over."""
 
     @abstractmethod
     def leave_meta(self) -> list[Slot]:
@@ -182,6 +186,7 @@ class ParameterShards(Shards):
 
     def __init__(self, parameters: Sequence[ManagedParameter], mesh: DataParallelMesh, policy: GroupPolicy):
         super().__init__(mesh, policy)
+        self._waits_for_others = False
         by_dtype: dict[torch.dtype, list[ManagedParameter]] = defaultdict(list)
         for parameter in parameters:
             by_dtype[parameter.value.dtype].append(parameter)
@@ -216,6 +221,11 @@ class ParameterShards(Shards):
 
     # -- Making them again
 
+    @property
+    def is_adopted(self) -> bool:
+        """See `Shards.is_adopted`; what replaces them otherwise calls `adopt_registered`."""
+        return not self._waits_for_others
+
     def leave_meta(self) -> list[Slot]:
         """See `Shards.leave_meta`."""
         waiting: list[Slot] = []
@@ -243,7 +253,7 @@ class ParameterShards(Shards):
     def adopt_registered(self, *, is_loading: bool = False) -> bool:
         """See `Shards.adopt_registered`."""
         self.mark_stale()
-        self.is_adopted = True
+        self._waits_for_others = False
         rebuilt = False
         for buffer in list(self.buffers):
             slots = [slot for slot in self.slots if slot.buffer is buffer]
@@ -297,7 +307,7 @@ class ParameterShards(Shards):
         """A new buffer with the values of ``locals_``; gives whether the old one was replaced."""
         dtypes = {local.dtype for local in locals_}
         if len(dtypes) > 1 and is_loading:
-            self.is_adopted = False  # the rest of the unit is loaded next
+            self._waits_for_others = True  # the rest of the unit is loaded next
             return False
         if len(dtypes) > 1:
             raise StateError(
