@@ -130,7 +130,7 @@ class EMA:
 
     @staticmethod
     def _locals(tensors: Any) -> list[torch.Tensor]:
-        return [local_of(t).detach() if isinstance(t, DTensor) else t.detach() for t in tensors]
+        return [local_of(tensor).detach() for tensor in tensors]
 
     # -- Checkpoints
 

@@ -27,7 +27,7 @@ def host_copies(leaves: Mapping[Path, Any]) -> dict[Path, Any]:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    local = (local_of(tensor) if isinstance(tensor, DTensor) else tensor).detach()
+    local = local_of(tensor).detach()
     pinned = local.device.type != "cpu" and pins_memory(torch.device("cpu"))
     copy = torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=pinned)
     copy.copy_(local, non_blocking=True)

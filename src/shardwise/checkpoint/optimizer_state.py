@@ -226,7 +226,7 @@ def _target(
     like = existing if isinstance(existing, DTensor) and existing.shape == size else parameter
     if like is None or like.shape != size or not size:
         return torch.empty(size, dtype=dtype, device="cpu")
-    local = local_of(like) if isinstance(like, DTensor) else like
+    local = local_of(like)
     empty = torch.empty_like(local, dtype=dtype, device=device if local.is_meta else None)
     return wrap_local(empty, respec(spec_of(like), dtype=dtype)) if isinstance(like, DTensor) else empty
 

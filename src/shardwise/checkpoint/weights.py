@@ -92,7 +92,7 @@ class Weight:
         if self.slot is not None:
             return self.slot.local
         value = self.value
-        return local_of(value) if isinstance(value, DTensor) else value
+        return local_of(value)
 
     @cached_property
     def region(self) -> Region:

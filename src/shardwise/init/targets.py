@@ -216,7 +216,7 @@ def find_targets(modules: list[tuple[str, nn.Module]], shards: list[Shards]) -> 
 
 
 def _is_meta(tensor: torch.Tensor) -> bool:
-    return (local_of(tensor) if isinstance(tensor, DTensor) else tensor).is_meta
+    return local_of(tensor).is_meta
 
 
 def write_each(members: Sequence[tuple[Target, View]]) -> dict[int, Callable[[torch.UntypedStorage], None]]:
