@@ -392,6 +392,50 @@ def test_received_parameters_count_as_modified() -> None:
             loss.backward()
 
 
+# -- Memory of small parameters
+
+
+def addresses(parameters: Iterable[torch.Tensor]) -> set[int]:
+    return {parameter.untyped_storage().data_ptr() for parameter in parameters}
+
+
+@on_ranks(2)
+def test_small_parameters_live_where_they_travel() -> None:
+    mine, oss, plain, optimizer = pair(AdamW, {"lr": 0.1})
+    train_both(mine, oss, plain, optimizer, range(2))
+    assert len(addresses(mine.parameters())) == dist.get_world_size() < len(list(mine.parameters()))
+    assert_same(mine.parameters(), plain.parameters())
+
+
+@on_ranks(2)
+def test_memory_that_others_refer_to_stays_the_parameters() -> None:
+    mine, oss, plain, optimizer = pair(SGD, {"lr": 0.1})
+    views = [parameter.detach() for parameter in mine.parameters()]
+    before = [view.data_ptr() for view in views]
+    train_both(mine, oss, plain, optimizer, range(2))
+    assert [parameter.data_ptr() for parameter in mine.parameters()] == before
+    assert_same(views, plain.parameters())
+
+
+@on_ranks(2)
+def test_parameters_given_other_memory_between_steps() -> None:
+    """Some of a run, all of it, and in the opposite order in one memory."""
+    mine, oss, plain, optimizer = pair(Adam, {"lr": 0.1})
+    parameters = list(mine.parameters())
+    train_both(mine, oss, plain, optimizer, [0])
+    parameters[0].data = parameters[0].data.clone()
+    train_both(mine, oss, plain, optimizer, [1])
+    for parameter in parameters:
+        parameter.data = parameter.data.clone()
+    train_both(mine, oss, plain, optimizer, [2])
+    flat = torch.cat([parameter.detach().view(-1) for parameter in reversed(parameters)])
+    pieces = flat.split([parameter.numel() for parameter in reversed(parameters)])
+    for parameter, piece in zip(reversed(parameters), pieces, strict=True):
+        parameter.data = piece.view(parameter.shape)
+    train_both(mine, oss, plain, optimizer, [3])
+    assert_same(mine.parameters(), plain.parameters())
+
+
 # -- Clipping
 
 

@@ -16,12 +16,36 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import MixedPrecisionPolicy, Placements, fully_shard
+from shardwise.core.device import owns_memory
 from shardwise.core.gradient import GradientPlan
 from shardwise.core.module import unit_of
 
 from ..models import Transformer, inputs_for
 
 Mesh = Callable[..., DeviceMesh]
+
+
+@pytest.mark.parametrize(
+    "refer",
+    [
+        lambda tensor: tensor.detach(),
+        lambda tensor: tensor[1:],
+        lambda tensor: tensor.detach().numpy(),
+        lambda tensor: torch.ones(2, 3, requires_grad=True) @ tensor.t(),
+    ],
+)
+def test_memory_has_one_owner_until_something_else_refers_to_it(refer: Callable[[torch.Tensor], Any]) -> None:
+    parameter = nn.Parameter(torch.randn(4, 3))
+    assert owns_memory(parameter)
+    reference = refer(parameter)
+    assert not owns_memory(parameter)
+    del reference
+    assert owns_memory(parameter)
+
+
+def test_part_of_a_memory_is_not_owned() -> None:
+    assert not owns_memory(torch.randn(6)[:3])
+    assert not owns_memory(torch.randn(2, 3).t())
 
 
 class Collectives(TorchDispatchMode):

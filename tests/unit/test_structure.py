@@ -210,6 +210,7 @@ def test_private_torch_apis_have_one_place() -> None:
         "torch._C._current_graph_task_id",
         "torch._C.DisableTorchFunctionSubclass",
         "torch._C._disabled_torch_function_impl",
+        "torch._C._storage_Use_Count",
         "torch._C._dynamo.eval_frame.get_eval_frame_callback",
         "torch._chunk_cat",
         "torch._foreach_add_",

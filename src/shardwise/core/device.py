@@ -231,6 +231,23 @@ def free_storage(tensor: torch.Tensor) -> None:
     tensor.untyped_storage().resize_(0)
 
 
+def owns_memory(tensor: torch.Tensor) -> bool:
+    """Whether a contiguous ``tensor`` has all of its memory for itself: no view, array or graph refers to it.
+
+    torch counts who holds a storage and shows that in no public way.
+    """
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or not tensor.is_contiguous():
+        return False
+    storage = tensor.untyped_storage()
+    count = torch._C._storage_Use_Count(storage._cdata)
+    return bool(storage.nbytes() == tensor.nbytes and count == 2)  # the tensor and `storage`
+
+
+def shares_storage(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both are views of one storage."""
+    return bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
 def pins_memory(device: torch.device) -> bool:
     """Whether host memory on ``device`` can be page-locked, so that copies from and to an accelerator need no wait."""
     return device.type == "cpu" and torch.cuda.is_available()

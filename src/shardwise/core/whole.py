@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .comm import Comm
-from .device import Waitable, backward_number, copy_each
+from .device import Waitable, backward_number, copy_each, owns_memory, shares_storage
 from .errors import StateError, explain
 from .gradient import Scale, gradient_scale
 from .layout import Run, whole
@@ -64,11 +64,33 @@ class WholePlan:
         return self.dtypes[run.tensors[0]]
 
     def own_memory(self, run: Run, values: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        """The run's only value, 1-D, if it is as it has to travel; None if the run needs memory of its own."""
-        value = values[0] if len(values) == 1 else None
-        if value is None or value.dtype != self.dtype(run) or not value.is_contiguous():
-            return None
-        return value.view(-1)
+        """The memory of the run's values, 1-D, if it is as it has to travel: of the run's dtype, one value after the
+        other. None if the run needs memory of its own."""
+        address = None
+        for value in values:
+            if value is None or value.dtype != self.dtype(run) or not value.is_contiguous():
+                return None
+            if address not in (None, value.data_ptr()):
+                return None
+            address = value.data_ptr() + value.nbytes
+        first, last = values[0], values[-1]
+        assert first is not None
+        assert last is not None
+        if len(values) == 1:
+            return first.view(-1)
+        return first.as_strided((run.numel,), (1,)) if shares_storage(first, last) else None
+
+    def settle(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Move small tensors to where they travel, run by run, so that none is packed again.
+
+        Only where nothing else refers to their memory, which would no longer be theirs.
+        """
+        for run in self.layout.runs:
+            members = [tensors[index] for index in run.tensors]
+            if len(members) > 1 and all(owns_memory(one) and one.dtype == self.dtype(run) for one in members):
+                flat = self.pack(run, members, members[0])
+                for tensor, part in zip(members, self.parts(run, flat), strict=True):
+                    tensor.data = part
 
     def pack(self, run: Run, values: Sequence[torch.Tensor | None], like: torch.Tensor) -> torch.Tensor:
         """New memory with the values of ``run``, zeros for None, on the device of ``like``."""
@@ -101,7 +123,7 @@ class WholePlan:
 
         Where they travel in another dtype the owner rounds its own too, so that all ranks hold the same.
         """
-        started = [self._broadcast_run(run, [tensors[index].data for index in run.tensors]) for run in self.layout.runs]
+        started = [self._broadcast_run(run, [tensors[index] for index in run.tensors]) for run in self.layout.runs]
 
         def finish() -> None:
             for one in started:
@@ -111,11 +133,13 @@ class WholePlan:
 
     def _broadcast_run(self, run: Run, values: Sequence[torch.Tensor]) -> Callable[[], None]:
         sends, own = run.owner == self.comm.rank, self.own_memory(run, values)
-        flat = own
-        if flat is None:
+        if own is not None:
+            flat, has_values = own.data, True
+        else:
+            values = [value.data for value in values]
             flat = self.pack(run, values, values[0]) if sends else self.empty(run, values[0])
+            has_values = sends and all(value.dtype == flat.dtype for value in values)
         works = self.comm.broadcast(flat, run.owner)
-        has_values = own is not None or (sends and all(value.dtype == flat.dtype for value in values))
 
         def finish() -> None:
             for work in works:
@@ -135,6 +159,7 @@ class WholeBroadcast:
         comm_on: the ranks, for a device.
         limit: as of `WholePlan`.
         half: as of `WholePlan`.
+        settle: whether small tensors may be moved to where they travel.
     """
 
     def __init__(
@@ -144,12 +169,15 @@ class WholeBroadcast:
         comm_on: Callable[[torch.device], Comm],
         limit: int = -1,
         half: bool = False,
+        settle: bool = False,
     ):
         self._plans: list[tuple[WholePlan, list[torch.Tensor]]] = []
         for device in dict.fromkeys(tensor.device for tensor in tensors):
             here = [(tensor, owner) for tensor, owner in zip(tensors, owners, strict=True) if tensor.device == device]
             members = [tensor for tensor, _ in here]
             plan = WholePlan(members, [owner for _, owner in here], comm_on(device), limit, half)
+            if settle:
+                plan.settle(members)
             self._plans.append((plan, members))
 
     def start(self) -> Callable[[], None]:

@@ -56,6 +56,8 @@ class OSS(Optimizer):
     and param groups work as on any; ``param_groups`` has all parameters, ``state`` those of the owned ones.
 
     Gradients have to be the same on all ranks (torch's DDP), or with their owners (`ShardedDataParallel`).
+    Small parameters move, at the first step, to where they travel, next to each other; not those whose memory anything
+    else refers to.
     Construction, `add_param_group` and `step` happen on all ranks of the group, with the same parameters.
 
     Attributes:
@@ -196,7 +198,7 @@ class OSS(Optimizer):
             stepped = {id(p) for p, flag in zip(frozen, flags.tolist(), strict=True) if flag}
         sent = {p: owner for p, owner in owners.items() if p.requires_grad or id(p) in stepped}
         parameters, limit = [*sent], self.broadcast_buffer_size
-        broadcast = WholeBroadcast(parameters, [*sent.values()], self._comm, limit, self.broadcast_fp16)
+        broadcast = WholeBroadcast(parameters, [*sent.values()], self._comm, limit, self.broadcast_fp16, settle=True)
         return _BroadcastPlan(signature, parameters, broadcast)
 
     def _comm(self, device: torch.device) -> Comm:
