@@ -115,7 +115,7 @@ def _data_parallel(model: nn.Module) -> nn.Module:
 def fairscale_tables(quick: bool) -> list[Table]:
     """One table of times per model, one of peak bytes."""
     names = contender_names()
-    rounds = (3, 5, 5) if quick else (10, 16, 30)
+    rounds = (3, 5, 5) if quick else (10, 16, 90)
     shapes = (COMPUTE_HEAVY, PARAMETER_HEAVY, MANY_SMALL)
     tables = [_time_table(shape, names, count) for shape, count in zip(shapes, rounds, strict=True)]
     try:
