@@ -132,10 +132,12 @@ def fairscale_tables(quick: bool) -> list[Table]:
     return tables
 
 
-def _compared(values: dict[str, float], name: str) -> list[str]:
-    """Ratios of ``name``'s value to FairScale's and to DDP's."""
-    theirs = values.get(PAIRS.get(name, ""))
-    return [NONE if theirs is None else ratio(values[name], theirs), ratio(values[name], values[PLAIN])]
+def _compared(values: dict[str, list[float]], name: str) -> list[str]:
+    """Ratios of ``name``'s values to FairScale's and to DDP's: the median over rounds, in each of which the machine was
+    about as fast for all."""
+    others = [values.get(PAIRS.get(name, "")), values[PLAIN]]
+    pairs = [zip(values[name], other, strict=True) if other is not None else None for other in others]
+    return [NONE if pair is None else ratio(median([a / b for a, b in pair]), 1.0) for pair in pairs]
 
 
 def _time_table(shape: Shape, names: list[str], rounds: int) -> Table:
@@ -144,16 +146,16 @@ def _time_table(shape: Shape, names: list[str], rounds: int) -> Table:
     losses = [runs[-1][3] for runs in slowest.values()]
     if max(losses) - min(losses) > LOSS_TOLERANCE:
         raise BenchError(f"the contenders' losses differ: {losses}")
-    steps = {name: median([_seconds(run) for run in runs]) for name, runs in slowest.items()}
+    steps = {name: [_seconds(run) for run in runs] for name, runs in slowest.items()}
     columns = ["contender", "step ms", "± ms", "forward ms", "backward ms", "update ms", "/ FairScale's", "/ DDP's"]
     table = Table(f"Step on {WORLD_SIZE} gloo processes: {shape}", columns)
     for name, runs in slowest.items():
         phases = [number(1e3 * median([run[phase] for run in runs])) for phase in range(3)]
-        half = number(1e3 * spread([_seconds(run) for run in runs]))
-        table.rows.append([name, number(1e3 * steps[name]), half, *phases, *_compared(steps, name)])
+        times = [number(1e3 * median(steps[name])), number(1e3 * spread(steps[name]))]
+        table.rows.append([name, *times, *phases, *_compared(steps, name)])
     table.notes = (
         f"AdamW. {rounds} rounds after 2 of warm-up; a round is one step of each, the slower rank counts; ± is half "
-        "the distance between the quartiles. OSS sends the parameters in its update.",
+        "the distance between the quartiles; ratios are medians over rounds. OSS sends the parameters in its update.",
         f"all contenders reported the same loss to within {LOSS_TOLERANCE:g} nats.",
     )
     return table
@@ -189,12 +191,12 @@ def _timed_step(contender: Contender) -> Phases:
 
 def _memory_table(shape: Shape, names: list[str]) -> Table:
     by_rank: list[dict[str, tuple[int, int]]] = run_on_gloo(WORLD_SIZE, LIMIT, measure_memory, shape, names)
-    peaks = {name: float(max(ranks[name][0] for ranks in by_rank)) for name in names}
+    peaks = {name: [float(max(ranks[name][0] for ranks in by_rank))] for name in names}
     columns = ["contender", "peak MiB", "between steps MiB", "peak / FairScale's", "peak / DDP's"]
     table = Table(f"Bytes of a step, parameters and optimizer state included, world {WORLD_SIZE}: {shape}", columns)
     for name in names:
         between = max(ranks[name][1] for ranks in by_rank)
-        table.rows.append([name, mebibytes(int(peaks[name])), mebibytes(between), *_compared(peaks, name)])
+        table.rows.append([name, mebibytes(int(peaks[name][0])), mebibytes(between), *_compared(peaks, name)])
     with torch.device("meta"):
         parameters = 4 * sum(parameter.numel() for parameter in Transformer(shape).parameters())
     table.notes = (

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 
@@ -66,19 +67,16 @@ class WholePlan:
     def own_memory(self, run: Run, values: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """The memory of the run's values, 1-D, if it is as it has to travel: of the run's dtype, one value after the
         other. None if the run needs memory of its own."""
-        address = None
-        for value in values:
-            if value is None or value.dtype != self.dtype(run) or not value.is_contiguous():
-                return None
-            if address not in (None, value.data_ptr()):
-                return None
-            address = value.data_ptr() + value.nbytes
-        first, last = values[0], values[-1]
-        assert first is not None
-        assert last is not None
-        if len(values) == 1:
-            return first.view(-1)
-        return first.as_strided((run.numel,), (1,)) if shares_storage(first, last) else None
+        dtype = self.dtype(run)
+        there = [value for value in values if value is not None and value.dtype is dtype and value.is_contiguous()]
+        if len(there) < len(values):
+            return None
+        addresses, size = [value.data_ptr() for value in there], dtype.itemsize
+        if addresses != [addresses[0] + size * start for start in accumulate(run.sizes[:-1], initial=0)]:
+            return None
+        if len(there) == 1:
+            return there[0].view(-1)
+        return there[0].as_strided((run.numel,), (1,)) if shares_storage(there[0], there[-1]) else None
 
     def settle(self, tensors: Sequence[torch.Tensor]) -> None:
         """Move small tensors to where they travel, run by run, so that none is packed again.

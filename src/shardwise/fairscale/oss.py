@@ -44,7 +44,8 @@ SMALL_STATE = 1024
 _LISTS = ("params", "param_names")
 """Entries of a param group with an item for each parameter; all others are hyper-parameters."""
 
-Signature = tuple[tuple[torch.dtype, torch.device, bool], ...]
+Signature = tuple[list[torch.dtype], list[torch.device], list[bool]]
+"""Of all parameters: what a plan to send them holds for."""
 
 
 @documented(ARGUMENTS)
@@ -176,7 +177,12 @@ class OSS(Optimizer):
 
     @torch.no_grad()
     def _broadcast(self) -> None:
-        signature = tuple((p.dtype, p.device, p.requires_grad) for p in self._parameters())
+        parameters = self._parameters()
+        signature = (
+            [p.dtype for p in parameters],
+            [p.device for p in parameters],
+            [p.requires_grad for p in parameters],
+        )
         if self._plan is None or self._plan.signature != signature:
             self._plan = self._make_plan(signature)
         try:
