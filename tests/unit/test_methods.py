@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -185,6 +185,36 @@ def test_prefetch_setters_choose_what_is_gathered(fake_mesh: Mesh, monkeypatch: 
     assert order == ["layers.2", "layers.0", "layers.1"]
     with pytest.raises(ValueError, match="only modules wrapped by fully_shard can be prefetched, not Linear"):
         model.set_modules_to_forward_prefetch([nn.Linear(2, 2)])  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("widths", "most_ahead"),
+    [([64, 64, 64, 64], 1), ([256, 64, 64, 64, 256, 64], 3), ([64, 64, 300, 64, 64, 64, 64, 64], 4), ([32, 256], 1)],
+)
+def test_as_many_small_units_are_gathered_ahead_as_one_large_one_takes(
+    fake_mesh: Mesh, widths: list[int], most_ahead: int
+) -> None:
+    mesh = fake_mesh(2)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, width), nn.Linear(width, 8)) for width in widths))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    ahead: list[tuple[int, int, int]] = []
+
+    def look(*_: Any) -> None:
+        units = [cast(Any, layer)._unit for layer in model]
+        sizes = [unit.gathered_bytes for unit in units if unit.groups[0].is_gathering]
+        ahead.append((len(sizes), sum(sizes), max(unit.gathered_bytes for unit in units)))
+
+    for layer in model:
+        layer[0].register_forward_pre_hook(look)
+        layer[1].register_full_backward_hook(look)
+    for _ in range(2):
+        ahead.clear()
+        model(torch.randn(3, 8)).sum().backward()
+    assert max(count for count, _, _ in ahead) == most_ahead
+    assert all(size <= largest for _, size, largest in ahead)
+    assert len(ahead) == 2 * len(widths)
 
 
 def test_set_gradient_divide_factor(fake_mesh: Mesh) -> None:

@@ -20,15 +20,47 @@ def test_second_pass_expects_the_first() -> None:
     things, (a, b, c) = references(3)
     order: ExecutionOrder[Thing] = ExecutionOrder()
     order.start_pass()
-    assert [order.enter(unit) for unit in (a, b, c)] == [None, None, None]
+    assert [enter(order, unit) for unit in (a, b, c)] == [None, None, None]
     order.start_pass()
-    assert [order.enter(unit) for unit in (a, b, c)] == [things[1], things[2], None]
+    assert [enter(order, unit) for unit in (a, b, c)] == [things[1], things[2], None]
+
+
+def enter(order: ExecutionOrder[Thing], unit: weakref.ref[Thing]) -> Thing | None:
+    """What is expected after ``unit``."""
+    order.enter(unit)
+    return next(order.ahead(), None)
 
 
 def run(order: ExecutionOrder[Thing], *units: weakref.ref[Thing]) -> tuple[list[Thing | None], bool]:
     """One pass: what was expected after each unit, and whether all of it ran."""
     order.start_pass()
-    return [order.enter(unit) for unit in units], order.matches
+    return [enter(order, unit) for unit in units], order.matches
+
+
+def test_everything_that_follows_is_expected_as_far_as_passes_agree() -> None:
+    things, (a, b, c, d) = references(4)
+    order: ExecutionOrder[Thing] = ExecutionOrder()
+    run(order, a, b, a, c, b, d)
+    order.start_pass()
+    order.enter(a)
+    assert list(order.ahead()) == [things[index] for index in (1, 0, 2, 1, 3)]
+    order.enter(b)
+    order.enter(a)
+    assert list(order.ahead()) == [things[index] for index in (2, 1, 3)]
+    order.enter(d)
+    assert list(order.ahead()) == []
+    order.start_pass()
+    order.enter(a)
+    assert list(order.ahead()) == [things[1], things[0]]  # what follows the second a is not sure
+
+
+def test_backward_expects_forward_reversed() -> None:
+    things, units = references(3)
+    order: ExecutionOrder[Thing] = ExecutionOrder()
+    positions = [order.record_for_backward(unit) for unit in units]
+    assert [list(order.behind(position)) for position in positions] == [[], [things[0]], [things[1], things[0]]]
+    del things[0]
+    assert [len(list(order.behind(position))) for position in positions] == [0, 0, 1]
 
 
 def test_where_passes_differ_nothing_is_expected_until_two_agree() -> None:
@@ -80,9 +112,10 @@ def test_backward_goes_back_by_position() -> None:
     things, (a, b, _) = references(3)
     order: ExecutionOrder[Thing] = ExecutionOrder()
     positions = [order.record_for_backward(unit) for unit in (a, b, a)]
-    assert [order.before(position) for position in reversed(positions)] == [things[1], things[0], None]
+    expected = [next(order.behind(position), None) for position in reversed(positions)]
+    assert expected == [things[1], things[0], None]
     order.clear_backward()
-    assert order.before(2) is None
+    assert list(order.behind(2)) == []
 
 
 def test_nothing_is_kept_alive() -> None:
@@ -94,4 +127,4 @@ def test_nothing_is_kept_alive() -> None:
         order.enter(b)
     del things[:]
     order.start_pass()
-    assert order.enter(a) is None
+    assert enter(order, a) is None

@@ -161,6 +161,11 @@ class ShardedBuffer:
         return self.layout.world_size == 1 and local.dtype == self.dtype and local.device.type == self.device.type
 
     @property
+    def gathered_bytes(self) -> int:
+        """That gathering it takes beside the shards."""
+        return 0 if self.is_identity else self.layout.full_numel * self.dtype.itemsize
+
+    @property
     def full(self) -> torch.Tensor:
         """The gathered buffer, 1-D, tensor-major; its memory comes and goes with `allocate` and `free`."""
         if self._full is None:

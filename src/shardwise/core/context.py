@@ -38,6 +38,7 @@ class FSDPCommContext:
         self.has_root = False
         self.forward_root: Unit | None = None
         self.passes = 0
+        self._largest_unit: int | None = None
         self._units: list[weakref.ref[Unit]] = []
         self._reductions: deque[Reduction] = deque()
         self._landing: deque[Reduction] = deque()
@@ -53,8 +54,18 @@ class FSDPCommContext:
         """The units that use this context, in the order in which they joined."""
         return [unit for reference in self._units if (unit := reference()) is not None]
 
+    @property
+    def largest_unit(self) -> int:
+        """Bytes of the largest unit while it is gathered, roots aside: what may be gathered ahead of its use, so that
+        nothing needs the memory of more than two units."""
+        if self._largest_unit is None:
+            units = self.units
+            self._largest_unit = max((unit.gathered_bytes for unit in units if not unit.is_root), default=0)
+        return self._largest_unit
+
     def join(self, unit: Unit) -> None:
         """``unit`` shares this context from now on."""
+        self._largest_unit = None
         if unit.reference not in self._units:
             self._units.append(unit.reference)
 

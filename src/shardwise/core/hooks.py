@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
 from typing import Any
 
@@ -184,13 +184,29 @@ class Unit:
     def _prefetch_for_forward(self, context: FSDPCommContext) -> None:
         if self._recomputes:
             return
-        expected = context.order.enter(self.reference)
-        if self.prefetch_forward:
-            for reference in self.prefetch_forward:
+        context.order.enter(self.reference)
+        self._prefetch("forward", self.prefetch_forward, context.order.ahead(), context.largest_unit)
+
+    def _prefetch(
+        self, direction: str, chosen: Sequence[weakref.ref[Unit]], expected: Iterator[Unit], limit: int
+    ) -> None:
+        """Start gathering the units that the user chose, or else as many of the expected ones as have ``limit`` bytes
+        together: with units of one size that is one, of small ones several."""
+        if chosen:
+            for reference in chosen:
                 if (unit := reference()) is not None:
-                    unit.prefetch("forward")
-        elif expected is not None and expected is not self:
-            expected.prefetch("forward")
+                    unit.prefetch(direction)
+            return
+        for unit in expected if limit else ():
+            limit -= unit.gathered_bytes
+            if unit is self or limit < 0:
+                return
+            unit.prefetch(direction)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """That its parameters take on this rank while they are gathered."""
+        return sum(buffer.gathered_bytes for group in self.groups for buffer in group.shards.buffers)
 
     def prefetch(self, direction: str) -> None:
         """Start gathering for a use that is expected soon."""
@@ -376,14 +392,7 @@ class Unit:
 
     def _prefetch_for_backward(self, context: FSDPCommContext) -> None:
         position = self._positions.pop() if self._positions else 0
-        if self.prefetch_backward:
-            for reference in self.prefetch_backward:
-                if (unit := reference()) is not None:
-                    unit.prefetch("backward")
-            return
-        expected = context.order.before(position)
-        if expected is not None and expected is not self:
-            expected.prefetch("backward")
+        self._prefetch("backward", self.prefetch_backward, context.order.behind(position), context.largest_unit)
 
     def post_backward(self, forward_pass: int) -> None:
         """The gradients of one forward call's inputs are complete."""

@@ -63,8 +63,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Constructing through the wrapped class gives the original class: slicing a `ModuleList` does this."""
-        original: type = cls.__mro__[cls.__mro__.index(torch_fsdp.FSDPModule) + 1]
-        return original(*args, **kwargs)
+        return class_before_sharding(cls)(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward; an exception leaves the unit as before it."""
@@ -377,6 +376,11 @@ def _references(modules: Iterable[Any]) -> list[weakref.ref[Unit]]:
             raise ValueError(f"only modules wrapped by fully_shard can be prefetched, not {type(module).__name__}")
         units.append(unit.reference)
     return units
+
+
+def class_before_sharding(wrapped: type) -> type[nn.Module]:
+    """The class that a unit's module was made of."""
+    return cast(type[nn.Module], wrapped.__mro__[wrapped.__mro__.index(torch_fsdp.FSDPModule) + 1])
 
 
 def become_fsdp_module(module: nn.Module, unit: Unit) -> None:

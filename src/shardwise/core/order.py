@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -53,16 +54,25 @@ class ExecutionOrder(Generic[T]):
         """Whether ``unit`` was the first of the current pass; tells passes apart where no root does."""
         return self._first is unit
 
-    def enter(self, unit: weakref.ref[T]) -> T | None:
-        """``unit`` runs forward now; gives the one expected next, if any is."""
+    def enter(self, unit: weakref.ref[T]) -> None:
+        """``unit`` runs forward now."""
         if self._place is not None:
             self._follow(unit)
         else:
             self._first = unit
         self._runs[unit] += 1
         self._place = unit, self._runs[unit]
-        known = self._next.get(self._place)
-        return known.unit() if known is not None and known.is_sure and known.unit is not None else None
+
+    def ahead(self) -> Iterator[T]:
+        """The units expected to run forward after the current one, the next first."""
+        place, met = self._place, Counter[weakref.ref[T]]()
+        while place is not None:
+            known = self._next.get(place)
+            if known is None or not known.is_sure or known.unit is None or (unit := known.unit()) is None:
+                return
+            yield unit
+            met[known.unit] += 1
+            place = known.unit, self._runs[known.unit] + met[known.unit]
 
     @property
     def matches(self) -> bool:
@@ -75,9 +85,12 @@ class ExecutionOrder(Generic[T]):
         self._backward.append(unit)
         return len(self._backward) - 1
 
-    def before(self, position: int) -> T | None:
-        """The unit that ran forward before ``position``: the one expected next in backward."""
-        return self._backward[position - 1]() if 0 < position <= len(self._backward) else None
+    def behind(self, position: int) -> Iterator[T]:
+        """The units expected next in backward: those that ran forward before ``position``, the last first."""
+        for reference in reversed(self._backward[:position]):
+            if (unit := reference()) is None:
+                return
+            yield unit
 
     def clear_backward(self) -> None:
         """Backward is over."""
