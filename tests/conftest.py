@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
 os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
@@ -11,8 +12,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 
-from .ranks.harness import world_size_of
+from .ranks.harness import PRELOADED, world_size_of
+
+FRAMEWORKS = {"lightning": ["lightning"], "fabric": ["lightning"], "mmengine": ["mmengine", "mmengine.runner"]}
+"""What ranks import for tests of each adapter: takes seconds, so it is done once, before they are forked."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=world_size_of)
+    files = {item.path.stem for item in items}
+    for adapter, modules in FRAMEWORKS.items():
+        if f"test_{adapter}" in files and importlib.util.find_spec(modules[0]) is not None:
+            PRELOADED.extend(module for module in modules if module not in PRELOADED)

@@ -20,6 +20,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
+from .adapters.wrapping import Policy, forget_history, without_gradient_sync
 from .checkpoint.full_state import full_state_dict
 from .checkpoint.model_state import model_state
 from .checkpoint.names import parameter_names
@@ -32,13 +33,12 @@ from .grad import clip_grad_norm_
 from .init import init_on_meta, materialize
 from .lightning_common.arguments import checked_state_dict_type
 from .lightning_common.files import SavedDirectory, is_sharded, prepare_file, read_file, write_directory, write_file
-from .lightning_common.namespaces import class_for, in_each_namespace, installed_namespaces
-from .lightning_common.optimizers import clip_grad_value_, full_optimizer_state, load_full_optimizer_state
+from .lightning_common.namespaces import StrategyClasses
+from .lightning_common.optimizers import attach, clip_grad_value_, full_optimizer_state, load_full_optimizer_state
 from .lightning_common.precision import share_scaler
 from .lightning_common.processes import ProcessesStrategy
-from .lightning_common.units import Policy, Sharding, forget_history, move_metrics, without_gradient_sync
-from .lightning_common.weights import load_values
-from .optim import repoint
+from .lightning_common.units import Sharding, move_metrics
+from .lightning_common.weights import load_values, mapped_safetensors
 
 Load = Callable[[], None]
 Filter = Mapping[str, Callable[[str, Any], bool]]
@@ -68,7 +68,8 @@ class _FabricStrategy(ProcessesStrategy):
         param_init_fn: called with each module on the meta device that the constructor's record does not initialize;
             by default its own ``reset_parameters``, ``_reset_parameters`` or ``_init_weights``.
         state_dict_type: checkpoints are one file ("full") or a directory of `torch.distributed` ("sharded").
-        process_group: the ranks to shard over; None for all.
+        process_group: the ranks to shard over; None for all. Smaller groups, of one size, in which all ranks are hold
+            copies of one model, whose gradients are averaged over all.
     """
 
     part = "fabric"
@@ -172,10 +173,12 @@ class _FabricStrategy(ProcessesStrategy):
                 stacklevel=3,
             )
         originals = list(module.parameters())
+        load = self._to_load.get(module)
+        self.sharding.shard(module, self.device_mesh, is_initialized=load is None, init_fn=self.param_init_fn)
         if self.param_init_fn is not None:
             forget_history(module)
-        self.sharding.shard(module, self.device_mesh)
-        if (load := self._to_load.pop(module, None)) is not None:
+        if load is not None:
+            del self._to_load[module]
             load()
         materialize(module, init_fn=self.param_init_fn)
         for original in originals:
@@ -187,10 +190,35 @@ class _FabricStrategy(ProcessesStrategy):
                 register_fsdp_forward_method(module, step)
         return module
 
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Optimizer], Any]:
+        """`setup_module`, and then `setup_optimizer` for each.
+
+        Raises:
+            RuntimeError: before anything is changed, if one has parameters on the meta device that are not the
+                module's.
+        """
+        own = {id(parameter) for parameter in module.parameters()}
+        for optimizer in optimizers:
+            held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            if any(parameter.is_meta and id(parameter) not in own for parameter in held):
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} has references to meta-device parameters that are not of the model it "
+                    "is set up with: set up their model first, or create the optimizer after setting up the model"
+                )
+        module = self.setup_module(module)
+        return module, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
+
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Move ``optimizer`` to the sharded successors of its parameters, if it was made before the model was set up;
-        groups, settings and state stay."""
-        return repoint(optimizer)
+        groups, settings and state stay.
+
+        Raises:
+            ValueError: if its constructor made state on the meta device, and cannot make it again.
+        """
+        attach(optimizer)
+        return optimizer
 
     # -- Gradients
 
@@ -310,8 +338,12 @@ class _FabricStrategy(ProcessesStrategy):
         return self._load_file(path, state, strict=strict, weights_only=weights_only)
 
     def _load_raw(self, path: Path, module: nn.Module, *, strict: bool, weights_only: bool | None) -> None:
-        if path.suffix == ".safetensors" or (path.is_dir() and not is_sharded(path)):
-            load_safetensors(module, path, strict=strict)
+        if path.name.endswith((".safetensors", ".safetensors.index.json")) or (path.is_dir() and not is_sharded(path)):
+            if _is_whole_on_meta(module):
+                # Its parameters become what is mapped, of which setting up reads this rank's part.
+                load_values(module, mapped_safetensors(path), strict=strict)
+            else:
+                load_safetensors(module, path, strict=strict)
         elif is_sharded(path):
             self._load_model(SavedDirectory(path, weights_only=weights_only), "", module, strict)
         else:
@@ -357,8 +389,7 @@ class _FabricStrategy(ProcessesStrategy):
     def _load_model(self, saved: SavedDirectory, name: str, module: nn.Module, strict: bool) -> None:
         """Now, or when the module is set up, if until then it would have to be read whole."""
         saved.check_model(name, module, strict=strict)
-        has_units = any(unit_of(inner) is not None for inner in module.modules())
-        if has_units or not all(parameter.is_meta for parameter in module.parameters()):
+        if not _is_whole_on_meta(module):
             saved.load_model(name, module, strict=strict)
             return
         reference = weakref.ref(module)
@@ -368,6 +399,12 @@ class _FabricStrategy(ProcessesStrategy):
                 saved.load_model(name, alive, strict=strict)
 
         self._to_load[module] = load_later
+
+
+def _is_whole_on_meta(module: nn.Module) -> bool:
+    """Whether it has no values, and no unit that could take a part of some."""
+    has_units = any(unit_of(inner) is not None for inner in module.modules())
+    return not has_units and all(parameter.is_meta for parameter in module.parameters())
 
 
 def _filtered(tree: dict[str, Any], wanted: Callable[[str, Any], bool]) -> dict[str, Any]:
@@ -424,22 +461,6 @@ class _BackwardSyncControl:
         return without_gradient_sync(module) if enabled else nullcontext()
 
 
-_classes = in_each_namespace(
-    "FullyShardedStrategy",
-    _FabricStrategy,
-    {namespace: namespace.of_fabric("strategies", "ParallelStrategy") for namespace in installed_namespaces()},
-)
-FullyShardedStrategy: Any = next(iter(_classes.values()))
-
-
-def strategy_for(package: str) -> Any:
-    """The class of the strategy for ``"lightning.fabric"`` or ``"lightning_fabric"``, to derive from.
-
-    Raises:
-        ValueError: if there is no such package, or it is not installed.
-    """
-    return class_for(_classes, package)
-
-
-for _namespace, _class in _classes.items():
-    _class.register_strategies(_namespace.of_fabric("strategies", "STRATEGY_REGISTRY"))
+_classes = StrategyClasses("FullyShardedStrategy", _FabricStrategy)
+FullyShardedStrategy: Any = _classes.first
+strategy_for = _classes.strategy_for

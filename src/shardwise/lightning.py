@@ -21,26 +21,30 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from .adapters.whole import gather_in
+from .adapters.wrapping import Policy, without_gradient_sync
 from .arguments import check_arguments, documented
 from .checkpoint.full_state import full_state_dict
 from .checkpoint.model_state import model_state
 from .checkpoint.names import parameter_names
 from .checkpoint.optimizer_state import optimizer_state
+from .checkpoint.peers import Peers
+from .checkpoint.ranks import saving_ranks
 from .core.module import unit_of
 from .init import init_on_meta, materialize
 from .lightning_common.arguments import TRAINER_ARGUMENTS, checked_state_dict_type
 from .lightning_common.files import SavedDirectory, is_sharded, prepare_file, read_file, write_directory
-from .lightning_common.namespaces import class_for, in_each_namespace, installed_namespaces
+from .lightning_common.namespaces import StrategyClasses
 from .lightning_common.optimizers import (
     WITHOUT_PARAMETERS,
     attach,
     full_optimizer_state,
-    gather_in,
     load_full_optimizer_state,
+    refuse_strangers,
 )
 from .lightning_common.precision import sharded_precision, use_device
 from .lightning_common.processes import ProcessesStrategy
-from .lightning_common.units import Policy, Sharding, move_metrics, without_gradient_sync
+from .lightning_common.units import Sharding, move_metrics
 from .lightning_common.weights import load_values
 
 NAMES = ("shardwise", "ddp_fully_sharded")
@@ -201,13 +205,20 @@ class _TrainerStrategy(ProcessesStrategy):
         if is_fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
-        self._setup_model(self.model)
+        if is_fitting:
+            # Before anything is sharded, so that one that is refused leaves the module as it was.
+            self.setup_optimizers(trainer)
+        try:
+            self._setup_model(self.model)
+        except BaseException:
+            self._reset_optimizers_and_schedulers()
+            raise
+        for optimizer in self._own_optimizers():
+            attach(optimizer)
         for callback in trainer.callbacks:
             if isinstance(average := getattr(callback, "_average_model", None), AveragedModel):
                 self._setup_model(average.module)
         self.barrier()
-        if is_fitting:
-            self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
@@ -222,24 +233,26 @@ class _TrainerStrategy(ProcessesStrategy):
         """Nothing: sharding puts each part where it belongs, without the whole on the device."""
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Make the optimizers, over sharded parameters.
+        """Make the optimizers, of the module's parameters, whether they are sharded already or not.
 
         Raises:
-            ValueError: if one has none of them; there are no optimizers then.
+            ValueError: on all ranks, if one has none of them; there are no optimizers then.
         """
         self._reset_optimizers_and_schedulers()
         try:
-            super().setup_optimizers(trainer)
-            none = self.namespace.of_trainer("core.optimizer", "_MockOptimizer")
-            attach([optimizer for optimizer in self.optimizers if not isinstance(optimizer, none)], self.model)
-        except ValueError as error:
+            with Peers(self.device_mesh).together():
+                super().setup_optimizers(trainer)
+                refuse_strangers(self._own_optimizers(), self.model)
+        except BaseException as error:
             self._reset_optimizers_and_schedulers()
-            if "optimizer got an empty parameter list" in str(error):
+            if isinstance(error, ValueError) and "optimizer got an empty parameter list" in str(error):
                 raise ValueError(f"an optimizer {WITHOUT_PARAMETERS}") from error
             raise
-        except BaseException:
-            self._reset_optimizers_and_schedulers()
-            raise
+
+    def _own_optimizers(self) -> list[Optimizer]:
+        """Without what stands for none."""
+        none = self.namespace.of_trainer("core.optimizer", "_MockOptimizer")
+        return [optimizer for optimizer in self.optimizers if not isinstance(optimizer, none)]
 
     # -- Steps
 
@@ -310,14 +323,16 @@ class _TrainerStrategy(ProcessesStrategy):
 
         Raises:
             IsADirectoryError: if a full one is to replace a directory that is not a checkpoint.
+            OSError: if it cannot be written; on all ranks.
             TypeError: for ``storage_options`` with a sharded one.
         """
         path = self.broadcast(filepath)
         if self.state_dict_type == "full":
-            prepare_file(path, self.is_global_zero)
             # Callbacks may have added what is sharded: averages.
             checkpoint = gather_in(checkpoint, keeps=self.is_global_zero)
-            super().save_checkpoint(checkpoint, path, storage_options)
+            with saving_ranks().together():
+                prepare_file(path, self.is_global_zero)
+                super().save_checkpoint(checkpoint, path, storage_options)
             return
         if storage_options is not None:
             raise TypeError("storage_options are for the CheckpointIO plugin, which sharded checkpoints do not use")
@@ -394,6 +409,8 @@ class _TrainerStrategy(ProcessesStrategy):
 def _precision_policy(
     given: MixedPrecisionPolicy | None, compute_dtype: torch.dtype | None, fp32_reduce_scatter: bool | None
 ) -> MixedPrecisionPolicy:
+    if compute_dtype is not None and not isinstance(compute_dtype, torch.dtype):
+        raise TypeError(f"compute_dtype must be a torch.dtype, not {compute_dtype!r}")
     if given is None:
         return MixedPrecisionPolicy(
             param_dtype=compute_dtype, reduce_dtype=torch.float32 if fp32_reduce_scatter else None
@@ -403,25 +420,8 @@ def _precision_policy(
     return given
 
 
-_classes = in_each_namespace(
-    "DDPFullyShardedStrategy",
-    _TrainerStrategy,
-    {namespace: namespace.of_trainer("strategies", "ParallelStrategy") for namespace in installed_namespaces()},
-)
-DDPFullyShardedStrategy: Any = next(iter(_classes.values()))
-
-
-def strategy_for(package: str) -> Any:
-    """The class of the strategy for ``"lightning.pytorch"`` or ``"pytorch_lightning"``, to derive from.
-
-    Raises:
-        ValueError: if there is no such package, or it is not installed.
-    """
-    return class_for(_classes, package)
-
-
-for _namespace, _class in _classes.items():
-    _class.register_strategies(_namespace.of_trainer("strategies", "StrategyRegistry"))
-    # Lightning asks whether a strategy is FSDPStrategy to hand on any precision as it was given, to allow compiled
-    # modules, and to refuse callbacks that need whole parameters: all of that is meant for this one too.
-    _namespace.of_trainer("strategies", "FSDPStrategy").register(_class)
+# Lightning asks whether a strategy is FSDPStrategy to hand on any precision as it was given, to allow compiled modules,
+# and to refuse callbacks that need whole parameters: all of that is meant for this one too.
+_classes = StrategyClasses("DDPFullyShardedStrategy", _TrainerStrategy, kinds=["FSDPStrategy"])
+DDPFullyShardedStrategy: Any = _classes.first
+strategy_for = _classes.strategy_for

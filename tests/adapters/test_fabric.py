@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import importlib
+import json
 import shutil
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -20,12 +20,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
-if __name__ != "__main__":
-    pytest.importorskip("lightning")
+pytest.importorskip("lightning")
 
-from tests.adapters.launching import ROOT, check_case, output_of, run_cases
+from tests.adapters.lightning_ranks import check_in_ranks
 
-NAMESPACE = "lightning.fabric"
+NAMESPACE: str = globals().get("NAMESPACE", "lightning.fabric")
 BATCH, STEPS = 4, 5
 
 
@@ -89,7 +88,7 @@ def fabric(**arguments: Any) -> Any:
     precision = arguments.pop("precision", None)
     strategy = module.strategy_for(NAMESPACE)(**arguments) if arguments else "shardwise"
     made = importlib.import_module(NAMESPACE).Fabric(
-        accelerator="cpu", strategy=strategy, devices=RANKS[sys.argv[1]], precision=precision
+        accelerator="cpu", strategy=strategy, devices=dist.get_world_size(), precision=precision
     )
     made.launch()
     _fabrics.append(made)
@@ -149,14 +148,6 @@ def assert_whole(model: Any, expected: dict[str, torch.Tensor], *, bitwise: bool
 # -- Cases
 
 
-def start(directory: Path) -> None:
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    assert fabric().world_size == RANKS[sys.argv[1]] == dist.get_world_size()
-    registry = importlib.import_module(f"{NAMESPACE}.strategies").STRATEGY_REGISTRY
-    assert "shardwise" in registry
-
-
 def train_like_one_process(directory: Path) -> None:
     truth = make_net()
     losses = train_plain(truth, adam(truth))
@@ -209,6 +200,7 @@ def nothing_initializes(directory: Path) -> None:
         model = nn.Sequential(nn.Linear(2, 5), FromMeta())
     with pytest.raises(ValueError, match=r"'1' \(FromMeta\).*'weight'.*reset_parameters"):
         fabric().setup(model)
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
     # Once there is a way, the same model is set up, and nothing says that it was before.
     FromMeta.reset_parameters = lambda self: nn.init.ones_(self.weight)  # type: ignore[attr-defined]
     with warnings.catch_warnings():
@@ -243,9 +235,23 @@ def meta_optimizer(directory: Path) -> None:
         assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]
         torch.testing.assert_close(train(used, model, optimizer), losses)
         assert_whole(model, whole(truth), bitwise=False)
+    # State that the constructor made of parameters without values.
+    truth = make_net()
+    losses = train_plain(truth, torch.optim.Adagrad(truth.parameters(), lr=0.1, initial_accumulator_value=0.3))
+    used = by_block()
+    torch.manual_seed(0)
+    with used.init_module(empty_init=True):
+        model = Net()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.3)
+    model, optimizer = used.setup(model, optimizer)
+    torch.testing.assert_close(train(used, model, optimizer), losses)
     used = fabric()
     with used.init_module(empty_init=True):
         unknown = Net()
+    known = make_net()
+    with pytest.raises(RuntimeError, match="meta"):
+        used.setup(known, adam(known), adam(unknown))
+    assert not any(isinstance(parameter, DTensor) for parameter in known.parameters())
     with pytest.raises(RuntimeError, match="meta"):
         used.setup_optimizers(adam(unknown))
     with pytest.raises(RuntimeError, match="meta"):
@@ -370,6 +376,24 @@ def raw_files(directory: Path) -> None:
                 used.load_raw(directory / name, model)
             found = {name: value for name, value in whole(model).items() if "noise" not in name}
             assert all(torch.equal(value, source.state_dict()[key]) for key, value in found.items())
+    # Of another dtype than the model's, and of several files.
+    halves = {key: value.half() for key, value in source.state_dict().items()}
+    parts = {f"part{index}.safetensors": dict(list(halves.items())[index::2]) for index in range(2)}
+    several = directory / "several"
+    if dist.get_rank() == 0:
+        several.mkdir()
+        for file, tensors in parts.items():
+            safetensors.torch.save_file(tensors, several / file)
+        index = {"weight_map": {key: file for file, tensors in parts.items() for key in tensors}}
+        (several / "model.safetensors.index.json").write_text(json.dumps(index))
+    dist.barrier()
+    for path in (several, several / "model.safetensors.index.json"):
+        used = by_block()
+        with used.init_module(empty_init=True):
+            model = Net()
+        used.load_raw(path, model)
+        found = {name: value for name, value in whole(used.setup(model)).items() if "noise" not in name}
+        assert all(torch.equal(value, halves[key].float()) for key, value in found.items())
     with pytest.raises(ValueError, match="missing keys: 'more'"):
         used.load_raw(directory / "raw.pt", nn.ParameterDict({"more": torch.zeros(3)}))
     saver = by_block(state_dict_type="sharded")
@@ -384,8 +408,10 @@ def raw_files(directory: Path) -> None:
 
 
 def only_own_rows(directory: Path) -> None:
-    """Loading 200 MB into a model on the meta device, and setting it up, holds the shards and one unit."""
-    width, layers = 2236, 10
+    """Loading 100 MB into a model on the meta device, and setting it up, holds the shards and one unit."""
+    import safetensors.torch
+
+    width, layers = 1582, 10
     unit = (width * width + width) * 4
 
     def build(used: Any) -> nn.Module:
@@ -397,7 +423,12 @@ def only_own_rows(directory: Path) -> None:
         source = used.setup(build(used))
         used.save(path, {"model": source})
         expected = source.module[3].weight.to_local().clone()
-        del source
+        state = used.strategy.get_module_state_dict(source.module) if kind == "full" else {}
+        if state:
+            safetensors.torch.save_file(state, directory / "large.safetensors")
+        if kind == "full":
+            expected_raw = expected
+        del source, state
         model = build(used)
 
         def load(used: Any = used, path: Path = path, model: Any = model) -> Any:
@@ -407,10 +438,21 @@ def only_own_rows(directory: Path) -> None:
         made, peak, _ = peak_bytes(load, path)
         assert peak < layers * unit / 2 + 1.2 * unit, (kind, peak / unit)
         assert torch.equal(made.module[3].weight.to_local(), expected)
+        del made
+    model = build(used)
+
+    def load_raw() -> Any:
+        used.load_raw(directory / "large.safetensors", model)
+        return used.setup(model)
+
+    made, peak, _ = peak_bytes(load_raw, directory / "large.safetensors")
+    assert peak < layers * unit / 2 + 1.2 * unit, peak / unit
+    assert torch.equal(made.module[3].weight.to_local(), expected_raw)
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(directory / "large_sharded")
         (directory / "large_full").unlink()
+        (directory / "large.safetensors").unlink()
 
 
 def filters(directory: Path) -> None:
@@ -566,7 +608,7 @@ def precisions(directory: Path) -> None:
         "16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=7)
     )
     used = importlib.import_module(NAMESPACE).Fabric(
-        accelerator="cpu", strategy="shardwise", devices=RANKS[sys.argv[1]], plugins=plugin
+        accelerator="cpu", strategy="shardwise", devices=dist.get_world_size(), plugins=plugin
     )
     used.launch()
     assert isinstance(plugin.scaler, ShardedGradScaler)
@@ -582,7 +624,7 @@ def precisions(directory: Path) -> None:
 
 
 def other_world_size(directory: Path) -> None:
-    """What two ranks saved, three go on with; the weights are the same ones, bit for bit."""
+    """What two ranks saved, others go on with; the weights are the same ones, bit for bit."""
     plain = torch.load(saved_path(directory.parent / "fabric"), weights_only=False)
     alone = make_net()
     optimizer = adam(alone)
@@ -674,19 +716,162 @@ def gone_at_once(directory: Path) -> None:
     assert copy.copy(used) is not None
 
 
-def other_name(directory: Path) -> None:
-    """`lightning_fabric`, which `pytorch_lightning` has."""
-    global NAMESPACE
-    NAMESPACE = "lightning_fabric"
-    inner = directory / NAMESPACE
-    inner.mkdir(exist_ok=True)
-    for case in (start, train_like_one_process, checkpoints, given_class):
-        case(inner)
-    NAMESPACE = "lightning.fabric"
+def policies(directory: Path) -> None:
+    """Containers, which have no forward, are passed over; a policy that fails, on one rank, changes nothing."""
+    from torch.distributed.fsdp.wrap import always_wrap_policy
+
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.embed, self.head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+            self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+            self.head.weight = self.embed.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.embed(x)
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(x)
+
+    tokens = torch.tensor([[1, 2], [3, 4]])
+    truth = Listed()
+    truth(tokens).square().mean().backward()
+    for policy in (always_wrap_policy, lambda module: True, {nn.Linear, nn.Embedding}):
+        used = fabric(auto_wrap_policy=policy)
+        model = used.setup(Listed())
+        used.backward(model(tokens).square().mean())
+        for ours, theirs in zip(model.module.parameters(), truth.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+    def failing(module: nn.Module) -> bool:
+        if isinstance(module, nn.Linear) and dist.get_rank() == dist.get_world_size() - 1:
+            raise KeyError("of one rank")
+        return isinstance(module, nn.Embedding)
+
+    model = Listed()
+    with pytest.raises(KeyError, match="of one rank"):
+        fabric(auto_wrap_policy=failing).setup(model)
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    with pytest.raises(ValueError, match="ModuleList"):
+        fabric(auto_wrap_policy={nn.ModuleList})
 
 
-ALL = (
-    start,
+def several_models(directory: Path) -> None:
+    """Two models with an optimizer each, and one optimizer for both; saved and loaded together, full and sharded."""
+    used = by_block()
+    models = [used.setup(make_net(seed)) for seed in (1, 2)]
+    truths = [make_net(seed) for seed in (1, 2)]
+
+    def made(nets: Any) -> list[torch.optim.Optimizer]:
+        first, second = nets
+        return [adam(first), torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1, momentum=0.9)]
+
+    optimizers, theirs = list(used.setup_optimizers(*made(models))), made(truths)
+    for step in range(3):
+        for index in range(2):
+            inputs, targets = data(step, used.global_rank)
+            used.backward(F.mse_loss(models[0](inputs) + models[1](inputs), targets))
+            optimizers[index].step()
+            parts = [data(step, rank) for rank in range(used.world_size)]
+            inputs, targets = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+            F.mse_loss(truths[0](inputs) + truths[1](inputs), targets).backward()
+            theirs[index].step()
+            for optimizer in (optimizers[1], theirs[1]):
+                optimizer.zero_grad()
+    for model, truth in zip(models, truths, strict=True):
+        assert_whole(model, whole(truth), bitwise=False)
+    for kind in ("full", "sharded"):
+        saver, path = by_block(state_dict_type=kind), directory / f"several_{kind}"
+        names = ("a", "b", "of_a", "of_both")
+        saver.save(path, {**dict(zip(names, (*models, *optimizers), strict=True)), "step": 3})
+        again = [saver.setup(make_net(seed)) for seed in (8, 9)]
+        state: dict[str, Any] = dict(zip(names, (*again, *saver.setup_optimizers(*made(again))), strict=True))
+        state["step"] = 0
+        assert saver.load(path, state) == {}
+        assert state["step"] == 3
+        for model, loaded in zip(models, again, strict=True):
+            found, wanted = whole(loaded), whole(model)
+            assert all(torch.equal(found[name], value) for name, value in wanted.items() if "noise" not in name)
+        momenta = [o.state[p]["momentum_buffer"] for o, m in ((state["of_both"], again[1]),) for p in m.parameters()]
+        wanted_momenta = [optimizers[1].state[p]["momentum_buffer"] for p in models[1].parameters()]
+        assert all(torch.equal(a.to_local(), b.to_local()) for a, b in zip(momenta, wanted_momenta, strict=True))
+        with pytest.raises(ValueError, match=r"'a'|missing"):  # a part of what has the name is not the model
+            saver.load(path, {"a": saver.setup(nn.Linear(7, 13))})
+
+
+def life(directory: Path) -> None:
+    """What programs do beside training: launching functions, compiled models, schedules, methods of their own."""
+    module = importlib.import_module(NAMESPACE)
+    size = dist.get_world_size()
+
+    def fabric_of(kind: Any) -> Any:
+        return kind(accelerator="cpu", devices=size, strategy="shardwise")
+
+    assert fabric_of(module.Fabric).launch(lambda used, number: used.global_rank + number, 5) == dist.get_rank() + 5
+    with pytest.raises(RuntimeError, match="launch"):
+        fabric_of(module.Fabric).setup(make_net())
+    truth = make_net()
+    losses = train_plain(truth, adam(truth))
+
+    class Running(module.Fabric):
+        def run(self) -> list[Any]:
+            net = make_net()
+            return train(self, *self.setup(net, adam(net)))
+
+    torch.testing.assert_close(fabric_of(Running).run(), losses)
+    used = by_block()
+    for local in (False, True):
+        with used.rank_zero_first(local), used.init_tensor():
+            assert not torch.zeros(3).is_meta
+    assert used.is_global_zero == (used.global_rank == 0)
+    net = torch.compile(make_net(), backend="eager")
+    compiled, optimizer = used.setup(net, adam(net))
+    torch.testing.assert_close(train(used, compiled, optimizer), losses)
+    used.save(directory / "compiled.ckpt", {"model": compiled, "optimizer": optimizer})
+    assert list(torch.load(directory / "compiled.ckpt")["model"]) == list(truth.state_dict())
+    net, truth = make_net(), make_net()
+    schedules = [torch.optim.lr_scheduler.StepLR(torch.optim.SGD(m.parameters(), 0.3), 1, 0.5) for m in (net, truth)]
+    model, optimizer, schedule = used.setup(net, schedules[0].optimizer, scheduler=schedules[0])
+    for step in range(3):
+        ours = train(used, model, optimizer, range(step, step + 1))
+        torch.testing.assert_close(ours, train_plain(truth, schedules[1].optimizer, range(step, step + 1)))
+        schedule.step()
+        schedules[1].step()
+    searching = torch.optim.LBFGS((net := make_net()).parameters())
+    net, searching = used.setup(net, searching)
+    assert searching.optimizer._params[0] is next(iter(net.parameters()))  # it keeps the list itself
+    with pytest.raises(TypeError, match="set up"):
+        used.no_backward_sync(make_net())
+
+
+def smaller_groups(directory: Path) -> None:
+    """A process group smaller than the world: sharded over it, and copies of all groups stay one model."""
+    size = max(1, dist.get_world_size() // 2)
+    groups = [dist.new_group(list(range(start, start + size))) for start in range(0, 2 * size, size)]
+    own = groups[dist.get_rank() // size]
+    used, truth = by_block(process_group=own), make_net()
+    losses = train_plain(truth, adam(truth))
+    torch.manual_seed(0)
+    with used.init_module(empty_init=True):
+        model = Net()
+    model, optimizer = used.setup(model, adam(model))
+    assert_whole(model, whole(make_net()))
+    assert next(model.parameters()).device_mesh.shape == (2, size)
+    torch.testing.assert_close(train(used, model, optimizer), losses)
+    for kind in ("full", "sharded"):
+        saver, path = by_block(process_group=own, state_dict_type=kind), directory / f"by_groups_{kind}"
+        saver.save(path, {"model": model, "optimizer": optimizer})
+        with saver.init_module(empty_init=True):
+            again = Net()
+        saver.load(path, {"model": again})
+        again, loaded = saver.setup(again, adam(again))
+        saver.load(path, {"model": again, "optimizer": loaded})
+        found, wanted = whole(again), whole(model)
+        assert all(torch.equal(found[name], value) for name, value in wanted.items() if "noise" not in name)
+
+
+CASES = (
     train_like_one_process,
     meta_init,
     nothing_initializes,
@@ -706,34 +891,35 @@ ALL = (
     given_class,
     whole_state_dicts,
     gone_at_once,
-    other_name,
+    policies,
+    several_models,
+    life,
+    smaller_groups,
 )
-CASES: dict[str, dict[str, Callable[[Path], None]]] = {
-    "fabric": {case.__name__: case for case in ALL},
-    "fabric_torchrun": {
-        case.__name__: case for case in (start, train_like_one_process, meta_init, other_world_size, clipping, messages)
-    },
-}
-RANKS = {"fabric": 2, "fabric_torchrun": 3}
+AT_OTHER_SIZES = (train_like_one_process, meta_init, clipping, messages)
+OTHER_NAME = (train_like_one_process, checkpoints, given_class)
 
 
-@pytest.mark.parametrize("case", CASES["fabric"])
-def test_fabric(case: str) -> None:
-    check_case(__file__, "fabric", case)
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize("case", [case.__name__ for case in CASES])
+def test_fabric(world_size: int, case: str) -> None:
+    check_in_ranks(__file__, "fabric", case, world_size)
 
 
-@pytest.mark.parametrize("case", CASES["fabric_torchrun"])
-def test_fabric_under_torchrun(case: str) -> None:
-    check_case(__file__, "fabric", "checkpoints")  # what it saved
-    check_case(__file__, "fabric_torchrun", case, 3, torchrun=True)
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize("case", [case.__name__ for case in OTHER_NAME])
+def test_lightning_fabric(world_size: int, case: str) -> None:
+    """By the name that `pytorch_lightning` has."""
+    check_in_ranks(__file__, "other_fabric", case, world_size, namespace="lightning_fabric")
 
 
-def test_example() -> None:
-    lines = output_of(ROOT / "examples" / "fabric_meta_init.py")
-    assert "before setup: 0.0 MB of parameters" in lines
-    assert "after setup: 6.6 MB of parameters on each of 2 processes" in lines
-    assert "loaded after step 5: the same model" in lines
+@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize("case", [case.__name__ for case in AT_OTHER_SIZES])
+def test_fabric_at_other_sizes(world_size: int, case: str) -> None:
+    check_in_ranks(__file__, f"fabric_{world_size}", case, world_size)
 
 
-if __name__ == "__main__":
-    run_cases(CASES)
+@pytest.mark.parametrize("world_size", [4])
+@pytest.mark.parametrize("case", [case.__name__ for case in (smaller_groups, other_world_size)])
+def test_fabric_of_four(world_size: int, case: str) -> None:
+    check_in_ranks(__file__, "fabric_4", case, world_size, after=("fabric", "checkpoints", 2))

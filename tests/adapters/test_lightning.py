@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import importlib
-import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,14 +15,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-if __name__ != "__main__":
-    pytest.importorskip("lightning")
+pytest.importorskip("lightning")
 
-from tests.adapters.launching import ROOT, check_case, output_of, run_cases
+from tests.adapters.lightning_ranks import check_in_ranks
 
-NAMESPACE = "pytorch_lightning" if sys.argv[1:2] == ["other_name"] else "lightning.pytorch"
+NAMESPACE: str = globals().get("NAMESPACE", "lightning.pytorch")
 pl: Any = importlib.import_module(NAMESPACE)
 BATCH = 4
 """Samples of one rank's batch."""
@@ -92,14 +90,16 @@ def loader(shared: bool) -> DataLoader[Any]:
 
 
 def world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else RANKS[sys.argv[1]]
+    return dist.get_world_size()
 
 
 def trainer(directory: Path, strategy: Any = "shardwise", **options: Any) -> Any:
     """A Trainer that says nothing and writes below ``directory``."""
+    import shardwise.lightning  # noqa: F401
+
     defaults = {
         "accelerator": "cpu",
-        "devices": RANKS[sys.argv[1]] if strategy != "auto" else 1,
+        "devices": 1 if strategy == "auto" else world_size(),
         "max_epochs": 2,
         "logger": False,
         "enable_progress_bar": False,
@@ -115,17 +115,6 @@ def ours(**arguments: Any) -> Any:
     from shardwise.lightning import strategy_for
 
     return strategy_for(NAMESPACE)(**arguments)
-
-
-def start(directory: Path) -> None:
-    """The first Trainer starts the other processes."""
-    import shardwise.lightning  # noqa: F401
-
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    used = trainer(directory, max_steps=1)
-    used.fit(Module(), DataLoader(make_data(), batch_size=4))
-    assert dist.get_world_size() == RANKS[sys.argv[1]]
 
 
 # -- Comparing
@@ -155,6 +144,10 @@ def assert_same_state(used: Any, expected: dict[str, torch.Tensor], **tolerance:
         torch.testing.assert_close(value, expected[name], **tolerance, msg=lambda text, n=name: f"{n}: {text}")
 
 
+_expected: dict[Any, tuple[Any, Any]] = {}
+"""Fits on one device, by what was fitted and how."""
+
+
 def assert_like_one_process(
     directory: Path,
     strategy: Any,
@@ -163,9 +156,12 @@ def assert_like_one_process(
     **options: Any,
 ) -> tuple[Any, Any]:
     """Fit sharded and on one device: losses, rates, validation and parameters agree. Gives Trainer and module."""
-    expected_module = truth()
-    expected = trainer(directory, "auto", **options)
-    expected.fit(expected_module, loader(False), loader(False))
+    key = truth, repr(options)
+    if key not in _expected:
+        on_one = trainer(directory, "auto", **options), truth()
+        on_one[0].fit(on_one[1], loader(False), loader(False))
+        _expected[key] = on_one
+    expected, expected_module = _expected[key]
     module = make()
     used = trainer(directory, strategy, **options)
     used.fit(module, loader(True), loader(True))
@@ -192,8 +188,6 @@ def fit_by_both_names(directory: Path) -> None:
     for name in ("shardwise", "ddp_fully_sharded"):
         used, module = assert_like_one_process(directory, name)
         assert type(used.strategy).__name__ == "DDPFullyShardedStrategy"
-        from torch.distributed.tensor import DTensor
-
         assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
         assert used.strategy.model is module
         state = used.strategy.lightning_module_state_dict()
@@ -740,16 +734,53 @@ def optimizers(directory: Path) -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return self.loss(batch)
 
-    for make in (Foreign, Empty):
-        used, module = trainer(directory, "shardwise"), make()
-        with raises(ValueError, "self.trainer.model.parameters()"):
+    class OnOneRank(Module):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD((self if dist.get_rank() == 0 else make_net()).parameters(), lr=0.1)
+
+    class Failing(Module):
+        def configure_optimizers(self) -> Any:
+            raise KeyError("self.trainer.model.parameters()")
+
+    kinds = (Foreign, ValueError), (Empty, ValueError), (OnOneRank, ValueError), (Failing, KeyError)
+    for make, error in kinds:
+        used, module = trainer(directory, ours(activation_checkpointing_policy={nn.GELU})), make()
+        before = [(parameter, parameter.detach().clone()) for parameter in module.parameters()]
+        with raises(error, "self.trainer.model.parameters()"):
             used.fit(module, loader(True))
         assert used.strategy.optimizers == []
         assert used.strategy.lr_scheduler_configs == []
-        # Nothing is half set up: the same instance trains once its optimizer is right.
+        # Nothing is half set up: nothing is sharded, and the instance trains once its optimizer is right.
+        assert type(module) is make
+        assert all(now is was for now, (was, _) in zip(module.parameters(), before, strict=True))
+        assert all(torch.equal(was, value) for was, value in before)
+        assert not any(inner._forward_pre_hooks or inner._forward_hooks for inner in module.modules())
         module.configure_optimizers = lambda m=module: torch.optim.SGD(m.parameters(), lr=0.1)
         trainer(directory, "shardwise").fit(module, loader(True))
         assert len(module.losses) == 12
+
+    class Eager(Module):
+        """Its optimizer makes state at once."""
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adagrad(self.parameters(), lr=0.1, initial_accumulator_value=0.2)
+
+    _, truth = assert_like_one_process(directory, "shardwise", Eager, Eager)
+    used = trainer(directory, ours(auto_wrap_policy={nn.Linear}))
+    with used.init_module(empty_init=True):
+        module = Eager()
+    used.fit(module, loader(True))
+    torch.testing.assert_close(joined(module.losses), joined(truth.losses))
+
+    class Searching(Module):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
+
+    # It keeps the list of its parameters: those are the sharded ones, which torch's LBFGS cannot flatten.
+    searching = Searching()
+    with pytest.raises(RuntimeError, match="evenly"):
+        trainer(directory, "shardwise").fit(searching, loader(True))
+    assert searching.trainer.optimizers[0]._params[0] is searching.net[0].weight
     trainer(directory, "shardwise").fit(FromTrainer(), loader(True))
     trainer(directory, "shardwise", max_steps=2).fit(Without(), loader(True))
 
@@ -768,6 +799,35 @@ def refusals(directory: Path) -> None:
     with raises(exceptions.MisconfigurationException, "reinitialize your LightningModule"):
         used.fit(Emptied(), loader(True))
     assert used.strategy.lightning_module is None or not list(used.strategy.lightning_module.parameters())
+
+    class Uninitialized(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+
+    def failing(module: nn.Module) -> bool:
+        if isinstance(module, nn.GELU):
+            raise KeyError("reset_parameters")
+        return isinstance(module, nn.Linear)
+
+    with torch.device("meta"):
+        uninitialized = Uninitialized()
+    scalar = Module()
+    scalar.scalar = nn.Parameter(torch.tensor(1.0))
+    for module, kind, part, arguments in (
+        (uninitialized, ValueError, "'scale'", {"auto_wrap_policy": {nn.Linear}}),
+        (scalar, ValueError, "'scalar'", {"auto_wrap_policy": {nn.Linear}}),
+        (Module(), KeyError, "reset_parameters", {"auto_wrap_policy": failing}),
+        (Module(), KeyError, "reset_parameters", {"activation_checkpointing_policy": failing}),
+    ):
+        used = trainer(directory, ours(**arguments))
+        with raises(kind, part):
+            used.fit(module, loader(True))
+        assert not any(isinstance(parameter, DTensor) for parameter in module.parameters())
+        assert not any(inner._forward_pre_hooks for inner in module.modules())
+        assert used.strategy.optimizers == []
+    with raises(ValueError, "ModuleList"):
+        ours(auto_wrap_policy={nn.ModuleList})
     foreign = Module()
     torch_fully_shard(foreign.net)
     with raises(TypeError, "net", "torch's own"):
@@ -778,6 +838,12 @@ def refusals(directory: Path) -> None:
         ({"mp_policy": torch.float16}, "mp_policy"),
         ({"auto_wrap_policy": 3}, "policy"),
         ({"process_group": "default"}, "process_group"),
+        ({"compute_dtype": "bf16"}, "compute_dtype"),
+        ({"min_num_params": "many"}, "min_num_params"),
+        ({"min_num_params": -1}, "min_num_params"),
+        ({"reshard_after_forward": "never"}, "reshard_after_forward"),
+        ({"cpu_offload": "yes"}, "cpu_offload"),
+        ({"timeout": 3}, "timeout"),
     ):
         with raises((ValueError, TypeError), message):  # type: ignore[arg-type]
             ours(**arguments)
@@ -789,8 +855,11 @@ def refusals(directory: Path) -> None:
     # The same instance goes on in another Trainer: here nothing is emptied by wrapping.
     module = Module()
     for _ in range(2):
-        trainer(directory, "shardwise", max_epochs=1).fit(module, loader(True))
+        used = trainer(directory, "shardwise", max_epochs=1)
+        used.fit(module, loader(True))
     assert len(module.losses) == 12
+    with raises(OSError, "/proc"):  # on all ranks, of which one writes
+        used.save_checkpoint("/proc/nowhere/x.ckpt")
 
 
 def different_beginnings(directory: Path) -> None:
@@ -879,76 +948,223 @@ def on_meta(directory: Path) -> None:
     torch.testing.assert_close(joined(module.losses), truth.losses)
 
 
-def resume_at_three(directory: Path) -> None:
-    """Checkpoints of two ranks go on at three, with the same joined batches, under torchrun."""
+def resume_at_another_size(directory: Path) -> None:
+    """Checkpoints of two ranks go on at this world size, with the same joined batches."""
     for kind in ("full", "sharded"):
         truth_module, module = Module(), Module()
-        path = directory.parent / "main" / kind / "epoch=0.ckpt"
-        full = directory.parent / "main" / "full" / "epoch=0.ckpt"
+        path = directory.parent / "trainer" / kind / "epoch=0.ckpt"
+        full = directory.parent / "trainer" / "full" / "epoch=0.ckpt"
         trainer(directory, "auto", max_epochs=2).fit(truth_module, loader(False), loader(False), ckpt_path=full)
         used = trainer(directory, ours(state_dict_type=kind), max_epochs=2)
         used.fit(module, loader(True), loader(True), ckpt_path=path)
-        assert used.world_size == 3
+        assert used.world_size == world_size()
         torch.testing.assert_close(joined(module.losses), truth_module.losses)
         assert module.rates == truth_module.rates
         assert_same_state(used, truth_module.state_dict())
 
 
-CASES: dict[str, dict[str, Callable[[Path], None]]] = {
-    "main": {
-        case.__name__: case
-        for case in (
-            start,
-            fit_by_both_names,
-            all_hooks,
-            every_stage,
-            clipping,
-            accumulation,
-            precisions,
-            loss_scaling,
-            exact_resume,
-            files_for_others,
-            from_model_parallel,
-            callbacks,
-            more_callbacks,
-            averages,
-            whole_state_dicts,
-            manual_optimization,
-            optimizers,
-            refusals,
-            different_beginnings,
-            on_meta,
-            other_uses,
-        )
-    },
-    "other_name": {case.__name__: case for case in (start, fit_by_both_names, clipping, exact_resume, other_uses)},
-    "torchrun": {case.__name__: case for case in (start, fit_by_both_names, resume_at_three)},
-}
-RANKS = {"main": 2, "other_name": 2, "torchrun": 3}
+def smaller_groups(directory: Path) -> None:
+    """A process group smaller than the world: sharded over it, and copies of all groups stay one model."""
+    size = max(1, world_size() // 2)
+    groups = [dist.new_group(list(range(start, start + size))) for start in range(0, world_size(), size)]
+    own = groups[dist.get_rank() // size]
+
+    class ByHand(Module):
+        def configure_model(self) -> None:
+            from shardwise import fully_shard
+
+            fully_shard(self.net[0], mesh=self.device_mesh)
+
+    for make in (Module, ByHand):
+        strategy = ours(process_group=own, auto_wrap_policy={nn.Linear})
+        used, module = assert_like_one_process(directory, strategy, make, max_epochs=2, gradient_clip_val=0.05)
+        assert next(module.parameters()).device_mesh.shape == (2, size)
+        assert strategy.process_group.size() == size
+    whole = Module()
+    trainer(directory, "shardwise", max_epochs=3).fit(whole, loader(True))
+    for kind in ("full", "sharded"):
+        used = trainer(directory, ours(process_group=own, state_dict_type=kind), max_epochs=1)
+        used.fit(Module(), loader(True))
+        path = directory / f"by_groups_{kind}"
+        used.save_checkpoint(path)
+        for strategy in (ours(process_group=own), "shardwise"):
+            module = Module(lr=9.0)
+            trainer(directory, strategy, max_epochs=3).fit(module, loader(True), ckpt_path=path)
+            torch.testing.assert_close(joined(module.losses), joined(whole.losses)[len(whole.losses) // 3 :])
+    if world_size() > 2:
+        uneven = [dist.new_group([0]), dist.new_group(list(range(1, world_size())))]
+        with raises(ValueError, "process_group", "same size"):
+            trainer(directory, ours(process_group=uneven[dist.get_rank() > 0])).fit(Module(), loader(True))
+    part = dist.new_group([0])
+    if dist.get_rank():
+        with raises(ValueError, "not in the group"):
+            ours(process_group=part)
 
 
-@pytest.mark.parametrize("case", CASES["main"])
-def test_trainer(case: str) -> None:
-    check_case(__file__, "main", case)
+def saving_options(directory: Path) -> None:
+    """ModelCheckpoint's options: the files, scores and choices of one process, for both kinds."""
+    choices: list[dict[str, Any]] = [
+        {"save_top_k": 2, "monitor": "val_loss"},
+        {"save_top_k": -1, "every_n_train_steps": 4, "filename": "{step}"},
+        {"save_top_k": 0, "save_last": True},
+        {"save_weights_only": True, "save_last": True, "every_n_epochs": 2},
+    ]
+    for index, choice in enumerate(choices):
+        alone = pl.callbacks.ModelCheckpoint(dirpath=directory / f"alone_{index}_{dist.get_rank()}", **choice)
+        expected = trainer(directory, "auto", callbacks=[alone], enable_checkpointing=True)
+        expected.fit(Module(), loader(False), loader(False))
+        for kind in ("full", "sharded"):
+            saving = pl.callbacks.ModelCheckpoint(dirpath=directory / f"saved_{index}_{kind}", **choice)
+            used = trainer(directory, ours(state_dict_type=kind), callbacks=[saving], enable_checkpointing=True)
+            module = Module()
+            used.fit(module, loader(True), loader(True))
+            dist.barrier()
+            names, theirs = (sorted(p.name for p in Path(c.dirpath).iterdir()) for c in (saving, alone))
+            assert names == theirs
+            assert Path(saving.best_model_path).name == Path(alone.best_model_path).name
+            if alone.best_model_score is not None:
+                torch.testing.assert_close(saving.best_model_score, alone.best_model_score)
+            if "save_last" in choice:
+                (found,) = used.validate(Module(), loader(True), ckpt_path="last", verbose=False)
+                assert found["val_loss"] == pytest.approx(float(expected.callback_metrics["val_loss"]), rel=1e-5)
 
 
-@pytest.mark.parametrize("case", CASES["other_name"])
-def test_trainer_of_pytorch_lightning(case: str) -> None:
-    check_case(__file__, "other_name", case)
+def schedules(directory: Path) -> None:
+    """Schedules of the rate by epochs, steps and what was logged, and their continuation."""
+    rates = torch.optim.lr_scheduler
+    makers: list[tuple[Callable[[Any], Any], dict[str, Any]]] = [
+        (lambda optimizer: rates.ReduceLROnPlateau(optimizer, patience=0), {"monitor": "val_loss"}),
+        (lambda optimizer: rates.OneCycleLR(optimizer, 0.2, total_steps=30), {"interval": "step"}),
+    ]
+    for make, how in makers:
+
+        class Scheduled(Module):
+            def configure_optimizers(self, make: Any = make, how: Any = how) -> Any:
+                optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+                return {"optimizer": optimizer, "lr_scheduler": {"scheduler": make(optimizer), **how}}
+
+        _, whole = assert_like_one_process(directory, "shardwise", Scheduled, Scheduled, max_epochs=3)
+        first = trainer(directory, "shardwise", max_epochs=2)
+        first.fit(Scheduled(), loader(True), loader(True))
+        first.save_checkpoint(directory / "schedule.ckpt")
+        resumed = Scheduled()
+        used = trainer(directory, "shardwise", max_epochs=3)
+        used.fit(resumed, loader(True), loader(True), ckpt_path=directory / "schedule.ckpt")
+        steps = len(resumed.losses)
+        assert steps == len(whole.losses) // 3
+        assert resumed.rates == whole.rates[-steps:]
+        assert all(map(torch.equal, resumed.losses, whole.losses[-steps:]))
 
 
-@pytest.mark.parametrize("case", CASES["torchrun"])
-def test_trainer_under_torchrun(case: str) -> None:
-    check_case(__file__, "main", "exact_resume")  # its checkpoints
-    check_case(__file__, "torchrun", case, 3, torchrun=True)
+def hooks(directory: Path) -> None:
+    """What modules do in their hooks: frozen, shared and batch-dependent parts, messages, clipping of their own, calls
+    of the module outside of steps."""
+
+    class Busy(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(2)
+            self.net = nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 9), nn.Linear(9, 3))
+            self.net[3].weight = self.net[1].weight
+            self.net[0].requires_grad_(False)
+            self.register_buffer("steps", torch.zeros(()))
+            self.register_buffer("scale", torch.tensor([2.0]), persistent=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.net(x) * self.scale
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            assert self.training
+            assert not isinstance(self.net[0].weight, DTensor)  # whole, as the module's own
+            self.steps += 1
+            size, rank = self.trainer.world_size, self.global_rank
+            self.trainer.strategy.barrier()
+            gathered = self.all_gather(torch.tensor([float(rank)]))
+            assert gathered.flatten().tolist() == list(range(size))
+            assert float(self.trainer.strategy.reduce(torch.tensor(1.0), reduce_op="sum")) == size
+            assert self.trainer.strategy.reduce_boolean_decision(rank == 0, all=False)
+            loss = super().training_step(batch, batch_idx)
+            self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+            # A penalty on all weights, none of which is in another unit.
+            return loss + 1e-3 * sum(parameter.pow(2).sum() for parameter in self.parameters())
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            with torch.no_grad():
+                assert self(batch[0]).shape == (len(batch[0]), 3)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            assert not self.training
+            assert not torch.is_grad_enabled()
+            super().validation_step(batch, batch_idx)
+
+        def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+            self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)
+
+    used, module = assert_like_one_process(directory, "shardwise", Busy, Busy)
+    assert module.net[3].weight is module.net[1].weight
+    expected = _expected[Busy, "{}"][0].callback_metrics
+    torch.testing.assert_close(used.callback_metrics["train_loss_epoch"], expected["train_loss_epoch"])
+    used.save_checkpoint(directory / "busy.ckpt")
+    again = Busy()
+    again.load_state_dict(torch.load(directory / "busy.ckpt", weights_only=False)["state_dict"])
+    assert float(again.steps) == len(module.losses)
 
 
-def test_example() -> None:
-    losses = output_of(ROOT / "examples" / "lightning_trainer.py")[-1]
-    assert losses.startswith("loss after each epoch")
-    first, second = (float(word) for word in losses.split()[-2:])
-    assert second < first - 0.1 < 3.5
+CASES = (
+    fit_by_both_names,
+    all_hooks,
+    every_stage,
+    clipping,
+    accumulation,
+    precisions,
+    loss_scaling,
+    exact_resume,
+    files_for_others,
+    from_model_parallel,
+    callbacks,
+    more_callbacks,
+    averages,
+    whole_state_dicts,
+    manual_optimization,
+    optimizers,
+    refusals,
+    different_beginnings,
+    on_meta,
+    other_uses,
+    smaller_groups,
+    saving_options,
+    schedules,
+    hooks,
+)
+OTHER_NAME = (fit_by_both_names, clipping, exact_resume, other_uses)
+EXACT_RESUME = "trainer", "exact_resume", 2
+AT_OTHER_SIZES = (fit_by_both_names, clipping, every_stage)
+AT_FOUR = (smaller_groups, resume_at_another_size)
 
 
-if __name__ == "__main__":
-    run_cases(CASES)
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize("case", [case.__name__ for case in CASES])
+def test_trainer(world_size: int, case: str) -> None:
+    after = EXACT_RESUME if case == "files_for_others" else ()
+    check_in_ranks(__file__, "trainer", case, world_size, after=after)
+
+
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize("case", [case.__name__ for case in OTHER_NAME])
+def test_trainer_of_pytorch_lightning(world_size: int, case: str) -> None:
+    check_in_ranks(__file__, "other_trainer", case, world_size, namespace="pytorch_lightning")
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize("case", [case.__name__ for case in AT_OTHER_SIZES])
+def test_trainer_at_other_sizes(world_size: int, case: str) -> None:
+    check_in_ranks(__file__, f"trainer_{world_size}", case, world_size)
+
+
+@pytest.mark.parametrize("world_size", [4])
+@pytest.mark.parametrize("case", [case.__name__ for case in AT_FOUR])
+def test_trainer_of_four(world_size: int, case: str) -> None:
+    check_in_ranks(__file__, "trainer_4", case, world_size, after=EXACT_RESUME)

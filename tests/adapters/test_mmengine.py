@@ -10,11 +10,8 @@ import json
 import os
 import pickle
 import re
-import subprocess
-import sys
+import socket
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,16 +22,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
-from torch.utils.data import Dataset
 
-if __name__ != "__main__":
-    pytest.importorskip("mmengine")
+pytest.importorskip("mmengine")
 
-from mmengine.evaluator import BaseMetric
-from mmengine.hooks import EMAHook, Hook
+from mmengine.config import ConfigDict
+from mmengine.hooks import Hook
 from mmengine.logging import HistoryBuffer
-from mmengine.model import BaseDataPreprocessor, BaseModel, ExponentialMovingAverage, is_model_wrapper
+from mmengine.model import (
+    BaseDataPreprocessor,
+    BaseModel,
+    ExponentialMovingAverage,
+    MomentumAnnealingEMA,
+    StochasticWeightAverage,
+    is_model_wrapper,
+)
 from mmengine.optim import AmpOptimWrapper, OptimWrapper
 from mmengine.registry import FUNCTIONS, MODEL_WRAPPERS
 from mmengine.runner import FlexibleRunner, Runner
@@ -62,275 +65,62 @@ from shardwise.mmengine.arguments import (
     find_prefetch,
     find_strategy,
 )
-from tests.adapters.launching import ROOT, check_case, launched, output_of, run_cases
+from tests.adapters import mmengine_cases
+from tests.adapters.launching import ROOT
+from tests.adapters.mmengine_runs import (
+    LINEAR,
+    VARIANTS,
+    Case,
+    Toy,
+    check,
+    check_outcome,
+    check_same,
+    check_same_file,
+    flexible,
+    keep,
+    named,
+    one_process,
+    outcome,
+    outcomes,
+    output_of_ranks,
+    replicated,
+    run_in_turn,
+    sharded,
+    train,
+    worlds_of,
+)
 from tests.unit.conftest import fake_mesh as fake_mesh_of_unit_tests
-
-LINEAR = {"type": "module_wrap_policy", "module_classes": ["Linear"]}
-
-
-# -- What is trained
-
-
-class Data(Dataset):
-    """Pairs for a regression, as dicts."""
-
-    def __init__(self, size: int = 24):
-        self.metainfo = {"classes": ("a", "b")}
-        generator = torch.Generator().manual_seed(3)
-        self.x, self.y = torch.randn(size, 7, generator=generator), torch.randn(size, 3, generator=generator)
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> Any:
-        return {"inputs": self.x[index], "target": self.y[index]}
-
-
-class Toy(BaseModel):
-    """A regression with layers of odd sizes, a frozen one, a tied one and a buffer."""
-
-    def __init__(self, preprocessor: Any = None):
-        super().__init__(
-            data_preprocessor=preprocessor,
-            init_cfg={"type": "Xavier", "layer": "Linear", "distribution": "uniform"},
-        )
-        self.net = nn.Sequential(nn.Linear(7, 13), nn.GELU(), nn.Linear(13, 5), nn.Linear(5, 3))
-        self.net[2].bias.requires_grad_(False)
-        self.register_buffer("scale", torch.tensor([1.0, 2.0, 0.5]))
-
-    def forward(self, inputs: Any, target: Any = None, mode: str = "tensor") -> Any:
-        outputs = self.net(inputs) * self.scale
-        if mode == "loss":
-            return {"loss": (outputs - target).square().mean()}
-        if mode == "predict":
-            return [float((a - b).square().mean()) for a, b in zip(outputs, target, strict=True)]
-        return outputs
-
-
-class Error(BaseMetric):
-    """The mean of what the model predicts."""
-
-    default_prefix = "val"
-
-    def process(self, data_batch: Any, data_samples: Any) -> None:
-        self.results += data_samples
-
-    def compute_metrics(self, results: list[float]) -> dict[str, float]:
-        return {"error": sum(results) / len(results)}
-
-
-class Recorder(Hook):
-    """Losses and metrics of a run."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.errors: list[float] = []
-
-    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-        loss = outputs["loss"].detach().float().clone()
-        if dist.is_initialized():
-            dist.all_reduce(loss)
-            loss /= dist.get_world_size()
-        self.losses.append(loss.item())
-
-    def after_val_epoch(self, runner: Any, metrics: Any = None) -> None:
-        self.errors.append(metrics["val/error"])
-
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "clipped": {"optim_wrapper": {"clip_grad": {"max_norm": 0.5}}},
-    # Six steps: the last update comes from two of four.
-    "accumulated": {"optim_wrapper": {"accumulative_counts": 4, "clip_grad": {"type": "value", "clip_value": 0.02}}},
-    "averaged": {"custom_hooks": [{"type": "EMAHook", "momentum": 0.3, "update_buffers": True}]},
-    "swa": {"custom_hooks": [{"type": EMAHook, "ema_type": "StochasticWeightAverage", "begin_epoch": 1}]},
-    "iterations": {
-        "train_cfg": {"by_epoch": False, "max_iters": 3, "val_interval": 2},
-        "default_hooks": {"checkpoint": {"type": "CheckpointHook", "by_epoch": False, "interval": 2}},
-        "param_scheduler": {"type": "StepLR", "step_size": 2, "gamma": 0.5, "by_epoch": False},
-    },
-    # Reentrant, as MMEngine does it: what computes again must get an input that requires gradients.
-    "recomputed": {"cfg": {"activation_checkpointing": ["net.2", "net.3"]}},
-    "best": {
-        "default_hooks": {
-            "checkpoint": {
-                "type": "CheckpointHook",
-                "interval": 1,
-                "max_keep_ckpts": 1,
-                "save_best": "val/error",
-                "rule": "less",
-                "published_keys": ["meta", "state_dict"],
-            }
-        },
-    },
-}
-WRAPPERS: dict[str, dict[str, Any]] = {
-    "clipped": {"type": "MMFullyShardedDataParallel", "auto_wrap_policy": LINEAR, "backward_prefetch": "BACKWARD_POST"},
-    "accumulated": {"type": "ShardwiseDataParallel", "fsdp_auto_wrap_policy": LINEAR, "backward_prefetch": "pre"},
-    "averaged": {"type": "MMFullyShardedDataParallel", "auto_wrap_policy": LINEAR, "sharding_strategy": "zero2"},
-    "swa": {
-        "type": "MMFullyShardedDataParallel",
-        "auto_wrap_policy": {"type": "size_based_auto_wrap_policy", "min_num_params": 60},
-    },
-    "iterations": {"type": "MMFullyShardedDataParallel", "sharding_strategy": "SHARD_GRAD_OP"},
-    "best": {"type": "MMFullyShardedDataParallel", "cpu_offload": True, "sharding_strategy": "NO_SHARD"},
-}
-WRAPPERS["recomputed"] = WRAPPERS["clipped"]
-WRAPPERS["best"] = {"type": "MMFullyShardedDataParallel", "cpu_offload": True}
-
-
-def loader(size: int, world_size: int) -> dict[str, Any]:
-    """Both ranks' batches together are those of one process."""
-    return {
-        "dataset": Data(size),
-        "sampler": {"type": "DefaultSampler", "shuffle": False},
-        "collate_fn": {"type": "default_collate"},
-        "batch_size": 8 // world_size,
-        "num_workers": 0,
-    }
-
-
-def settings(name: str, work: Path, **changes: Any) -> dict[str, Any]:
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    variant = copy.deepcopy(VARIANTS.get(name, {}))
-    optimizer = {"type": "AdamW", "lr": 0.05, "weight_decay": 0.1}
-    base: dict[str, Any] = {
-        "model": Toy(),
-        "work_dir": str(work),
-        "train_dataloader": loader(24, world_size),
-        "val_dataloader": loader(16, world_size),
-        "test_dataloader": loader(16, world_size),
-        "val_evaluator": [Error()],
-        "test_evaluator": [Error()],
-        "val_cfg": {},
-        "test_cfg": {},
-        "train_cfg": {"by_epoch": True, "max_epochs": 2},
-        "param_scheduler": {"type": "StepLR", "step_size": 1, "gamma": 0.5},
-        "default_scope": "mmengine",
-        "randomness": {"seed": 5},
-        "experiment_name": f"{name}_{work.name}",
-        **variant,
-        "optim_wrapper": {"optimizer": optimizer, **variant.get("optim_wrapper", {})},
-    }
-    base.update(changes)
-    return base
-
-
-def one_process(name: str, work: Path, runner: Any = Runner, **changes: Any) -> Any:
-    """A Runner without sharding."""
-    return runner(**settings(name, work, launcher="none", **changes))
-
-
-def sharded(name: str, work: Path, **changes: Any) -> Any:
-    """A Runner whose model is wrapped."""
-    cfg = {"model_wrapper_cfg": dict(WRAPPERS.get(name, {"type": "MMFullyShardedDataParallel"}))}
-    cfg.update(VARIANTS.get(name, {}).get("cfg", {}))
-    return Runner(**settings(name, work, launcher="pytorch", cfg=cfg, **changes))
-
-
-def flexible(name: str, work: Path, **changes: Any) -> Any:
-    """A FlexibleRunner with our strategy."""
-    wrapper = {key: value for key, value in WRAPPERS.get(name, {}).items() if key != "type"}
-    strategy = {"type": "ShardwiseStrategy", "model_wrapper": wrapper}
-    return FlexibleRunner(**settings(name, work, launcher="pytorch", strategy=strategy, **changes))
-
-
-def train(runner: Any) -> Recorder:
-    recorder = Recorder()
-    runner.register_hook(recorder)
-    runner.train()
-    return recorder
-
-
-def keep(directory: Path, key: str, runner: Any, recorder: Recorder) -> None:
-    (directory / f"{key}.json").write_text(json.dumps(outcome(runner, recorder)))
-
-
-def outcome(runner: Any, recorder: Recorder) -> dict[str, Any]:
-    scalars = runner.message_hub.log_scalars
-    norms = scalars["train/grad_norm"].data[0].tolist() if "train/grad_norm" in scalars else []
-    return {"losses": recorder.losses, "errors": recorder.errors, "norms": norms}
-
-
-def check_outcome(directory: Path, key: str, runner: Any, recorder: Recorder, last: int | None = None) -> None:
-    """As in one process; of a resumed run only the ``last`` losses and metrics."""
-    expected, found = json.loads((directory / f"{key}.json").read_text()), outcome(runner, recorder)
-    for kind in ("losses", "errors", "norms"):
-        wanted = expected[kind] if last is None or kind == "norms" else expected[kind][-len(found[kind]) :]
-        assert len(wanted) == len(found[kind]), (kind, wanted, found[kind])
-        torch.testing.assert_close(torch.tensor(found[kind]), torch.tensor(wanted))
-    if last is not None:
-        assert len(found["losses"]) == last
-
-
-def check_same_file(found: Path, wanted: Path) -> None:
-    """Two checkpoints, by torch.load's defaults, have the same keys, and values that are close."""
-    a, b = torch.load(found), torch.load(wanted)
-    assert a.keys() == b.keys()
-    assert type(a["state_dict"]) is OrderedDict
-    assert list(a["state_dict"]) == list(b["state_dict"])
-    assert a["state_dict"]._metadata.keys() == b["state_dict"]._metadata.keys()
-    for part in ("state_dict", "optimizer", "param_schedulers", "ema_state_dict"):
-        if part in b:
-            check_same(a[part], b[part])
-    assert a["meta"].keys() == b["meta"].keys()
-    assert (a["meta"]["epoch"], a["meta"]["iter"]) == (b["meta"]["epoch"], b["meta"]["iter"])
-
-
-def check_same(found: Any, wanted: Any) -> None:
-    assert not isinstance(found, DTensor)
-    if isinstance(wanted, torch.Tensor):
-        torch.testing.assert_close(found, wanted)
-    elif isinstance(wanted, dict):
-        assert list(found) == list(wanted)
-        for key, value in wanted.items():
-            check_same(found[key], value)
-    elif isinstance(wanted, (list, tuple)):
-        assert len(found) == len(wanted)
-        for a, b in zip(found, wanted, strict=True):
-            check_same(a, b)
-    else:
-        assert found == wanted or found == pytest.approx(wanted)
-
 
 # -- One process: what is true
 
 
-def truth(name: str, directory: Path) -> None:
-    runner = one_process(name, directory / f"one_{name}")
-    keep(directory, name, runner, train(runner))
+def truth(directory: Path) -> None:
+    """Half of the variants in each of two processes."""
+    with worlds_of(directory, 1) as number:
+        for name in list(VARIANTS)[number::2]:
+            runner = one_process(name, directory / f"one_{name}")
+            keep(directory, name, runner, train(runner))
 
 
 def one_resumes(directory: Path) -> None:
     """What two ranks saved, a Runner of one process resumes."""
-    runner = one_process(
-        "clipped", directory / "one_resumed", resume=True, load_from=str(directory / "two_clipped" / "epoch_1.pth")
-    )
-    check_outcome(directory, "clipped", runner, train(runner), last=3)
-
-
-def one_resumes_flexible(directory: Path) -> None:
-    runner = one_process(
-        "clipped", directory / "one_flexible", FlexibleRunner, resume=str(directory / "flexible_clipped/epoch_1.pth")
-    )
-    check_outcome(directory, "clipped", runner, train(runner), last=3)
-
-
-def one_loads_average(directory: Path) -> None:
-    runner = one_process(
-        "averaged", directory / "one_averaged_2", resume=True, load_from=str(directory / "two_averaged/epoch_1.pth")
-    )
-    check_outcome(directory, "averaged", runner, train(runner), last=3)
+    cases: list[tuple[Any, str, str]] = [
+        (Runner, "clipped", "two_clipped"),
+        (FlexibleRunner, "clipped", "flexible_clipped"),
+        (Runner, "averaged", "two_averaged"),
+    ]
+    with worlds_of(directory, 1) as number:
+        for kind, name, made in cases[number::2]:
+            file = str(directory / made / "epoch_1.pth")
+            resume = {"resume": True, "load_from": file} if kind is Runner else {"resume": file}
+            runner = one_process(name, directory / f"one_{made}_2", kind, **resume)
+            check_outcome(directory, name, runner, train(runner), last=3)
 
 
 # -- Two ranks
 
 
-def start() -> None:
-    init_process_group(timeout=60)
-
-
 def like_one_process(name: str, directory: Path) -> None:
-    start()
     runner = sharded(name, directory / f"two_{name}")
     recorder = train(runner)
     check_outcome(directory, name, runner, recorder)
@@ -356,8 +146,7 @@ def like_one_process(name: str, directory: Path) -> None:
 
 def like_ddp(directory: Path) -> None:
     """Bit for bit MMEngine's MMDistributedDataParallel on the same ranks."""
-    cfg = {"model_wrapper_cfg": {"type": "MMDistributedDataParallel", "device_ids": None}}
-    runner = Runner(**settings("accumulated", directory / "two_ddp", launcher="pytorch", cfg=cfg))
+    runner = replicated("accumulated", directory / "two_ddp")
     expected = outcome(runner, train(runner))
     runner = sharded("accumulated", directory / "two_like_ddp")
     assert outcome(runner, train(runner)) == expected
@@ -703,11 +492,22 @@ def units_by_policy(directory: Path) -> None:
         ),
         ({"type": "size_based_auto_wrap_policy", "min_num_params": 70}, ["", "net.0", "net.2"]),
         ("size_based_auto_wrap_policy", [""]),
+        (
+            {"type": "torch.distributed.fsdp.wrap.size_based_auto_wrap_policy", "min_num_params": 70},
+            ["", "net.0", "net.2"],
+        ),
+        (
+            {"type": "torch.distributed.fsdp.wrap.transformer_auto_wrap_policy", "transformer_layer_cls": ["Linear"]},
+            ["", "net.0", "net.2", "net.3"],
+        ),
+        (ModuleWrapPolicy({nn.Linear}), ["", "net.0", "net.2", "net.3"]),
+        (partial(wide, width=5), ["", "net.0", "net.2"]),
+        (ConfigDict(LINEAR), ["", "net.0", "net.2", "net.3"]),
         ({"type": "torch.distributed.fsdp.wrap.always_wrap_policy"}, ["", "net", *(f"net.{i}" for i in range(4))]),
     ]
     for policy, expected in cases:
         for name in ("auto_wrap_policy", "fsdp_auto_wrap_policy"):
-            given = copy.copy(policy)
+            given = copy.copy(policy) if isinstance(policy, dict) else policy
             wrapper = MODEL_WRAPPERS.build(
                 {"type": "MMFullyShardedDataParallel", name: given}, default_args={"module": Toy()}
             )
@@ -798,36 +598,34 @@ def normalizes_in_its_own_dtype(directory: Path) -> None:
         assert int(wrapper.module.normalization.num_batches_tracked) == 2
 
 
-def without_default_hook(directory: Path) -> None:
-    """`ShardwiseHook` does what `RuntimeInfoHook` does otherwise."""
-    hooks = {"runtime_info": None, "logger": None}
-    runner = sharded("clipped", directory / "two_hook", default_hooks=hooks, custom_hooks=[{"type": "ShardwiseHook"}])
-    check_outcome(directory, "clipped", runner, train(runner))
-
-
 def averages_by_hand(directory: Path) -> None:
-    """`ExponentialMovingAverage` of a sharded model, against one of the whole model."""
-    torch.manual_seed(2)
-    plain = Toy()
-    model = copy.deepcopy(plain)
-    wrapper = MMFullyShardedDataParallel(model, auto_wrap_policy=LINEAR)
-    ours, truth_ = (ExponentialMovingAverage(m, momentum=0.25) for m in (model, plain))
-    assert not any(unit_of(module) is not None for module in ours.modules())
-    assert type(copy.deepcopy(wrapper)) is MMFullyShardedDataParallel
-    for step in range(3):
+    """MMEngine's averages of a sharded model, against those of the whole model."""
+    for kind, options in (
+        (ExponentialMovingAverage, {"momentum": 0.25}),
+        (MomentumAnnealingEMA, {"gamma": 3, "update_buffers": True}),
+        (StochasticWeightAverage, {"interval": 2}),
+    ):
+        torch.manual_seed(2)
+        plain = Toy()
+        model = copy.deepcopy(plain)
+        wrapper = MMFullyShardedDataParallel(model, auto_wrap_policy=LINEAR)
+        ours, truth_ = (kind(m, **options) for m in (model, plain))
+        assert not any(unit_of(module) is not None for module in ours.modules())
+        assert type(copy.deepcopy(wrapper)) is MMFullyShardedDataParallel
+        for step in range(4):
+            with torch.no_grad():
+                for m in (model, plain):
+                    for tensor in (*m.parameters(), *m.buffers()):
+                        tensor.mul_(1.5)
+            ours.update_parameters(model)
+            truth_.update_parameters(plain)
+            assert int(ours.steps) == step + 1
+        for name, value in truth_.state_dict().items():
+            found = ours.state_dict()[name]
+            torch.testing.assert_close(found.full_tensor() if isinstance(found, DTensor) else found, value)
+        ours.load_state_dict(truth_.state_dict())
         with torch.no_grad():
-            for m in (model, plain):
-                for parameter in m.parameters():
-                    parameter.mul_(1.5)
-        ours.update_parameters(model)
-        truth_.update_parameters(plain)
-        assert int(ours.steps) == step + 1
-    for name, value in truth_.state_dict().items():
-        found = ours.state_dict()[name]
-        torch.testing.assert_close(found.full_tensor() if isinstance(found, DTensor) else found, value)
-    ours.load_state_dict(truth_.state_dict())
-    with torch.no_grad():
-        torch.testing.assert_close(wrapper(torch.ones(2, 7)), plain(torch.ones(2, 7)))
+            torch.testing.assert_close(wrapper(torch.ones(2, 7)), plain(torch.ones(2, 7)))
 
 
 def loads_whole_tensors(directory: Path) -> None:
@@ -853,7 +651,12 @@ def loads_whole_tensors(directory: Path) -> None:
 
 def four_resume_flexible(directory: Path) -> None:
     """The strategy joins the process group, though MMEngine's default asks for NCCL."""
-    assert not dist.is_initialized()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        ports = [free.getsockname()[1]]
+    dist.broadcast_object_list(ports)
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ports[0]))
     runner = flexible("clipped", directory / "four_flexible", resume=str(directory / "two_clipped/epoch_1.pth"))
     assert dist.get_backend() == "gloo"
     check_outcome(directory, "clipped", runner, train(runner), last=3)
@@ -895,59 +698,57 @@ def in_subgroup(directory: Path) -> None:
     assert wrapper(torch.ones(1, 7)).shape == (1, 3)
 
 
-def shared(case: Callable[[Path], None]) -> Callable[[Path], None]:
-    """``case`` in a directory that all groups here have, since some read what others write."""
-
-    def run(own: Path) -> None:
-        directory = own.parent / "mmengine"
-        directory.mkdir(exist_ok=True)
-        case(directory)
-
-    return run
-
-
-def named(*cases: Callable[[Path], None]) -> dict[str, Callable[[Path], None]]:
-    return {case.__name__: shared(case) for case in cases}
-
-
-CASES: dict[str, dict[str, Callable[[Path], None]]] = {
-    "mmengine_one": {name: shared(partial(truth, name)) for name in VARIANTS},
-    "mmengine_two": {
-        **{name: shared(partial(like_one_process, name)) for name in VARIANTS},
-        **named(
-            like_ddp,
-            resumes,
-            resumes_average,
-            validates_and_tests,
-            flexible_like_one_process,
-            flexible_resumes,
-            flexible_averages,
-            initializes_on_meta,
-            initializes_by_function,
-            initializes,
-            saves_when_asked,
-            amp,
-            steps,
-            accumulates,
-            units_by_policy,
-            strategies,
-            normalizes_in_its_own_dtype,
-            without_default_hook,
-            averages_by_hand,
-            loads_whole_tensors,
-        ),
-    },
-    "mmengine_four": named(four_resume_flexible, four_resume, hybrid_on_four, in_subgroup),
-    "mmengine_one_again": named(one_resumes, one_resumes_flexible, one_loads_average),
+TWO: dict[str, Case] = {
+    "truth": truth,
+    **{name: partial(like_one_process, name) for name in VARIANTS},
+    **named(
+        like_ddp,
+        resumes,
+        resumes_average,
+        validates_and_tests,
+        flexible_like_one_process,
+        flexible_resumes,
+        flexible_averages,
+        one_resumes,
+        initializes_on_meta,
+        initializes_by_function,
+        initializes,
+        saves_when_asked,
+        amp,
+        steps,
+        accumulates,
+        units_by_policy,
+        strategies,
+        normalizes_in_its_own_dtype,
+        averages_by_hand,
+        loads_whole_tensors,
+        *mmengine_cases.TWO,
+    ),
 }
-RANKS = {"mmengine_one": 1, "mmengine_two": 2, "mmengine_four": 4, "mmengine_one_again": 1}
+FOUR = named(four_resume, hybrid_on_four, in_subgroup, *mmengine_cases.FOUR, four_resume_flexible)
 
 
-@pytest.mark.parametrize(("group", "case"), [(group, case) for group, cases in CASES.items() for case in cases])
-def test_case(group: str, case: str) -> None:
-    for needed in list(CASES)[: min(2, list(CASES).index(group))]:
-        launched(__file__, needed, RANKS[needed], RANKS[needed] > 1)
-    check_case(__file__, group, case, RANKS[group], torchrun=RANKS[group] > 1)
+def on_two(directory: str) -> None:
+    run_in_turn(TWO, Path(directory), "on_two")
+
+
+def on_four(directory: str) -> None:
+    run_in_turn(FOUR, Path(directory), "on_four")
+
+
+on_two.body = on_two  # type: ignore[attr-defined]
+on_four.body = on_four  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("case", TWO)
+def test_two_ranks(case: str) -> None:
+    check(__name__, "on_two", 2, case)
+
+
+@pytest.mark.parametrize("case", FOUR)
+def test_four_ranks(case: str) -> None:
+    outcomes(__name__, "on_two", 2)  # some continue what two ranks saved
+    check(__name__, "on_four", 4, case)
 
 
 # -- Arguments, in this process
@@ -955,9 +756,13 @@ def test_case(group: str, case: str) -> None:
 fake_mesh = fake_mesh_of_unit_tests
 
 
-def test_importing_shardwise_does_not_import_mmengine() -> None:
-    program = "import sys, shardwise; assert not any(name.split('.')[0] == 'mmengine' for name in sys.modules)"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env={**os.environ, "PYTHONPATH": "src"})
+def test_only_the_adapter_imports_mmengine() -> None:
+    """So that shardwise can be imported without it."""
+    source = ROOT / "src" / "shardwise"
+    for file in source.rglob("*.py"):
+        if source / "mmengine" not in file.parents:
+            imports = re.findall(r"^\s*(?:from|import)\s.*$", file.read_text(), re.MULTILINE)
+            assert not [line for line in imports if re.search(r"(^|[\s.])mmengine\b", line)], file
 
 
 def test_registered_under_both_names() -> None:
@@ -978,6 +783,15 @@ def test_registered_under_both_names() -> None:
         ([nn.Linear], TypeError, "but has type list"),
         (nn.Linear, TypeError, "but has type type"),
         ({"min_num_params": 3}, ValueError, "is a dict without 'type'"),
+        (
+            {"type": "size_based_auto_wrap_policy", "min_params": 3},
+            ValueError,
+            "has 'min_params'; its type takes min_num_params, force_leaf_modules, exclude_wrap_modules",
+        ),
+        ("module_wrap_policy", ValueError, "lacks 'module_classes': name a policy with options, dict"),
+        ({"type": "module_wrap_policy"}, ValueError, "lacks 'module_classes'"),
+        ({"type": "transformer_auto_wrap_policy", "classes": ()}, ValueError, "has 'classes'; its type takes trans"),
+        ("a_class", TypeError, "='a_class' is registered as a type, .*Linear.*, and should be a callable"),
         ({"type": None}, TypeError, "but is None"),
         (
             {"type": "module_wrap_policy", "module_classes": ["Liner"]},
@@ -993,12 +807,12 @@ def test_registered_under_both_names() -> None:
     ],
 )
 def test_wrong_policies(name: str, given: Any, kind: type[Exception], message: str) -> None:
-    FSDP_WRAP_POLICIES.module_dict["a_number"] = 3
+    FSDP_WRAP_POLICIES.module_dict.update(a_number=3, a_class=nn.Linear)
     try:
         with pytest.raises(kind, match=f"{name}.*{message}"):
             MMFullyShardedDataParallel(Toy(), **{name: given})
     finally:
-        del FSDP_WRAP_POLICIES.module_dict["a_number"]
+        del FSDP_WRAP_POLICIES.module_dict["a_number"], FSDP_WRAP_POLICIES.module_dict["a_class"]
 
 
 @pytest.mark.parametrize(
@@ -1034,7 +848,17 @@ def test_wrong_policies(name: str, given: Any, kind: type[Exception], message: s
         ({"ignored_modules": "net"}, TypeError, "ignored_modules should be None, names, or Modules, but has type str"),
         ({"ignored_modules": [nn.Linear(1, 1)]}, ValueError, "ignored_modules has a Linear that is not the model's"),
         ({"ignored_parameters": [3]}, TypeError, "an item of ignored_parameters should be a name or a Parameter"),
-        ({"process_group": "world"}, TypeError, "process_group should be None or a ProcessGroup"),
+        ({"process_group": "world"}, TypeError, "process_group should be None, a ProcessGroup"),
+        ({"process_group": (3, 4)}, TypeError, "process_group should be None, a ProcessGroup, or .* has type tuple"),
+        ({"ignored_states": ["net.9"]}, ValueError, "ignored_states has 'net.9', which the model does not have"),
+        ({"ignored_states": [3]}, TypeError, "an item of ignored_states should be a name or a Module or a Parameter"),
+        ({"ignored_states": [], "ignored_modules": []}, ValueError, "ignored_states means .*: pass it, or them"),
+        ({"ignored_modules": nn.Sequential()}, TypeError, "None, names, or Modules, but has type Sequential"),
+        (
+            {"mixed_precision": {"_module_classes_to_ignore": ["BatchNorm1d"]}},
+            TypeError,
+            "_module_classes_to_ignore.* should be classes of modules",
+        ),
         ({"device_mesh": 2}, TypeError, "device_mesh should be None or a DeviceMesh"),
         ({"use_orig_params": "no"}, TypeError, "use_orig_params should be a bool"),
         ({"auto_wrap_policy": "x", "fsdp_auto_wrap_policy": "y"}, ValueError, "two names of one argument"),
@@ -1051,6 +875,35 @@ def test_wrong_arguments(given: dict[str, Any], kind: type[Exception], message: 
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
     with pytest.raises(TypeError, match=r"module should be a torch.nn.Module, but has type int: 3"):
         MMFullyShardedDataParallel(3)  # type: ignore[arg-type]
+
+
+def test_positions_of_arguments() -> None:
+    """As the specification lists them, with the names of both eras for the policy at one place."""
+    assert list(inspect.signature(MMFullyShardedDataParallel).parameters)[:11] == [
+        "module",
+        "process_group",
+        "cpu_offload",
+        "fsdp_auto_wrap_policy",
+        "backward_prefetch",
+        "sharding_strategy",
+        "mixed_precision",
+        "param_init_fn",
+        "use_orig_params",
+        "ignored_modules",
+        "ignored_parameters",
+    ]
+
+
+def test_ignored_states(fake_mesh: Any) -> None:
+    """torch's name for ignored modules and parameters."""
+    fake_mesh(2)
+    for given in ("net.0", "net.0.weight"):
+        for by_name in (True, False):
+            model = Toy()
+            item = model.get_submodule(given) if given == "net.0" else model.get_parameter(given)
+            MMFullyShardedDataParallel(model, ignored_states=[given if by_name else item])
+            whole = [name for name, value in model.named_parameters() if not isinstance(value, DTensor)]
+            assert whole == (["net.0.weight", "net.0.bias"] if given == "net.0" else [given])
 
 
 def test_arguments_without_effect_warn() -> None:
@@ -1169,15 +1022,12 @@ def test_wrapper_is_freed(fake_mesh: Any) -> None:
 
 
 def test_example() -> None:
-    """The program prints what it reached, and that a rank holds about half."""
-    reached, held = output_of(ROOT / "examples" / "mmengine_runner.py")[-2:]
+    """The program prints what it reached, and that a rank holds about half. Started as torchrun starts it."""
+    program = ROOT / "examples" / "mmengine_runner.py"
+    reached, held = output_of_ranks(program, 2)[-2:]
     found = re.fullmatch(r"resumed at epoch 2, trained to epoch 4: accuracy (\d\.\d+)", reached)
     assert found, reached
     assert float(found[1]) > 0.9
     numbers = re.fullmatch(r"rank 0 holds (\d+) of (\d+) parameters; .*", held)
     assert numbers, held
     assert int(numbers[2]) / 2 <= int(numbers[1]) < int(numbers[2]) * 0.51
-
-
-if __name__ == "__main__":
-    run_cases(CASES)

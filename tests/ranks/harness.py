@@ -75,7 +75,7 @@ class Ranks:
         if self.processes and all(process.is_alive() for process in self.processes):
             return
         self.stop()
-        # Forked from a process that has imported torch and nothing else, which takes seconds, once.
+        # Forked from a process that has imported what takes seconds, once, and done nothing else.
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         for rank in range(self.world_size):

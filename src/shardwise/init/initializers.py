@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from ..core.errors import StateError
-from ..core.module import FSDPModule
+from ..core.module import FSDPModule, class_before_sharding
 from ..sites import Site, sites_of
 from .context import MARK, finish, recording
 from .record import Record, View
@@ -52,7 +52,7 @@ def record_initializers(
             views = [_final_view(recorder, target) for target in targets]
         missing = [target for target, view in zip(targets, views, strict=True) if view is None]
         if missing:
-            raise StateError(_uninitialized(missing, names))
+            raise StateError(uninitialized(missing, names))
         found = [view for view in views if view is not None]
         finish(recorder, {view.storage for view in found})
     except BaseException:
@@ -72,7 +72,7 @@ def _stand_ins(modules: Sequence[nn.Module]) -> Iterator[None]:
             made[id(tensor)] = _stand_in(tensor)
     try:
         for module, kind in classes:
-            module.__class__ = kind.__mro__[kind.__mro__.index(FSDPModule) + 2]
+            cast(Any, module).__class__ = class_before_sharding(kind)
         for site, tensor in originals:
             site.put(made[id(tensor)])
         yield
@@ -168,7 +168,7 @@ def _described(module: nn.Module, names: Mapping[nn.Module, str]) -> str:
     return f"module {names[module]!r} ({kind})" if names.get(module) else f"the root module ({kind})"
 
 
-def _uninitialized(missing: Sequence[Target], names: Mapping[nn.Module, str]) -> str:
+def uninitialized(missing: Sequence[Target], names: Mapping[nn.Module, str]) -> str:
     by_module: dict[nn.Module, list[str]] = defaultdict(list)
     for target in missing:
         site = target.sites[0]

@@ -49,7 +49,10 @@ TRAINER_ARGUMENTS = {
         "chooses, as auto_wrap_policy does, the modules that compute their activations again in backward"
     ),
     "state_dict_type": Argument('checkpoints are one file ("full") or a directory of torch.distributed ("sharded")'),
-    "process_group": Argument("the ranks to shard over; None for all"),
+    "process_group": Argument(
+        "the ranks to shard over; None for all. Smaller groups, of one size, in which all ranks are hold copies of one "
+        "model, whose gradients are averaged over all"
+    ),
 }
 
 

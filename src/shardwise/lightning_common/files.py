@@ -159,8 +159,19 @@ class SavedDirectory:
             ValueError: listing what does not fit ``model``.
         """
         with self._ranks.together():
-            saved = SavedModel(self._stored, model, f"{name}.")
+            saved = self._model(name, model)
         check_fit(self._ranks.exchange(saved.misfit()), strict)
+
+    def _model(self, name: str, model: nn.Module) -> SavedModel:
+        saved = SavedModel(self._stored, model, f"{name}.")
+        own = [f"{name}.{inner}" for inner in saved.names]
+        # Elsewhere it is looked for where nothing has the name: other strategies use other ones.
+        if name and saved.keys() != own and self.has(name):
+            raise ValueError(
+                f"the checkpoint {self._path} has something else than this model under {name!r}: its parameters were "
+                f"found as {saved.keys()[:3]}"
+            )
+        return saved
 
     @torch.no_grad()
     def load_model(self, name: str, model: nn.Module, *, strict: bool) -> None:
@@ -171,7 +182,7 @@ class SavedDirectory:
         """
         self.check_model(name, model, strict=strict)
         with not_inference(), self._ranks.together():
-            saved = SavedModel(self._stored, model, f"{name}.")
+            saved = self._model(name, model)
             objects = set(self._stored.objects())
             values: dict[str, Any] = {key: None for key in saved.keys() if key in objects}  # noqa: SIM118
             self._stored.read(values, lambda _: None)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -26,11 +26,15 @@ class Namespace:
 
     def of_trainer(self, module: str, name: str) -> Any:
         """``name`` in a module below the Trainer's package."""
-        return getattr(importlib.import_module(f"{self.pytorch}.{module}"), name)
+        return self.of("pytorch", module, name)
 
     def of_fabric(self, module: str, name: str) -> Any:
         """``name`` in a module below Fabric's package."""
-        return getattr(importlib.import_module(f"{self.fabric}.{module}"), name)
+        return self.of("fabric", module, name)
+
+    def of(self, part: str, module: str, name: str) -> Any:
+        """``name`` in a module below the package of ``part``."""
+        return getattr(importlib.import_module(f"{self.package(part)}.{module}"), name)
 
     def package(self, part: str) -> str:
         """The package of the Trainer ("pytorch") or of Fabric ("fabric")."""
@@ -43,6 +47,8 @@ class Namespace:
 
 
 NAMESPACES = (Namespace("lightning.pytorch", "lightning.fabric"), Namespace("pytorch_lightning", "lightning_fabric"))
+REGISTRIES = {"pytorch": "StrategyRegistry", "fabric": "STRATEGY_REGISTRY"}
+"""Names of what knows strategies by name, in each part."""
 
 
 @cache
@@ -115,43 +121,51 @@ def namespace_of(value: object) -> Namespace | None:
     return None
 
 
-def in_each_namespace(
-    name: str, implementation: type[InEachNamespace], bases: Mapping[Namespace, Any]
-) -> dict[Namespace, Any]:
-    """A class of ``implementation`` for each namespace.
+class StrategyClasses:
+    """A class of one implementation for each namespace, registered there.
 
     Args:
         name: of the classes.
         implementation: what all have.
-        bases: the class of each namespace that a strategy derives from there.
-
-    Returns:
-        The classes; instances of each count as strategies of the other namespaces too.
+        kinds: names of strategies of Lightning's own, as which the classes count as well.
     """
-    classes: dict[Namespace, Any] = {}
-    for namespace, base in bases.items():
-        attributes = {
-            "namespace": namespace,
-            "_classes": classes,
-            "__module__": implementation.__module__,
-            "__doc__": implementation.__doc__,
+
+    def __init__(self, name: str, implementation: type[InEachNamespace], kinds: Sequence[str] = ()):
+        part = implementation.part
+        bases = {
+            namespace: namespace.of(part, "strategies", "ParallelStrategy") for namespace in installed_namespaces()
         }
-        classes[namespace] = type(base)(name, (implementation, base), attributes)
-    for namespace, cls in classes.items():
-        for other, base in bases.items():
-            if other is not namespace:
-                base.register(cls)
-    return classes
+        self._classes: dict[Namespace, Any] = {}
+        for namespace, base in bases.items():
+            attributes = {
+                "namespace": namespace,
+                "_classes": self._classes,
+                "__module__": implementation.__module__,
+                "__doc__": implementation.__doc__,
+            }
+            self._classes[namespace] = type(base)(name, (implementation, base), attributes)
+        for namespace, cls in self._classes.items():
+            cls.register_strategies(namespace.of(part, "strategies", REGISTRIES[part]))
+            for kind in kinds:
+                namespace.of(part, "strategies", kind).register(cls)
+            for other, base in bases.items():
+                if other is not namespace:
+                    base.register(cls)  # instances are made in any namespace
 
+    @property
+    def first(self) -> Any:
+        """The class of the namespace that the program imported, or that comes first."""
+        return next(iter(self._classes.values()))
 
-def class_for(classes: Mapping[Namespace, Any], package: str) -> Any:
-    """The class of the namespace that ``package`` is in.
+    def strategy_for(self, package: str) -> Any:
+        """The class to derive from in a package: ``"lightning.pytorch"`` or ``"pytorch_lightning"`` for the Trainer,
+        ``"lightning.fabric"`` or ``"lightning_fabric"`` for Fabric.
 
-    Raises:
-        ValueError: if there is no such package, or it is not installed.
-    """
-    for namespace, cls in classes.items():
-        if package in {namespace.pytorch, namespace.fabric, *namespace.tops}:
-            return cls
-    known = ", ".join(namespace.package(cls.part) for namespace, cls in classes.items())
-    raise ValueError(f"no strategy for {package!r}; there are those for {known}")
+        Raises:
+            ValueError: if there is no such package, or it is not installed.
+        """
+        for namespace, cls in self._classes.items():
+            if package in {namespace.pytorch, namespace.fabric, *namespace.tops}:
+                return cls
+        known = ", ".join(namespace.package(cls.part) for namespace, cls in self._classes.items())
+        raise ValueError(f"no strategy for {package!r}; there are those for {known}")

@@ -3,29 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..core.device import local_of, not_inference, shard_like
-from ..core.tree import map_tensors
+from ..adapters.whole import cut, gathered
+from ..core.device import local_of, not_inference
+from ..core.tree import map_tensors, tensors_in
 from ..optim import repoint
 
 
-def attach(optimizers: Iterable[Optimizer], model: nn.Module) -> None:
-    """Move optimizers of original parameters to the sharded ones.
-
+def refuse_strangers(optimizers: Iterable[Optimizer], model: nn.Module) -> None:
+    """
     Raises:
-        ValueError: if one of them has none of the parameters of ``model``.
+        ValueError: naming an optimizer that has none of the parameters of ``model``.
     """
     own = {id(parameter) for parameter in model.parameters()}
     for optimizer in optimizers:
-        repoint(optimizer)
+        repoint(optimizer)  # what was wrapped by hand
         if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
             raise ValueError(f"{type(optimizer).__name__} {WITHOUT_PARAMETERS}")
+
+
+def attach(optimizer: Optimizer) -> None:
+    """Move an optimizer to the sharded successors of its parameters, which have values.
+
+    Groups, settings and state stay; state that the constructor made of parameters on the meta device
+    (Adagrad's) is made again.
+
+    Raises:
+        ValueError: if that cannot be done.
+    """
+    has_no_values = any(tensor.is_meta for tensor in tensors_in(list(optimizer.state.values())))
+    if has_no_values:
+        optimizer.state.clear()
+    repoint(optimizer)
+    if not has_no_values:
+        return
+    kind: Any = type(optimizer)
+    try:
+        again = kind([dict(group) for group in optimizer.param_groups], **optimizer.defaults)
+    except TypeError as error:
+        raise ValueError(
+            f"{kind.__name__} has state on the meta device, which its constructor cannot make again: make it after "
+            "the model was set up"
+        ) from error
+    optimizer.state.update(again.state)
 
 
 WITHOUT_PARAMETERS = (
@@ -51,23 +76,10 @@ def full_optimizer_state(optimizer: Optimizer, *, keeps: bool) -> dict[str, Any]
     state: dict[Any, Any] = {}
     with not_inference():
         for key, values in packed["state"].items():
-            whole = map_tensors(values, lambda tensor: _whole(tensor, keeps))
+            whole = map_tensors(values, lambda tensor: gathered(tensor, keeps))
             if keeps:
                 state[key] = whole
     return {**packed, "state": state} if keeps else {}
-
-
-def gather_in(tree: Any, *, keeps: bool) -> Any:
-    """``tree`` with whole tensors on the host in the place of sharded ones, where the rank keeps them. A collective."""
-    with not_inference():
-        return map_tensors(tree, lambda tensor: _whole(tensor, keeps) if isinstance(tensor, DTensor) else tensor)
-
-
-def _whole(tensor: torch.Tensor, keeps: bool) -> torch.Tensor:
-    if isinstance(tensor, DTensor):
-        # What is kept on the host is gathered where the mesh communicates.
-        tensor = cast(DTensor, tensor.to(tensor.device_mesh.device_type)).full_tensor()
-    return tensor.cpu() if keeps else tensor
 
 
 @torch.no_grad()
@@ -94,14 +106,6 @@ def load_full_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any]) ->
             if key in state:
                 state[key] = {name: cut(value, parameter) for name, value in state[key].items()}
         optimizer.load_state_dict({"state": state, "param_groups": list(saved["param_groups"])})
-
-
-def cut(value: Any, parameter: torch.Tensor) -> Any:
-    """This rank's part of ``value``, if that is a whole tensor of a sharded parameter's shape; else ``value``."""
-    is_whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-    if isinstance(parameter, DTensor) and is_whole and value.ndim and value.shape == parameter.shape:
-        return shard_like(value, parameter)
-    return value
 
 
 @torch.no_grad()

@@ -13,6 +13,9 @@ from .namespaces import InEachNamespace
 
 AXIS = "data_parallel"
 """Name of the mesh axis, as in Lightning's own strategies."""
+REPLICATED_AXES = ("replicate", "shard")
+"""Where the model is sharded over fewer ranks than there are. Other names, since to wrap over one of them alone would
+leave the copies without each other's gradients."""
 
 
 class ProcessesStrategy(InEachNamespace):
@@ -21,11 +24,13 @@ class ProcessesStrategy(InEachNamespace):
     _given_group: dist.ProcessGroup | None
     _mesh: DeviceMesh | None
 
-    def _init_processes(
-        self, backend: str | None, timeout: timedelta | None, process_group: dist.ProcessGroup | None
-    ) -> None:
+    def _init_processes(self, backend: str | None, timeout: timedelta | None, process_group: Any) -> None:
+        if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError("process_group: this rank is not in the group that was passed to the strategy")
         if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
             raise TypeError(f"process_group must be a ProcessGroup, not {type(process_group).__name__}")
+        if timeout is not None and not isinstance(timeout, timedelta):
+            raise TypeError(f"timeout must be a timedelta, not {timeout!r}")
         self._process_group_backend, self._timeout, self._given_group = backend, timeout, process_group
         self._mesh, self._nodes = None, 1
 
@@ -69,16 +74,16 @@ class ProcessesStrategy(InEachNamespace):
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The ranks that the model is sharded over.
+        """The ranks that the model is sharded over, this one among them.
 
         Raises:
             RuntimeError: before the processes have found each other.
         """
-        return self.device_mesh.get_group()
+        return self.device_mesh.get_group(self.device_mesh.ndim - 1)
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """A mesh of the ranks that the model is sharded over, with one axis.
+        """A mesh of all ranks, with one axis; with a smaller ``process_group`` two, the last of which shards.
 
         Raises:
             RuntimeError: before the processes have found each other.
@@ -111,11 +116,32 @@ class ProcessesStrategy(InEachNamespace):
             self._mesh = self._make_mesh(device)
 
     def _make_mesh(self, device: torch.device) -> DeviceMesh:
-        if self._given_group is None:
+        given = self._given_group
+        if given is None:
             return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=(AXIS,))
-        if dist.get_rank(self._given_group) < 0:
-            raise ValueError(f"rank {dist.get_rank()} is not in the process_group that was passed to the strategy")
-        return DeviceMesh.from_group(self._given_group, device.type, mesh_dim_names=(AXIS,))
+        own = dist.get_process_group_ranks(given)
+        groups: list[list[int]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(groups, own)
+        rows = sorted(map(list, set(map(tuple, groups))))
+        is_partition = sorted(rank for row in rows for rank in row) == list(range(len(groups)))
+        if not is_partition or len({len(row) for row in rows}) > 1:
+            raise ValueError(
+                f"process_group has the ranks {own}, and the groups of all ranks are {rows}: every rank must be in "
+                "one, and all must have the same size"
+            )
+        if len(rows) == 1:
+            return DeviceMesh.from_group(given, device.type, mesh_dim_names=(AXIS,))
+        # Lightning deals the data to all ranks, so gradients are averaged over the groups too.
+        columns = [dist.new_group(column, **self._group_options()) for column in map(list, zip(*rows, strict=True))]
+        return DeviceMesh.from_group(
+            [columns[own.index(dist.get_rank())], given],
+            device.type,
+            mesh=torch.tensor(rows),
+            mesh_dim_names=REPLICATED_AXES,
+        )
+
+    def _group_options(self) -> dict[str, Any]:
+        return {} if self._timeout is None else {"timeout": self._timeout}
 
     def _set_world_ranks(self) -> None:
         self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..adapters.wrapping import LOADED
 from ..checkpoint.matching import IncompatibleKeys, Match, match
+from ..checkpoint.tensor_files import read_stored
 from ..checkpoint.weights import weights_of
 from ..core.device import not_inference
 from ..sites import become
 
-LOADED = "shardwise_loaded"
-"""Attribute of a parameter whose values are the same on all ranks, since all read them from one file."""
 
-
-# TO checkpoint/full_state.py: this is load_full_state_dict(broadcast_from_rank0=False) with strict=.
 @torch.no_grad()
 def load_values(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> IncompatibleKeys:
-    """Load a state dict with whole plain tensors that every rank has, without communication.
+    """Load a state dict with whole plain tensors that every rank has, without communication, into a model that may
+    not be sharded yet.
 
     Of tensors that are mapped from a file a rank reads its part. Where a model that is not sharded yet is on the meta
     device, its parameters become the mapped tensors themselves, so that sharding it reads this rank's part.
@@ -57,6 +58,30 @@ def load_values(model: nn.Module, state: Mapping[str, Any], *, strict: bool = Tr
         if owner is not None:
             owner.set_extra_state(value)
     return incompatible
+
+
+def mapped_safetensors(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file, of those of an index, or of a directory, on the host and not read from the
+    disk before they are used.
+
+    Raises:
+        FileNotFoundError: if there is nothing.
+        ValueError: for files that are damaged, or of a dtype that torch does not have.
+    """
+    files: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    for name, stored in read_stored(path).items():
+        if stored.dtype is None:
+            raise ValueError(f"{stored.file}: {name!r} is {stored.label}, a dtype that torch does not have")
+        if stored.file not in files:
+            size = Path(stored.file).stat().st_size
+            # What is written to the tensors stays in memory.
+            files[stored.file] = torch.from_file(stored.file, shared=False, size=size, dtype=torch.uint8)
+        length = math.prod(stored.shape) * stored.dtype.itemsize
+        part = files[stored.file][stored.start : stored.start + length]
+        aligned = part if not stored.start % stored.dtype.itemsize else part.clone()
+        tensors[name] = aligned.view(stored.dtype).view(stored.shape)
+    return tensors
 
 
 def _became(found: Match, value: torch.Tensor) -> bool:

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     ShardingStrategy,
 )
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..arguments import Argument, Support
 from ..placements import PRESETS, Placements
@@ -31,7 +32,9 @@ ACCEPTED, REFUSED = Support.ACCEPTED, Support.REFUSED
 
 WRAPPER_ARGUMENTS = {
     "module": Argument("the model, changed in place: its registered parameters become DTensors"),
-    "process_group": Argument("the ranks to shard over; None for all"),
+    "process_group": Argument(
+        "the ranks to shard over; None for all; for HYBRID_SHARD two groups, to shard over and to replicate over"
+    ),
     "cpu_offload": Argument(
         "True, CPUOffload(offload_params=True) or a CPUOffloadPolicy keeps shards, gradients and optimizer state on "
         "the host"
@@ -59,6 +62,7 @@ WRAPPER_ARGUMENTS = {
     "use_orig_params": Argument("parameters stay registered one by one, whatever this says", ACCEPTED),
     "ignored_modules": Argument("modules, or their names, whose parameters stay whole, with gradients of each rank"),
     "ignored_parameters": Argument("the same for parameters"),
+    "ignored_states": Argument("torch's newer name for both, instead of them"),
     "device_mesh": Argument("ranks to shard over, or (replicate, shard) for HYBRID_SHARD, instead of process_group"),
     "sync_module_states": Argument("all ranks begin with the values of the first, whatever this says", ACCEPTED),
     "forward_prefetch": Argument("the next unit is always gathered while one computes", ACCEPTED),
@@ -137,15 +141,10 @@ def find_mesh(strategy: Strategy, process_group: Any, device_mesh: Any) -> Devic
         if not isinstance(device_mesh, DeviceMesh):
             raise wrong_type("device_mesh", device_mesh, "None or a DeviceMesh")
         return device_mesh
-    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
-        takes = "None or a ProcessGroup (for HYBRID_SHARD pass device_mesh instead)"
-        raise wrong_type("process_group", process_group, takes)
+    if process_group is not None:
+        return _mesh_of(process_group, strategy)
     init_process_group()
     device = torch.device(get_device()).type
-    if process_group is not None:
-        if strategy.replicates:
-            raise ValueError("process_group is one axis of ranks, and the sharding_strategy needs two: use device_mesh")
-        return DeviceMesh.from_group(process_group, device)
     world = dist.get_world_size()
     if not strategy.replicates:
         return init_device_mesh(device, (world,))
@@ -153,6 +152,26 @@ def find_mesh(strategy: Strategy, process_group: Any, device_mesh: Any) -> Devic
     if world % per_node:
         raise ValueError(f"{world} ranks do not divide into nodes of {per_node}: pass device_mesh")
     return init_device_mesh(device, (world // per_node, per_node), mesh_dim_names=("replicate", "shard"))
+
+
+def _mesh_of(process_group: Any, strategy: Strategy) -> DeviceMesh:
+    """The mesh of one process group, or of two: to shard over, and to replicate over."""
+    groups = tuple(process_group) if isinstance(process_group, (tuple, list)) else (process_group,)
+    if len(groups) not in (1, 2) or not all(isinstance(group, dist.ProcessGroup) for group in groups):
+        takes = "None, a ProcessGroup, or for HYBRID_SHARD two of them, to shard over and to replicate over"
+        raise wrong_type("process_group", process_group, takes)
+    if (len(groups) == 2) is not strategy.replicates:
+        has, needs = ("two axes", "one") if len(groups) == 2 else ("one axis", "two")
+        raise ValueError(f"process_group is {has} of ranks, and the sharding_strategy needs {needs}")
+    device = torch.device(get_device()).type
+    if len(groups) == 1:
+        return DeviceMesh.from_group(groups[0], device)
+    shard, replicate = groups
+    rows: list[list[int]] = [[] for _ in range(replicate.size())]
+    dist.all_gather_object(rows, dist.get_process_group_ranks(shard), group=replicate)
+    if [row[shard.rank()] for row in rows if len(row) == shard.size()] != dist.get_process_group_ranks(replicate):
+        raise ValueError(f"process_group is two groups that are no mesh: ranks {rows} are not one below the other")
+    return DeviceMesh.from_group([replicate, shard], device, rows, mesh_dim_names=("replicate", "shard"))
 
 
 def find_offload(given: Any) -> OffloadPolicy:
@@ -202,14 +221,21 @@ class Precision:
         policy: of the units but the root.
         root: of the root.
         buffers: of floating-point buffers; None as they are.
+        exempt: classes of modules that compute in their own dtype: batch normalization's statistics need it.
     """
 
     policy: MixedPrecisionPolicy = MixedPrecisionPolicy()  # noqa: RUF009  (frozen)
     root: MixedPrecisionPolicy = MixedPrecisionPolicy()  # noqa: RUF009
     buffers: torch.dtype | None = None
+    exempt: tuple[type[nn.Module], ...] = (_BatchNorm,)
+
+    def exempts(self, module: nn.Module) -> bool:
+        """Whether ``module`` has parameters and computes in their dtype."""
+        return isinstance(module, self.exempt) and next(module.parameters(), None) is not None
 
 
 _DTYPES = ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype")
+_EXEMPT = "_module_classes_to_ignore"
 _FLAGS = ("cast_forward_inputs", "cast_root_forward_inputs", "keep_low_precision_grads")
 
 
@@ -224,13 +250,13 @@ def find_precision(given: Any) -> Precision:
     if isinstance(given, MixedPrecisionPolicy):
         return Precision(given, given)
     if isinstance(given, MixedPrecision):
-        given = {key: getattr(given, key) for key in ("param_dtype", "reduce_dtype", "buffer_dtype", *_FLAGS)}
+        given = {key: getattr(given, key) for key in (*_DTYPES, _EXEMPT, *_FLAGS) if hasattr(given, key)}
         # Where it is False by default: what comes from a unit has the dtype that the next one computes in.
         given.pop("cast_forward_inputs")
     if not isinstance(given, Mapping):
         raise wrong_type("mixed_precision", given, "None, a dict, a MixedPrecisionPolicy or a MixedPrecision")
-    if unknown := given.keys() - {*_DTYPES, *_FLAGS}:
-        keys = ", ".join((*_DTYPES, *_FLAGS))
+    if unknown := given.keys() - {*_DTYPES, *_FLAGS, _EXEMPT}:
+        keys = ", ".join((*_DTYPES, *_FLAGS, _EXEMPT))
         raise ValueError(f"mixed_precision has {', '.join(map(repr, sorted(unknown)))}; it takes {keys}")
     dtypes = {key: _dtype(f"mixed_precision[{key!r}]", given.get(key)) for key in _DTYPES}
     flags = {key: _flag(f"mixed_precision[{key!r}]", given[key]) for key in _FLAGS if key in given}
@@ -243,7 +269,7 @@ def find_precision(given: Any) -> Precision:
     policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=flags.get("cast_forward_inputs", True))
     casts = flags.get("cast_root_forward_inputs", policy.cast_forward_inputs)
     root = replace(policy, cast_forward_inputs=casts, output_dtype=outputs)
-    return Precision(policy, root, buffers)
+    return Precision(policy, root, buffers, _exempt(given.get(_EXEMPT, (_BatchNorm,))))
 
 
 def _dtype(name: str, given: Any) -> torch.dtype | None:
@@ -255,6 +281,13 @@ def _dtype(name: str, given: Any) -> torch.dtype | None:
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name}={given!r} is no dtype of torch; it takes names such as 'float16' and 'bfloat16'")
     return found
+
+
+def _exempt(given: Any) -> tuple[type[nn.Module], ...]:
+    classes = tuple(given) if isinstance(given, Iterable) else (given,)
+    if not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in classes):
+        raise wrong_type(f"mixed_precision[{_EXEMPT!r}]", given, "classes of modules")
+    return classes
 
 
 def _flag(name: str, given: Any) -> bool:
@@ -288,25 +321,33 @@ def find_function(name: str, given: Any) -> Any:
     return given
 
 
-def find_ignored(module: nn.Module, modules: Any, parameters: Any) -> tuple[set[nn.Module], set[nn.Parameter]]:
+def find_ignored(
+    module: nn.Module, modules: Any, parameters: Any, states: Any = None
+) -> tuple[set[nn.Module], set[nn.Parameter]]:
     """Modules, with all inside them, and parameters that are not sharded.
 
     Raises:
-        ValueError: for an unknown name.
+        ValueError: for an unknown name, or ``states`` beside the others.
         TypeError: for anything else that is not of ``module``.
     """
-    chosen = _named("ignored_modules", modules, dict(module.named_modules(remove_duplicate=False)), nn.Module)
+    if states is not None and (modules is not None or parameters is not None):
+        raise ValueError("ignored_states means ignored_modules and ignored_parameters: pass it, or them")
+    known = dict(module.named_modules(remove_duplicate=False))
     named = dict(module.named_parameters(remove_duplicate=False))
-    alone = set(_named("ignored_parameters", parameters, named, nn.Parameter))
+    either = _named("ignored_states", states, {**known, **named}, (nn.Module, nn.Parameter))
+    chosen = _named("ignored_modules", modules, known, (nn.Module,))
+    chosen += [item for item in either if isinstance(item, nn.Module)]
+    alone = set(_named("ignored_parameters", parameters, named, (nn.Parameter,)))
+    alone |= {item for item in either if isinstance(item, nn.Parameter)}
     inside = {child for found in chosen for child in found.modules()}
     return inside, alone | {parameter for found in inside for parameter in found.parameters()}
 
 
-def _named(name: str, given: Any, known: Mapping[str, Any], kind: type) -> list[Any]:
+def _named(name: str, given: Any, known: Mapping[str, Any], kinds: tuple[type, ...]) -> list[Any]:
     if given is None:
         return []
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise wrong_type(name, given, f"None, names, or {kind.__name__}s")
+    if isinstance(given, (str, nn.Module, torch.Tensor)) or not isinstance(given, Iterable):
+        raise wrong_type(name, given, f"None, names, or {' or '.join(f'{kind.__name__}s' for kind in kinds)}")
     own = {id(value) for value in known.values()}
     found = []
     for item in given:
@@ -314,8 +355,8 @@ def _named(name: str, given: Any, known: Mapping[str, Any], kind: type) -> list[
             if item not in known:
                 raise ValueError(f"{name} has {item!r}, which the model does not have")
             item = known[item]
-        if not isinstance(item, kind):
-            raise wrong_type(f"an item of {name}", item, f"a name or a {kind.__name__}")
+        if not isinstance(item, kinds):
+            raise wrong_type(f"an item of {name}", item, " or a ".join(["a name", *(kind.__name__ for kind in kinds)]))
         if id(item) not in own:
             raise ValueError(f"{name} has a {type(item).__name__} that is not the model's")
         found.append(item)

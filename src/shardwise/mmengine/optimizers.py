@@ -6,22 +6,30 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from mmengine.optim import AmpOptimWrapper, BaseOptimWrapper, OptimWrapper, OptimWrapperDict
+from mmengine.optim import AmpOptimWrapper, ApexOptimWrapper, BaseOptimWrapper, OptimWrapper, OptimWrapperDict
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from ..adapters.whole import cut
 from ..core.device import not_inference
 from ..grad import clip_grad_norm_
 from ..grad_scaler import ShardedGradScaler
-from ..lightning_common.optimizers import cut
 from ..optim import repoint
 
 PREPARED = "_shardwise_prepared"
 
 
 def prepare_optim_wrapper(optim_wrapper: Any) -> None:
-    """Let a wrapper of optimizers, or several, clip, scale and load as sharded parameters need; once."""
+    """Let a wrapper of optimizers, or several, clip, scale and load as sharded parameters need; once.
+
+    Raises:
+        TypeError: for an `ApexOptimWrapper`.
+    """
     for wrapper in _wrappers_in(optim_wrapper):
+        if isinstance(wrapper, ApexOptimWrapper):
+            raise TypeError(
+                "ApexOptimWrapper replaces the parameters by its own, which nothing shards: use AmpOptimWrapper"
+            )
         optimizer = getattr(wrapper, "optimizer", None)
         if not isinstance(optimizer, Optimizer) or getattr(optimizer, PREPARED, False):
             continue

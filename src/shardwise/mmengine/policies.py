@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -27,6 +28,10 @@ without those in units already if not ``recurse``.
 
 CLASS_OPTIONS = ("module_classes", "transformer_layer_cls")
 """Options whose values are classes of modules, which a config file names by strings."""
+
+
+ASKED = ("module", "recurse", "unwrapped_params", "nonwrapped_numel", "module_is_root")
+"""What a policy is asked with."""
 
 
 def module_wrap_policy(module: nn.Module, recurse: bool, unwrapped_params: int, module_classes: Iterable[type]) -> bool:
@@ -65,19 +70,24 @@ def find_policy(name: str, given: Any, model: nn.Module) -> Policy | None:
 
     Raises:
         TypeError: if it is none of these, or a registered entry cannot be called.
-        ValueError: for an unknown name, a dict without ``type``, a class that no module of ``model`` has.
+        ValueError: for an unknown name, a dict without ``type`` or with other options than the policy has, a class
+            that no module of ``model`` has.
     """
     if given is None:
         return None
     if isinstance(given, str):
-        return _registered(name, given)
+        found = _registered(name, given)
+        _check_options(name, found, {})
+        return found
     if isinstance(given, Mapping):
         options = dict(given)
         if "type" not in options:
             raise ValueError(f"{name} is a dict without 'type', {given!r}: name a policy, dict(type=..., options)")
-        policy = find_policy(name, options.pop("type"), model)
+        kind = options.pop("type")
+        policy = _registered(name, kind) if isinstance(kind, str) else find_policy(name, kind, model)
         if policy is None:
             raise TypeError(f"{name}['type'] should be the name of a policy or a function, but is None")
+        _check_options(name, policy, options)
         classes = {key: _classes(f"{name}[{key!r}]", options[key], model) for key in CLASS_OPTIONS if key in options}
         return functools.partial(policy, **{**options, **classes})
     if isinstance(given, type) or not callable(given):
@@ -100,12 +110,32 @@ def _registered(name: str, policy: str) -> Policy:
             f"{name}={policy!r} is not registered: FSDP_WRAP_POLICIES has {known}; register a function of your own by "
             "@FSDP_WRAP_POLICIES.register_module()"
         )
-    if not callable(found):
+    if isinstance(found, type) or not callable(found):
         raise TypeError(
             f"{name}={policy!r} is registered as a {type(found).__name__}, {found!r}, and should be a callable "
             "(module, recurse, unwrapped_params)"
         )
     return found  # type: ignore[no-any-return]
+
+
+def _check_options(name: str, policy: Policy, options: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: for options that ``policy`` does not take, or does not do without.
+    """
+    parameters = inspect.signature(policy).parameters.values()
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        takes = [parameter.name for parameter in parameters if parameter.name not in ASKED]
+        if unknown := [key for key in options if key not in takes]:
+            raise ValueError(
+                f"{name} has {', '.join(map(repr, unknown))}; its type takes {', '.join(takes) or 'nothing'}"
+            )
+    by_name = any(parameter.name == "recurse" for parameter in parameters)
+    needs = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    if by_name and (missing := [key for key in needs if key not in ASKED and key not in options]):
+        raise ValueError(
+            f"{name} lacks {', '.join(map(repr, missing))}: name a policy with options, dict(type=..., ...)"
+        )
 
 
 def _classes(name: str, given: Any, model: nn.Module) -> tuple[type[nn.Module], ...]:

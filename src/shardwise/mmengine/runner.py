@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 from mmengine.dist import is_main_process
-from mmengine.hooks import EMAHook, Hook, RuntimeInfoHook
-from mmengine.registry import HOOKS
-from mmengine.runner import Runner
+from mmengine.runner import FlexibleRunner, Runner
 
 from .optimizers import prepare_optim_wrapper
 from .saving import together, whole_states
@@ -17,22 +17,20 @@ from .wrapper import sharded_model
 
 
 def prepare_runner(runner: Any) -> None:
-    """Let a Runner whose model is sharded initialize, save and resume it; nothing with any other model.
+    """Let a `Runner` initialize, save and resume its model, which is sharded.
 
     On the instance, whose methods are replaced: `Runner` saves by a method that runs on one process only and offers no
-    hook on the others, and it broadcasts what it takes for whole tensors.
+    hook on the others, it broadcasts what it takes for whole tensors, and it loads checkpoints to the device.
 
     Args:
-        runner: that has built what it needs; `ShardwiseHook` calls this when a run begins.
+        runner: `Runner.wrap_model` calls this; a subclass of `Runner` that replaces that does so itself.
     """
-    if sharded_model(runner.model) is None:
+    if "save_checkpoint" in runner.__dict__:
         return
-    prepare_optim_wrapper(runner.optim_wrapper)
-    if isinstance(getattr(runner, "strategy", None), ShardwiseStrategy):
-        runner.strategy.hooks = runner.hooks
-    elif isinstance(runner, Runner) and "save_checkpoint" not in runner.__dict__:
-        runner.save_checkpoint = functools.partial(_save_checkpoint, runner, runner.save_checkpoint)
-        runner._init_model_weights = functools.partial(_init_model_weights, runner)
+    runner.save_checkpoint = functools.partial(_save_checkpoint, runner, runner.save_checkpoint)
+    runner.resume = functools.partial(_resume, runner.resume)
+    runner.build_optim_wrapper = functools.partial(_build_optim_wrapper, runner.build_optim_wrapper)
+    runner._init_model_weights = functools.partial(_init_model_weights, runner)
 
 
 def _init_model_weights(runner: Any) -> None:
@@ -42,7 +40,25 @@ def _init_model_weights(runner: Any) -> None:
         model.init_weights()
 
 
-def _save_checkpoint(runner: Any, save: Any, *args: Any, **kwargs: Any) -> None:
+def _build_optim_wrapper(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    built = build(*args, **kwargs)
+    prepare_optim_wrapper(built)
+    return built
+
+
+def _resume(
+    resume: Callable[..., None],
+    filename: str,
+    resume_optimizer: bool = True,
+    resume_param_scheduler: bool = True,
+    map_location: Any = "default",
+) -> None:
+    """Resume with whole tensors on the host, of which each rank takes its part: all of them may be too much for a
+    device."""
+    resume(filename, resume_optimizer, resume_param_scheduler, "cpu" if map_location == "default" else map_location)
+
+
+def _save_checkpoint(runner: Any, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Save by the Runner's own method, on the main process, what all ranks have gathered. A collective."""
     model = sharded_model(runner.model)
     assert model is not None
@@ -53,44 +69,31 @@ def _save_checkpoint(runner: Any, save: Any, *args: Any, **kwargs: Any) -> None:
             save(*args, **kwargs)
 
 
-def prepare_averages(runner: Any) -> None:
-    """Let averages of a sharded model be there when a checkpoint is loaded.
-
-    `FlexibleRunner` loads before it calls ``before_run``, where an `EMAHook` makes its average.
-    """
-    if sharded_model(runner.model) is None:
-        return
-    for hook in runner.hooks:
-        if isinstance(hook, EMAHook) and not hasattr(hook, "ema_model"):
-            hook.before_run(runner)
-            # On the instance, and once: the call that comes later would make it anew.
-            hook.before_run = functools.partial(_skip_once, hook)
+# -- Where Runners get to know of it: of their classes, since hooks, which a config can leave out, come too late to say
+# how a model is initialized, and a FlexibleRunner's strategy does not know its runner.
 
 
-def _skip_once(hook: Any, runner: Any) -> None:
-    del hook.before_run
+def _preparing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def wrap_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        wrapped = original(self, *args, **kwargs)
+        if sharded_model(wrapped) is not None:
+            prepare_runner(self)
+        return wrapped
+
+    return wrap_model
 
 
-@HOOKS.register_module()
-class ShardwiseHook(Hook):  # type: ignore[misc]  # MMEngine has no types
-    """Prepares a Runner for a sharded model when a run begins.
+def _introducing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def build_strategy(self: Any, *args: Any, **kwargs: Any) -> Any:
+        strategy = original(self, *args, **kwargs)
+        if isinstance(strategy, ShardwiseStrategy):
+            strategy.runner = weakref.ref(self)
+        return strategy
 
-    Every Runner has it in its `RuntimeInfoHook`; whoever leaves that one out adds
-    ``custom_hooks=[dict(type="ShardwiseHook")]``.
-    """
-
-    priority = "VERY_HIGH"
-
-    def before_run(self, runner: Any) -> None:
-        """See `prepare_runner`."""
-        super().before_run(runner)
-        prepare_runner(runner)
-
-    def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
-        """See `prepare_averages`."""
-        prepare_averages(runner)
+    return build_strategy
 
 
-@HOOKS.register_module(name="RuntimeInfoHook", force=True)
-class ShardwiseRuntimeInfoHook(ShardwiseHook, RuntimeInfoHook):  # type: ignore[misc]
-    """MMEngine's hook, which every Runner has by default, and `ShardwiseHook`."""
+Runner.wrap_model = _preparing(Runner.wrap_model)
+FlexibleRunner.build_strategy = _introducing(FlexibleRunner.build_strategy)

@@ -10,14 +10,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from mmengine.config import ConfigDict
 from mmengine.dist import is_main_process
 from mmengine.logging import HistoryBuffer
+from mmengine.optim import OneCycleParamScheduler
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..adapters.whole import gather_in
 from ..checkpoint.full_state import full_state_dict
 from ..checkpoint.peers import Peers, world_mesh
-from ..lightning_common.optimizers import gather_in
 from .whole import answering
 
 
@@ -62,19 +64,21 @@ def together() -> Any:
 
 
 def _method(owner: Any, name: str) -> Any:
-    """All of `getattr` that a history of logged values needs, which names the methods of its own statistics.
+    """All of `getattr` that a history of logged values needs, which names the methods of its own statistics, and
+    `OneCycleLR`, which names the one it anneals by.
 
     Raises:
         UnpicklingError: for any other use.
     """
-    if owner is not HistoryBuffer or name.startswith("_"):
+    is_statistic = owner is HistoryBuffer and not name.startswith("_")
+    if not is_statistic and (owner is not OneCycleParamScheduler or not name.startswith("_annealing_")):
         raise pickle.UnpicklingError(f"the checkpoint asks for attribute {name!r} of {owner!r}, which is not allowed")
     return getattr(owner, name)
 
 
 def allow_checkpoints() -> None:
     """Let `torch.load` read, without ``weights_only=False``, what MMEngine's checkpoints have beside tensors: histories
-    of logged values, numpy's arrays and numbers."""
+    of logged values, configs, a schedule's function, numpy's arrays and numbers."""
     # numpy 1 and 2 have these functions in modules of other names.
     numbers = [
         (rebuild, f"numpy.{core}.multiarray.{name}")
@@ -83,7 +87,16 @@ def allow_checkpoints() -> None:
     ]
     dtypes = {type(np.dtype(code)) for code in np.typecodes["All"]}
     torch.serialization.add_safe_globals(
-        [HistoryBuffer, np.ndarray, np.dtype, (_method, "builtins.getattr"), *numbers, *dtypes]
+        [
+            HistoryBuffer,
+            OneCycleParamScheduler,
+            ConfigDict,
+            np.ndarray,
+            np.dtype,
+            (_method, "builtins.getattr"),
+            *numbers,
+            *dtypes,
+        ]
     )
 
 

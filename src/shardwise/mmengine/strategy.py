@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from mmengine._strategy import DDPStrategy, SingleDeviceStrategy
 from mmengine.device import get_device
 from mmengine.dist import is_main_process
+from mmengine.hooks import EMAHook
 from mmengine.model import BaseDataPreprocessor, is_model_wrapper
 from mmengine.registry import MODEL_WRAPPERS, STRATEGIES
 from torch import nn
@@ -20,7 +23,28 @@ from .wrapper import NAME, sharded_model
 
 
 def _nothing() -> None:
-    pass
+    return None
+
+
+def _own(wrapped: nn.Module) -> nn.Module:
+    """
+    Raises:
+        TypeError: if another wrapper has the model, whose state nothing here would gather.
+    """
+    if sharded_model(wrapped) is None:
+        raise TypeError(f"ShardwiseStrategy's model_wrapper should be a {NAME}, but is a {type(wrapped).__name__}")
+    return wrapped
+
+
+def _make_average(hook: Any, has_model: Any) -> None:
+    """Make an average before a checkpoint is loaded, which a `FlexibleRunner` does before ``before_run``."""
+    hook.before_run(has_model)
+    # On the instance, and once: the call that comes later would make it anew.
+    hook.before_run = functools.partial(_skip_once, hook)
+
+
+def _skip_once(hook: Any, runner: Any) -> None:
+    del hook.before_run
 
 
 @STRATEGIES.register_module()
@@ -35,8 +59,12 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]  # MMEngine has no t
         kwargs: those of MMEngine's strategies: ``work_dir``, ``sync_bn``, ``env_kwargs`` …
     """
 
-    hooks: Sequence[Any] = ()
-    """Of the runner, which may have averages of the model."""
+    runner: weakref.ref[Any] | None = None
+    """Whose hooks may have averages of the model."""
+
+    def _hooks(self) -> list[Any]:
+        runner = None if self.runner is None else self.runner()
+        return [] if runner is None else runner.hooks
 
     def _setup_distributed(
         self, launcher: str = "pytorch", backend: str | None = None, timeout: float | None = None, **kwargs: Any
@@ -51,13 +79,13 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]  # MMEngine has no t
 
     def _wrap_model(self, model: nn.Module) -> nn.Module:
         if is_model_wrapper(model):
-            return model
+            return _own(model)
         for module in model.modules():
             if isinstance(module, BaseDataPreprocessor):
                 module.to(get_device())
         config = {"type": NAME, **(self.model_wrapper or {})}
         was_on_meta = any(parameter.is_meta for parameter in model.parameters())
-        wrapped: Any = MODEL_WRAPPERS.build(config, default_args={"module": self.convert_model(model)})
+        wrapped: Any = _own(MODEL_WRAPPERS.build(config, default_args={"module": self.convert_model(model)}))
         if was_on_meta and self.dispatch_kwargs.get("init_weights_for_test_or_val", True):
             getattr(wrapped.module, "init_weights", _nothing)()
         return wrapped  # type: ignore[no-any-return]
@@ -77,6 +105,9 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]  # MMEngine has no t
 
     def load_checkpoint(self, filename: str, *, map_location: Any = "cpu", **kwargs: Any) -> dict[str, Any]:
         """MMEngine's; whole tensors go to the host, of which each rank takes its part."""
+        for hook in self._hooks():
+            if isinstance(hook, EMAHook) and not hasattr(hook, "ema_model"):
+                _make_average(hook, self)
         location = "cpu" if map_location == "default" else map_location
         checkpoint: dict[str, Any] = super().load_checkpoint(filename, map_location=location, **kwargs)
         return checkpoint
@@ -102,7 +133,7 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]  # MMEngine has no t
         model = sharded_model(self.model)
         assert model is not None
         optim_wrapper = getattr(self, "optim_wrapper", None) if save_optimizer else None
-        with whole_states(model, optim_wrapper, self.hooks), together():
+        with whole_states(model, optim_wrapper, self._hooks()), together():
             if is_main_process():
                 SingleDeviceStrategy.save_checkpoint(
                     self,

@@ -7,21 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from mmengine.model import BaseDataPreprocessor
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parameter import is_lazy
 
-from ..checkpoint.peers import Peers
+from ..adapters.wrapping import chooser, is_never_called, refuse_foreign, share_values, take_whole_tensors
 from ..core.device import mesh_device
 from ..core.module import unit_of
 from ..fairscale.wrap import auto_wrap, enable_wrap
 from ..fully_shard import fully_shard
-from ..lightning_common.units import _cut_whole, chooser, refuse_foreign
 from .arguments import Precision, Strategy
 from .policies import Policy
 
@@ -56,17 +51,16 @@ class Units:
 
         Raises:
             TypeError: naming a module that another library has wrapped.
+            ValueError: naming what ranks have differently.
         """
         refuse_foreign(model)
         if unit_of(model) is None:
             for parameter in self.ignored_parameters:
                 parameter.data = parameter.to(mesh_device(self.mesh))
-            self._share_values(model)
+            share_values(model, self.mesh)
             self._make_inside(model)
             self._wrap(model, self.precision.root, is_root=True)
-        for module in model.modules():
-            if any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
-                module.register_load_state_dict_pre_hook(_cut_whole)
+        take_whole_tensors(model)
 
     def _make_inside(self, model: nn.Module) -> None:
         policy = None if units_in(model) else self.policy
@@ -74,8 +68,8 @@ class Units:
             # Called by itself, outside of the forward of the model.
             if isinstance(module, BaseDataPreprocessor) and next(module.parameters(), None) is not None:
                 self._wrap(module)
-            elif keeps_own_dtype(module) and self.precision.policy.param_dtype is not None:
-                self._wrap_batch_norm(module)
+            elif self.precision.exempts(module) and self.precision.policy.param_dtype is not None:
+                self._wrap_exempt(module)
         if policy is not None:
             choose = functools.partial(self._choose, model, chooser(policy))
             with enable_wrap(choose, wrapper_cls=self._wrap):
@@ -98,8 +92,8 @@ class Units:
             )
         return module
 
-    def _wrap_batch_norm(self, module: nn.Module) -> None:
-        """A unit that computes in its own dtype, as in torch's FullyShardedDataParallel: its statistics need it."""
+    def _wrap_exempt(self, module: nn.Module) -> None:
+        """A unit that computes in its own dtype, as in torch's FullyShardedDataParallel."""
         if module not in self.ignored_modules:
             own = next(module.parameters()).dtype
             self._wrap(module, MixedPrecisionPolicy(own, output_dtype=self.precision.policy.param_dtype))
@@ -116,27 +110,9 @@ class Units:
         """``policy``, which is neither asked about what is ignored, nor about ``model``, which is wrapped last."""
         if module in self.ignored_modules or (module is model and not recurse) or unit_of(module) is not None:
             return False
-        containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-        if not recurse and isinstance(module, containers) and type(module).forward is nn.Module.forward:
-            return False  # never called, so nothing would gather it
+        if not recurse and is_never_called(module):
+            return False
         return policy(module, recurse, unwrapped_params, module_is_root)
-
-    @torch.no_grad()
-    def _share_values(self, model: nn.Module) -> None:
-        peers = Peers(self.mesh)
-        for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
-            if is_lazy(tensor) or isinstance(tensor, DTensor) or tensor.is_meta or not tensor.numel():
-                continue
-            value = tensor.detach().to(peers.device).contiguous()
-            # As bytes: not every backend knows every dtype.
-            peers.broadcast(value.view(-1).view(torch.uint8))
-            if value.data_ptr() != tensor.data_ptr():
-                tensor.copy_(value)
-
-
-def keeps_own_dtype(module: nn.Module) -> bool:
-    """Whether it is batch normalization with parameters, which mixed precision leaves alone."""
-    return isinstance(module, _BatchNorm) and next(module.parameters(), None) is not None
 
 
 def units_in(model: nn.Module) -> list[Any]:

@@ -7,16 +7,15 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
-import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..checkpoint.full_state import load_full_state_dict
 from ..checkpoint.weights import weights_of
 from ..core.errors import StateError
-from ..core.module import unit_of
+from ..core.module import class_before_sharding, unit_of
 
 STATE_HOOKS = (
     "_state_dict_pre_hooks",
@@ -24,6 +23,7 @@ STATE_HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
+HOOKS = (*STATE_HOOKS, "_forward_pre_hooks", "_forward_hooks")
 FORWARD_HOOKS = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
@@ -48,7 +48,7 @@ def whole_parameters(model: nn.Module) -> Iterator[None]:
     weights = weights_of(model)
     weights.check_values()
     sharded = [weight for weight in weights.weights if isinstance(weight.tensor, DTensor) and weight.sites]
-    with _without_own_hooks(model, STATE_HOOKS):
+    with _as_before_sharding(model):
         try:
             for weight in sharded:
                 whole = nn.Parameter(weight.gather().detach().clone(), weight.tensor.requires_grad)
@@ -68,17 +68,24 @@ def whole_parameters(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _without_own_hooks(model: nn.Module, kinds: tuple[str, ...]) -> Iterator[None]:
-    """Inside, modules lack the hooks of this library, which expect sharded parameters."""
-    # TO core/root.py: only the engine knows which hooks are its own.
-    kept = [(module, kind, module.__dict__[kind]) for module in model.modules() for kind in kinds]
-    for module, kind, hooks in kept:
-        module.__dict__[kind] = _users(hooks)
+def _as_before_sharding(model: nn.Module) -> Iterator[None]:
+    """Inside, modules lack the hooks of this library, which expect sharded parameters, and have the classes that they
+    were made of, by whose names and bases MMEngine chooses what to initialize."""
+    hooks = [(module, kind, module.__dict__[kind]) for module in model.modules() for kind in HOOKS]
+    classes = [(module, type(module)) for module in model.modules() if unit_of(module) is not None]
+    for module, kind, own in hooks:
+        module.__dict__[kind] = _users(own)
+    for module, wrapped in classes:
+        module.__class__ = class_before_sharding(wrapped)
     try:
         yield
     finally:
-        for module, kind, hooks in kept:
-            module.__dict__[kind] = hooks
+        for module, wrapped in classes:
+            module.__class__ = wrapped
+        for module, kind, own in hooks:
+            added = module.__dict__[kind]
+            module.__dict__[kind] = own
+            own.update({key: hook for key, hook in added.items() if key not in own})
 
 
 def _users(hooks: Any) -> Any:
@@ -133,8 +140,7 @@ def copy_sharded(model: nn.Module) -> None:
 def _copy(reference: weakref.ref[nn.Module], memo: dict[int, Any]) -> nn.Module:
     module = reference()
     assert module is not None
-    classes = type(module).__mro__
-    original = cast(type[nn.Module], classes[classes.index(torch_fsdp.FSDPModule) + 1])
+    original = class_before_sharding(type(module))
     twin = original.__new__(original)
     memo[id(module)] = twin
     state = dict(module.__dict__)

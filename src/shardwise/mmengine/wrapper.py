@@ -11,14 +11,15 @@ from mmengine.registry import MODEL_WRAPPERS
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch
 
+from ..adapters.wrapping import forget_history, without_gradient_sync
 from ..arguments import check_arguments, documented
+from ..core.device import eager
 from ..init import materialize
-from ..lightning_common.units import forget_history, without_gradient_sync
 from . import arguments
-from .arguments import WRAPPER_ARGUMENTS, wrong_type
+from .arguments import WRAPPER_ARGUMENTS, Precision, wrong_type
 from .optimizers import prepare_optim_wrapper
 from .policies import find_policy
-from .units import Units, keeps_own_dtype, show_shards, units_in
+from .units import Units, show_shards, units_in
 from .whole import copy_sharded, init_weights_whole
 
 NAME = "MMFullyShardedDataParallel"
@@ -48,12 +49,13 @@ class MMFullyShardedDataParallel(nn.Module):
         fsdp_auto_wrap_policy: Any = None,
         backward_prefetch: Any = None,
         sharding_strategy: Any = None,
-        auto_wrap_policy: Any = None,
         mixed_precision: Any = None,
         param_init_fn: Any = None,
         use_orig_params: bool = True,
         ignored_modules: Any = None,
         ignored_parameters: Any = None,
+        auto_wrap_policy: Any = None,
+        ignored_states: Any = None,
         device_mesh: Any = None,
         sync_module_states: bool = True,
         forward_prefetch: bool = False,
@@ -79,7 +81,7 @@ class MMFullyShardedDataParallel(nn.Module):
         units.make(module)
         materialize(module, init_fn=init_fn)
         if units.precision.buffers is not None:
-            _cast_buffers(module, units.precision.buffers)
+            _cast_buffers(module, units.precision)
         if prefetch is BackwardPrefetch.BACKWARD_POST:
             for unit in units_in(module):
                 unit.set_modules_to_backward_prefetch([unit])  # that is, no other one
@@ -122,7 +124,7 @@ class MMFullyShardedDataParallel(nn.Module):
         loss, log_vars = self.module.parse_losses(losses)
         # Backward decides whether gradients are reduced here, and comes after the context that says so.
         with nullcontext() if syncs else self.no_sync():
-            optim_wrapper.update_params(loss)
+            _update(optim_wrapper, loss)
         values: dict[str, torch.Tensor] = log_vars
         return values
 
@@ -135,7 +137,7 @@ class MMFullyShardedDataParallel(nn.Module):
         Raises:
             TypeError: if the data preprocessor gives neither a dict, nor a list or tuple.
         """
-        predictions = self._run_forward(self.module.data_preprocessor(data, training=False), mode="predict")
+        predictions = self._run_forward(self.module.data_preprocessor(data, False), mode="predict")
         # No backward follows that would do it, and hooks exchange parameters with averages between epochs.
         show_shards(self.module)
         return predictions
@@ -180,6 +182,12 @@ class MMFullyShardedDataParallel(nn.Module):
         raise TypeError("FSDPStrategy is for torch's own FSDP: use strategy=dict(type='ShardwiseStrategy', ...)")
 
 
+@eager
+def _update(optim_wrapper: Any, loss: torch.Tensor) -> None:
+    """Runs backward and the optimizer: where a compiler is at work, `train_step`'s, it is to compile the model only."""
+    optim_wrapper.update_params(loss)
+
+
 def _find_units(given: Mapping[str, Any]) -> Units:
     """What the wrapper's arguments say about units."""
     names = [name for name in ("auto_wrap_policy", "fsdp_auto_wrap_policy") if given[name] is not None]
@@ -190,18 +198,20 @@ def _find_units(given: Mapping[str, Any]) -> Units:
     strategy = arguments.find_strategy(given["sharding_strategy"])
     precision = arguments.find_precision(given["mixed_precision"])
     offload = arguments.find_offload(given["cpu_offload"])
-    ignored = arguments.find_ignored(module, given["ignored_modules"], given["ignored_parameters"])
+    ignored = arguments.find_ignored(
+        module, given["ignored_modules"], given["ignored_parameters"], given["ignored_states"]
+    )
     # Last: it may have to wait for other ranks.
     mesh = arguments.find_mesh(strategy, given["process_group"], given["device_mesh"])
     return Units(mesh, strategy, precision, offload, policy, *ignored)
 
 
-def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
+def _cast_buffers(model: nn.Module, precision: Precision) -> None:
     for module in model.modules():
-        if not keeps_own_dtype(module):
+        if not precision.exempts(module):
             for buffer in module.buffers(recurse=False):
                 if buffer.is_floating_point():
-                    buffer.data = buffer.to(dtype)
+                    buffer.data = buffer.to(precision.buffers)
 
 
 def sharded_model(model: Any) -> nn.Module | None:

@@ -1,0 +1,33 @@
+"""Whole tensors in place of sharded ones, and sharded ones in place of whole ones."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ..core.device import not_inference, shard_like
+from ..core.tree import map_tensors
+
+
+def gather_in(tree: Any, *, keeps: bool) -> Any:
+    """``tree`` with whole tensors on the host in the place of sharded ones, where the rank keeps them. A collective."""
+    with not_inference():
+        return map_tensors(tree, lambda tensor: gathered(tensor, keeps) if isinstance(tensor, DTensor) else tensor)
+
+
+def gathered(tensor: torch.Tensor, keeps: bool) -> torch.Tensor:
+    """``tensor``, whole on the host if this rank keeps it. A collective where it is sharded."""
+    if isinstance(tensor, DTensor):
+        # What is kept on the host is gathered where the mesh communicates.
+        tensor = cast(DTensor, tensor.to(tensor.device_mesh.device_type)).full_tensor()
+    return tensor.cpu() if keeps else tensor
+
+
+def cut(value: Any, parameter: torch.Tensor) -> Any:
+    """This rank's part of ``value``, if that is a whole tensor of a sharded parameter's shape; else ``value``."""
+    is_whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+    if isinstance(parameter, DTensor) and is_whole and value.ndim and value.shape == parameter.shape:
+        return shard_like(value, parameter)
+    return value

@@ -1,0 +1,165 @@
+"""What every adapter does to a model that it wraps, beside making units of it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from ..checkpoint.peers import Peers
+from ..core.module import FSDPModule, unit_of
+from ..init.context import MARK, MARKS
+from .whole import cut
+
+LOADED = "shardwise_loaded"
+"""Attribute of a parameter whose values are the same on all ranks, since all read them from one file."""
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+Policy = Callable[..., bool] | Iterable[type[nn.Module]]
+"""Chooses modules: a function of torch's or FairScale's form (module, recurse, number of parameters), a function of
+the module alone, or classes of modules."""
+
+
+def chooser(policy: Policy) -> Callable[..., bool]:
+    """``policy`` in the form that `shardwise.fairscale.auto_wrap` asks.
+
+    Raises:
+        TypeError: if it is neither a function nor classes of modules.
+        ValueError: for the class of a container, which nobody calls.
+    """
+    if callable(policy) and not isinstance(policy, type):
+        return functools.partial(_ask, policy)
+    classes = (policy,) if isinstance(policy, type) else tuple(policy) if isinstance(policy, Iterable) else ()
+    if not classes or not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in classes):
+        raise TypeError(f"a policy must be a function of a module or a set of module classes, not {policy!r}")
+    for kind in classes:
+        if issubclass(kind, CONTAINERS) and kind.forward is nn.Module.forward:
+            raise ValueError(
+                f"a policy chooses {kind.__name__}, which has no forward, so that nothing would tell when to gather "
+                "its parameters: choose the classes of the modules in it"
+            )
+    return functools.partial(_is_one_of, classes)
+
+
+def _is_one_of(
+    classes: tuple[type, ...], module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool
+) -> bool:
+    return recurse or isinstance(module, classes)
+
+
+def _ask(
+    policy: Callable[..., Any], module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool
+) -> bool:
+    known = {
+        "module": module,
+        "recurse": recurse,
+        "unwrapped_params": unwrapped_params,
+        "nonwrapped_numel": unwrapped_params,
+        "module_is_root": module_is_root,
+    }
+    parameters = inspect.signature(policy).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return bool(policy(**known))
+    if "recurse" in parameters:
+        return bool(policy(**{name: value for name, value in known.items() if name in parameters}))
+    required = [p for p in parameters.values() if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
+    if len(required) == 1:
+        return recurse or bool(policy(module))
+    return bool(policy(module, recurse, unwrapped_params))
+
+
+def is_never_called(module: nn.Module) -> bool:
+    """Whether it only contains others, so that nothing would gather the parameters of a unit of it."""
+    return isinstance(module, CONTAINERS) and type(module).forward is nn.Module.forward
+
+
+def refuse_foreign(model: nn.Module) -> None:
+    """
+    Raises:
+        TypeError: naming a module that another library has wrapped.
+    """
+    for name, module in model.named_modules():
+        foreign = isinstance(module, (FullyShardedDataParallel, DistributedDataParallel))
+        if foreign or (unit_of(module) is None and isinstance(module, TorchFSDPModule)):
+            raise TypeError(
+                f"module {name!r} ({type(module).__name__}) is wrapped by torch's own data parallelism: use "
+                "shardwise.fully_shard, or leave the wrapping to the strategy"
+            )
+
+
+@torch.no_grad()
+def share_values(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Give all ranks of ``mesh`` the first one's values of everything in ``model`` that is neither sharded nor on the
+    meta device.
+
+    Raises:
+        ValueError: on all ranks, naming what ranks have differently: other tensors, or on another kind of device.
+    """
+    peers = Peers(mesh)
+    named = [(name, t) for name, t in (*model.named_parameters(), *model.named_buffers()) if not is_lazy(t)]
+    described = {name: f"{tuple(t.shape)} {t.dtype}{' on meta' if t.is_meta else ''}" for name, t in named}
+    for rank, other in zip(peers.ranks, peers.exchange(described), strict=True):
+        if other != described:
+            name = next(name for name in (*described, *other) if other.get(name) != described.get(name))
+            raise ValueError(
+                f"the ranks have different models: {name!r} is {described.get(name)} on rank "
+                f"{peers.ranks[peers.position]}, and {other.get(name)} on rank {rank}"
+            )
+    for _, tensor in named:
+        if isinstance(tensor, DTensor) or tensor.is_meta or not tensor.numel() or LOADED in tensor.__dict__:
+            continue
+        value = tensor.detach().to(peers.device).contiguous()
+        # As bytes: not every backend knows every dtype.
+        peers.broadcast(value.view(-1).view(torch.uint8))
+        if value.data_ptr() != tensor.data_ptr():
+            tensor.copy_(value)
+
+
+def take_whole_tensors(model: nn.Module) -> None:
+    """Let ``load_state_dict`` of a sharded ``model`` take whole tensors, those of one process, as well as DTensors."""
+    for module in model.modules():
+        if any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
+            module.register_load_state_dict_pre_hook(_cut_whole)
+
+
+def _cut_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Callbacks and users load whole state dicts, those of one process, by ``load_state_dict``."""
+    for name, parameter in module._parameters.items():
+        value = state_dict.get(prefix + name)
+        if isinstance(parameter, DTensor) and value is not None:
+            state_dict[prefix + name] = cut(value, parameter)
+
+
+@contextmanager
+def without_gradient_sync(model: nn.Module) -> Iterator[None]:
+    """Inside, backward passes of ``model`` add up its gradients without communication."""
+    units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    before = [module.reduce_grads for module in units]
+    for module in units:
+        module.set_requires_gradient_sync(False, recurse=False)
+    try:
+        yield
+    finally:
+        for module, synchronizes in zip(units, before, strict=True):
+            module.set_requires_gradient_sync(synchronizes, recurse=False)
+
+
+def forget_history(model: nn.Module) -> None:
+    """Let parameters on the meta device be initialized as if nothing had been recorded of their constructors."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                parameter.__dict__.pop(MARK, None)
+                module.__dict__.get(MARKS, {}).pop(name, None)
