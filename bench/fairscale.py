@@ -153,6 +153,7 @@ def _time_table(shape: Shape, names: list[str], rounds: int) -> Table:
         phases = [number(1e3 * median([run[phase] for run in runs])) for phase in range(3)]
         times = [number(1e3 * median(steps[name])), number(1e3 * spread(steps[name]))]
         table.rows.append([name, *times, *phases, *_compared(steps, name)])
+    table.chart = "step ms"
     table.notes = (
         f"AdamW. {rounds} rounds after 2 of warm-up; a round is one step of each, the slower rank counts; ± is half "
         "the distance between the quartiles; ratios are medians over rounds. OSS sends the parameters in its update.",

@@ -105,6 +105,7 @@ def _table(shape: Shape, precision: MixedPrecisionPolicy | None) -> Table:
     if UNSHARDED in peaks:
         activations = f"activations (no sharding, after forward): {mebibytes(peaks[UNSHARDED].activations)} MiB."
         table.notes = (*table.notes, activations)
+    table.chart = "peak MiB"
     return table
 
 

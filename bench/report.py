@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
+from .charts import bars, draw
+
 NONE = "-"
 
 
@@ -28,21 +30,25 @@ class Table:
         columns: headings, with units.
         rows: cells, as many as headings.
         notes: how it was measured and what to make of it.
+        chart: the column to draw bars of; none if empty.
     """
 
     title: str
     columns: Sequence[str]
     rows: list[Sequence[str]] = field(default_factory=list)
     notes: Sequence[str] = ()
+    chart: str = ""
 
-    def markdown(self) -> str:
-        """The table in Markdown, its first column left-aligned and the others right-aligned."""
+    def markdown(self, chart: str = "") -> str:
+        """The table in Markdown, its first column left-aligned and the others right-aligned, above the file
+        ``chart``."""
         cells = [list(self.columns), *[list(row) for row in self.rows]]
         widths = [max(3, *(len(row[column]) for row in cells)) for column in range(len(self.columns))]
         lines = [_line(row, widths) for row in cells]
         rule = [":" + "-" * (widths[0] - 1), *("-" * (width - 1) + ":" for width in widths[1:])]
         lines.insert(1, "| " + " | ".join(rule) + " |")
-        return "\n".join([f"### {self.title}", "", *lines, "", *(f"- {note}" for note in self.notes), ""])
+        picture = [f"![{self.chart}]({chart})", ""] if chart else []
+        return "\n".join([f"### {self.title}", "", *lines, "", *(f"- {note}" for note in self.notes), "", *picture])
 
     def show(self, console: Console) -> None:
         """Print the table."""
@@ -120,7 +126,12 @@ def _git(directory: Path, *arguments: str) -> str:
 
 
 def write(path: Path, heading: str, tables: Sequence[Table], about: Sequence[str]) -> None:
-    """Write ``tables`` to ``path`` as Markdown."""
+    """Write ``tables`` to ``path`` as Markdown, and their charts beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [f"## {heading}", "", *(f"- {line}" for line in about), ""]
-    path.write_text("\n".join([*lines, *(table.markdown() for table in tables)]))
+    for index, table in enumerate(tables):
+        chart = path.with_name(f"{path.stem}-{index + 1}.svg") if table.chart and bars(table) else None
+        if chart is not None:
+            draw(table, chart)
+        lines.append(table.markdown(chart.name if chart is not None else ""))
+    path.write_text("\n".join(lines))

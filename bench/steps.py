@@ -68,6 +68,7 @@ def _table(shape: Shape, warm_up: int, rounds: int) -> Table:
         "updates 1/2 of the parameters, so an overhead may be negative.",
         f"all contenders reported the same loss to within {LOSS_TOLERANCE:g} nats.",
     )
+    table.chart = "step ms"
     return table
 
 
