@@ -23,8 +23,10 @@ from .host import host_tables
 from .lightning import lightning_tables
 from .loading import loading_tables
 from .memory import memory_tables
+from .optimizer import optimizer_tables
 from .ranks import BenchError
 from .report import Table, environment, write
+from .settings import setting_tables
 from .steps import step_tables
 
 ROOT = Path(__file__).parent.parent
@@ -34,10 +36,12 @@ BENCHES: dict[str, tuple[str, Callable[[bool], list[Table]]]] = {
     "cases": ("Collectives and bytes, case by case", case_tables),
     "fairscale": ("FairScale's optimizer and gradient sharding", fairscale_tables),
     "host": ("Host time", host_tables),
+    "optimizer": ("Optimizer and clipping", optimizer_tables),
     "memory": ("Peak memory of a step", memory_tables),
     "loading": ("Loading and saving", loading_tables),
     "collectives": ("gloo's collectives", collective_tables),
     "steps": ("Step time", step_tables),
+    "settings": ("Step time in other settings", setting_tables),
     "lightning": ("A Trainer's step", lightning_tables),
     "checkpoints": ("Checkpoints", checkpoint_tables),
 }

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from .core.comm import Comm, comm_for
-from .core.device import local_norms, local_of, mesh_device, scale_each
+from .core.device import local_norms, local_of, mesh_device, scale_each, spec_of, without_torch_function
 from .core.flat import refuse_flat
 from .grad_scaler import ShardedGradScaler
 
@@ -45,7 +45,8 @@ def clip_grad_norm_(
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     refuse_flat(parameters, "clip_grad_norm_")
-    gradients = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
+    with without_torch_function():
+        gradients = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
     if not gradients:
         return torch.tensor(0.0)
     norm = total_norm(gradients, norm_type)
@@ -73,7 +74,8 @@ def scale_to_norm(
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for gradient in gradients:
-        by_device.setdefault(gradient.device, []).append(local_of(gradient))
+        local = local_of(gradient)
+        by_device.setdefault(local.device, []).append(local)
     for device, tensors in by_device.items():
         on_device = scale.to(device)
         if foreach:
@@ -95,36 +97,54 @@ def total_norm(tensors: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch
         ValueError: if a tensor is still a partial sum.
     """
     by_mesh: dict[DeviceMesh | None, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        by_mesh.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(index)
-    norms: list[torch.Tensor | None] = [None] * len(tensors)
+    for mesh, indices in _by_mesh(tensors):
+        by_mesh.setdefault(mesh, []).extend(indices)
+    vectors = []
     for mesh, indices in by_mesh.items():
         members = [tensors[index] for index in indices]
         vector = torch.stack(local_norms([local_of(tensor) for tensor in members], norm_type))
         if mesh is not None:
             # Norms of offloaded gradients go to where the mesh communicates.
-            vector = _complete(
-                vector.to(mesh_device(mesh)), [_sharded_axes(tensor) for tensor in members], mesh, norm_type
-            )
-        for index, norm in zip(indices, vector.unbind(), strict=True):
-            norms[index] = norm
-    first = norms[0]
-    assert first is not None
-    complete = torch.stack([norm.to(first.device) for norm in norms if norm is not None])
+            vector = _complete(vector.to(mesh_device(mesh)), _sharded_axes(members), mesh, norm_type)
+        vectors.append(vector)
+    complete = vectors[0]
+    if len(vectors) > 1:
+        joined = torch.cat([vector.to(tensors[0].device) for vector in vectors])
+        complete = torch.empty_like(joined)
+        complete[[index for indices in by_mesh.values() for index in indices]] = joined
     total: torch.Tensor = torch.linalg.vector_norm(complete, norm_type)
     return total
 
 
-def _sharded_axes(tensor: torch.Tensor) -> set[int]:
-    assert isinstance(tensor, DTensor)
-    if any(isinstance(placement, Partial) for placement in tensor.placements):
-        raise ValueError(f"a gradient with placements {tensor.placements} is not reduced yet, so it has no norm")
-    return {axis for axis, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate)}
+def _by_mesh(tensors: Sequence[torch.Tensor]) -> Iterable[tuple[DeviceMesh | None, list[int]]]:
+    """Indices of the tensors of each mesh object, of which several may be equal: comparing all is slow."""
+    found: dict[int, tuple[DeviceMesh | None, list[int]]] = {}
+    for index, tensor in enumerate(tensors):
+        mesh = spec_of(tensor).mesh if isinstance(tensor, DTensor) else None
+        found.setdefault(id(mesh), (mesh, []))[1].append(index)
+    return found.values()
 
 
-def _complete(vector: torch.Tensor, sharded: Sequence[set[int]], mesh: DeviceMesh, norm_type: float) -> torch.Tensor:
+def _sharded_axes(tensors: Sequence[torch.Tensor]) -> list[frozenset[int]]:
+    """Mesh axes that each of ``tensors``, DTensors, is cut over."""
+    known: dict[int, frozenset[int]] = {}  # by object, since comparing placements is slow
+    found = []
+    for tensor in tensors:
+        placements = spec_of(tensor).placements
+        if (axes := known.get(id(placements))) is None:
+            if any(isinstance(placement, Partial) for placement in placements):
+                raise ValueError(f"a gradient with placements {placements} is not reduced yet, so it has no norm")
+            axes = frozenset(axis for axis, one in enumerate(placements) if not isinstance(one, Replicate))
+            known[id(placements)] = axes
+        found.append(axes)
+    return found
+
+
+def _complete(
+    vector: torch.Tensor, sharded: Sequence[frozenset[int]], mesh: DeviceMesh, norm_type: float
+) -> torch.Tensor:
     """Each tensor's norm over all ranks from this rank's norms, by one all-reduce for each axis that cuts any."""
-    for axis in sorted(set().union(*sharded)):
+    for axis in sorted(frozenset().union(*set(sharded))):
         if mesh.size(axis) == 1:
             continue
         cuts = [axis in axes for axes in sharded]

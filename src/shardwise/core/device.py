@@ -14,11 +14,18 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
+from operator import attrgetter
+from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    get_eval_frame_callback,
+    set_code_exec_strategy,
+    set_eval_frame,
+)
 from torch.autograd import Variable
 from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -28,6 +35,8 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.optim import Optimizer
+from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._pytree import tree_map
 
 ParallelSpec: TypeAlias = DTensorSpec
@@ -302,7 +311,10 @@ def unscale_each(gradients: list[torch.Tensor], found_inf: torch.Tensor, inverse
 def local_norms(tensors: Sequence[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
     """Norm of each tensor, 0-dim; 0 for an empty one."""
     filled = [tensor for tensor in tensors if tensor.numel()]
-    norms = iter(torch._foreach_norm(filled, norm_type) if filled else ())
+    found = torch._foreach_norm(filled, norm_type) if filled else ()
+    if len(filled) == len(tensors):
+        return list(found)
+    norms = iter(found)
     return [next(norms) if tensor.numel() else tensor.new_zeros(()) for tensor in tensors]
 
 
@@ -343,6 +355,10 @@ def spec_of(tensor: torch.Tensor) -> DTensorSpec:
     """Mesh, placements, global shape and dtype of a DTensor."""
     spec: DTensorSpec = tensor._spec  # type: ignore[attr-defined]
     return spec
+
+
+get_spec, get_local = attrgetter("_spec"), attrgetter("_local_tensor")
+"""Of a DTensor, as functions that `map` calls without a line of Python for each; AttributeError for anything else."""
 
 
 def region_of(spec: ParallelSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -490,6 +506,33 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
 
     run._torchdynamo_disable = True  # type: ignore[attr-defined]
     return run
+
+
+def untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """``function``, whose own code `torch.compile` never traces; what it calls may be traced. For methods that torch
+    would wrap as a step of an optimizer: it does not."""
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
+    function.hooked = function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
+
+def trace_by(tracer: Any) -> Any:
+    """Let `torch.compile` trace what is called from here on by ``tracer``, nothing if that is None; gives what traced
+    before."""
+    return set_eval_frame(tracer)
+
+
+def step_without_hooks(optimizer_class: type[Optimizer]) -> Callable[..., Any]:
+    """``optimizer_class.step`` without what torch wraps around it when the first instance is made."""
+    step: Any = optimizer_class.step
+    return cast(Callable[..., Any], step.__wrapped__ if getattr(step, "hooked", False) else step)
+
+
+def step_by_foreach(kind: type[torch.Tensor]) -> None:
+    """Let optimizers step parameters of type ``kind`` by foreach operators where they do so with plain ones: on an
+    accelerator, which would else get several kernels for each parameter."""
+    if kind not in _foreach_supported_types:
+        _foreach_supported_types.append(kind)
 
 
 def _dynamo_is_active() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -56,8 +57,14 @@ class DataParallelMesh(DataParallelRanks):
 
     def placements(self, dim: int) -> tuple[Placement, ...]:
         """Placements, by mesh axis, of the DTensor of a tensor that is cut on tensor dim ``dim``."""
-        last: Placement = Shard(dim) if self.strategy.shards_optimizer else Replicate()
-        return (Replicate(),) * (self.mesh.ndim - 1) + (last,)
+        return _placements(self.mesh.ndim, dim if self.strategy.shards_optimizer else None)
+
+
+@functools.cache
+def _placements(ndim: int, dim: int | None) -> tuple[Placement, ...]:
+    # One object for all parameters: to compare placements takes longer than most of what is asked of them.
+    last: Placement = Replicate() if dim is None else Shard(dim)
+    return (Replicate(),) * (ndim - 1) + (last,)
 
 
 class DataParallelAxes(Protocol):

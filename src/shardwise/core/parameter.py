@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .device import call_without_torch_function, local_of, spec_of, wrap_local
+from .device import call_without_torch_function, local_of, spec_of, step_by_foreach, wrap_local
 from .errors import StateError
 from .tree import tensors_in
 
@@ -88,6 +88,9 @@ class ShardedParameter(DTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled as the plain DTensor that it is for others."""
         return wrap_local(local_of(self), spec_of(self), requires_grad=self.requires_grad).__reduce_ex__(protocol)
+
+
+step_by_foreach(ShardedParameter)
 
 
 def _may_write(func: Any) -> bool:

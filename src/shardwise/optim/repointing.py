@@ -1,4 +1,4 @@
-"""Optimizers and sharded parameters."""
+"""Optimizers that were made before `fully_shard`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .core.device import shard_like
-from .core.flat import refuse_flat
-from .core.parameter import successor_of
+from ..core.device import shard_like
+from ..core.flat import refuse_flat
+from ..core.parameter import successor_of
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
@@ -31,7 +31,8 @@ def repoint(optimizer: AnyOptimizer) -> AnyOptimizer:
     """
     for group in optimizer.param_groups:
         refuse_flat(group["params"], "repoint")
-        group["params"] = [_repointed(optimizer, parameter) for parameter in group["params"]]
+        # In place: LBFGS, for one, keeps the list itself.
+        group["params"][:] = [_repointed(optimizer, parameter) for parameter in group["params"]]
     return optimizer
 
 

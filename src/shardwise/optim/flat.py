@@ -1,0 +1,297 @@
+"""Optimizers on flat shards: what lies one after the other is stepped as one tensor."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from operator import is_
+from typing import Any, ClassVar, TypeVar, cast
+
+import torch
+from torch.optim import Optimizer
+
+from ..core.device import step_without_hooks, trace_by, untraced, without_torch_function
+from .runs import Member, Run, local_gradients, members_of, runs_of
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
+
+ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
+    {
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.ASGD,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    }
+)
+"""Optimizers that step every element by its own gradient and state alone."""
+
+NOT_ELEMENTWISE: dict[str, str] = {
+    "Adafactor": "its state is sums over rows and columns",
+    "LBFGS": "its step is a line search over all parameters",
+    "Muon": "it orthogonalizes whole matrices",
+    "SparseAdam": "it takes sparse gradients, and shards have dense ones",
+}
+"""Optimizers of torch that do not, and why."""
+
+
+def flat(
+    optimizer_class: type[AnyOptimizer],
+    params: Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]],
+    *,
+    elementwise: bool = False,
+    **settings: Any,
+) -> AnyOptimizer:
+    """An optimizer that steps sharded parameters that lie one after the other as one flat tensor.
+
+    Its updates are those of ``optimizer_class`` on the same parameters, and so are its param groups, its state and its
+    state dict: a checkpoint of one is loaded by the other. Only `step` is another: a few operators for each unit in
+    place of several for each parameter.
+
+    Args:
+        optimizer_class: of torch, or any other that steps every element by its own gradient and state alone.
+        params: as ``optimizer_class`` takes them. Parameters that are not sharded are stepped one by one.
+        elementwise: says of a class that is not torch's own that it does so.
+        settings: for ``optimizer_class``.
+
+    Returns:
+        An instance of a subclass of ``optimizer_class`` and of `FlatOptimizer`.
+
+    Raises:
+        TypeError: if ``optimizer_class`` is no optimizer class.
+        ValueError: if it is not element-wise, or nobody says that it is; or for ``differentiable=True``.
+    """
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+        raise TypeError(f"optimizer_class must be a class of optimizers, not {optimizer_class!r}")
+    made = _flat_class(_checked(optimizer_class, elementwise))
+    return cast(AnyOptimizer, made(params, **settings))
+
+
+def _checked(optimizer_class: type[Optimizer], elementwise: bool) -> type[Optimizer]:
+    if issubclass(optimizer_class, FlatOptimizer):
+        return optimizer_class.optimizer_class
+    for kind in optimizer_class.__mro__:
+        if kind.__module__.startswith("torch.optim") and (reason := NOT_ELEMENTWISE.get(kind.__name__)):
+            raise ValueError(
+                f"{optimizer_class.__name__} cannot step flat shards: {reason}. Use it as it is, on model.parameters()"
+            )
+    if optimizer_class not in ELEMENTWISE and not elementwise:
+        raise ValueError(
+            f"nobody knows whether {optimizer_class.__name__} steps every element by its own gradient and state alone: "
+            "pass elementwise=True if it does (no norms of whole tensors, no factored state, no matrices)"
+        )
+    return optimizer_class
+
+
+_flat_classes: dict[type[Optimizer], type[Optimizer]] = {}
+
+
+def _flat_class(optimizer_class: type[Optimizer]) -> type[Optimizer]:
+    if optimizer_class not in _flat_classes:
+        body = {"optimizer_class": optimizer_class, "__module__": __name__, "__doc__": optimizer_class.__doc__}
+        _flat_classes[optimizer_class] = type(f"Flat{optimizer_class.__name__}", (FlatOptimizer, optimizer_class), body)
+    return _flat_classes[optimizer_class]
+
+
+def _blank(optimizer_class: type[Optimizer]) -> Optimizer:
+    made = _flat_class(optimizer_class)
+    return made.__new__(made)
+
+
+class FlatOptimizer(Optimizer):
+    """What all optimizers made by `flat` are.
+
+    Between steps it is an ordinary optimizer over the parameters: what is in ``state`` are views of flat tensors, but
+    whoever replaces them is heard. While it steps, the param groups hold flat tensors.
+    """
+
+    optimizer_class: ClassVar[type[Optimizer]]
+    """Whose step this is."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._start_anew()
+
+    def _start_anew(self) -> None:
+        self._groups: list[_Group] = []
+        self._values: list[Any] = []  # of the state, as the last step left it
+        self._tracer: Any = None  # of `torch.compile`, while it is at work
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _blank, (self.optimizer_class,), self.__getstate__()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            name: value
+            for name, value in super().__getstate__().items()
+            if name not in ("_groups", "_tracer", "_values")
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._start_anew()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As of the optimizer.
+
+        Raises:
+            ValueError: for ``differentiable=True``.
+        """
+        super().add_param_group(param_group)
+        if self.param_groups[-1].get("differentiable"):
+            raise ValueError("differentiable=True: flat shards have no history; use the optimizer as it is")
+
+    @untraced
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of the optimizer."""
+        tracer = trace_by(None)
+        try:
+            with without_torch_function():
+                super().zero_grad(set_to_none)
+        finally:
+            trace_by(tracer)
+
+    @untraced
+    def step(self, closure: Callable[[], Any] | None = None, **settings: Any) -> Any:
+        """One update; `torch.compile` of it compiles what is done to the flat tensors.
+
+        Args:
+            closure: computes the loss and the gradients again.
+            settings: for the optimizer.
+
+        Returns:
+            What ``closure`` gave.
+        """
+        tracer = trace_by(None)
+        outer, self._tracer = self._tracer, tracer
+        try:
+            return _hooked_update(self, closure, **settings)
+        finally:
+            self._tracer = outer
+            trace_by(tracer)
+
+    def _update(self, closure: Callable[[], Any] | None = None, **settings: Any) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = self._traced(closure)
+        originals = self._put_flat()
+        try:
+            self._traced(step_without_hooks(self.optimizer_class), self, **settings)
+        finally:
+            self._put_back(originals)
+        return loss
+
+    def _traced(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        trace_by(self._tracer)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            trace_by(None)
+
+    def _put_flat(self) -> tuple[list[Sequence[torch.Tensor]], dict[Any, Any]]:
+        parameters, states = [group["params"] for group in self.param_groups], self.state
+        if len(parameters) != len(self._groups):
+            self._groups = [_Group() for _ in parameters]
+        flat_states: defaultdict[Any, Any] = defaultdict(dict)
+        with torch.no_grad(), without_torch_function():
+            values = _values_in(states)
+            untouched = len(values) == len(self._values) and all(map(is_, values, self._values))
+            for group, members in zip(self._groups, parameters, strict=True):
+                group.prepare(members, states, untouched)
+            for state_of, state in states.items():
+                if not isinstance(state_of, torch.Tensor):
+                    flat_states[state_of] = state
+            for group in self._groups:
+                group.lend_states(states, flat_states)
+        for settings, group in zip(self.param_groups, self._groups, strict=True):
+            settings["params"] = group.tensors
+        self.state = flat_states
+        return parameters, states
+
+    def _put_back(self, originals: tuple[list[Sequence[torch.Tensor]], dict[Any, Any]]) -> None:
+        flat_states = self.state
+        parameters, self.state = originals  # type: ignore[assignment]
+        for settings, members in zip(self.param_groups, parameters, strict=True):
+            settings["params"] = members
+        with torch.no_grad(), without_torch_function():
+            for state_of, state in flat_states.items():
+                if not isinstance(state_of, torch.Tensor):
+                    self.state[state_of] = state
+            for group in self._groups:
+                group.publish(flat_states, self.state)
+        self._values = _values_in(self.state)
+
+
+_hooked_update = Optimizer.profile_hook_step(FlatOptimizer._update)
+
+
+def _values_in(states: Mapping[Any, Any]) -> list[Any]:
+    return [*chain.from_iterable(state.values() for state in states.values() if isinstance(state, dict))]
+
+
+class _Group:
+    """One param group: its runs, and parameters that are whole."""
+
+    def __init__(self) -> None:
+        self._parameters: list[torch.Tensor] = []
+        self._members: list[Member] = []
+        self._runs: list[Run] = []
+        self._whole: list[torch.Tensor] = []
+        self.tensors: list[torch.Tensor] = []
+        """What is stepped."""
+
+    def prepare(self, parameters: Sequence[torch.Tensor], states: Any, untouched: bool) -> None:
+        """Take this step's gradients, and everything that was changed since the last step.
+
+        Args:
+            parameters: of the param group.
+            states: of the optimizer.
+            untouched: whether nothing was replaced there since the last step.
+        """
+        same = len(parameters) == len(self._parameters) and all(map(is_, parameters, self._parameters))
+        gradients = local_gradients(self._members) if same else None
+        if gradients is None:
+            self._members, self._whole = members_of(parameters)
+            self._parameters, self._runs = list(parameters), [Run(run) for run in runs_of(self._members)]
+            gradients = local_gradients(self._members)
+            assert gradients is not None
+        for run in self._runs:
+            run.prepare(gradients, states, untouched)
+        self.tensors = [piece.flat for run in self._runs for piece in run.pieces] + self._whole
+
+    def lend_states(self, states: Any, flat_states: dict[Any, Any]) -> None:
+        """Put the state of what is stepped into ``flat_states``, and tell the owners that it will be written."""
+        for run in self._runs:
+            for piece in run.pieces:
+                if piece.state or piece.members[0].state is not None:
+                    flat_states[piece.flat] = piece.state
+                if (owner := piece.anchor.reference()) is not None:
+                    owner.note_write()
+        for tensor in self._whole:
+            if tensor in states:
+                flat_states[tensor] = states[tensor]
+
+    def publish(self, flat_states: dict[Any, Any], states: Any) -> None:
+        """Give the parameters the state that was made, and drop the gradients."""
+        pieces = [piece for run in self._runs for piece in run.pieces]
+        stepped = [piece for piece in pieces if piece.flat in flat_states]
+        # Whoever gathers state goes through it in this order, which has to be that of all ranks.
+        new = [member for piece in stepped if piece.is_new for member in piece.members]
+        for member in sorted(new, key=lambda member: member.index):
+            states.setdefault(member.parameter, {})
+        for piece in stepped:
+            piece.state = flat_states[piece.flat]
+            piece.publish()
+        for piece in pieces:
+            piece.flat.grad = None
+        for tensor in self._whole:
+            if tensor in flat_states:
+                states[tensor] = flat_states[tensor]

@@ -1,0 +1,382 @@
+"""Optimizers on flat shards against the same optimizers on the sharded parameters, FSDP2 and one process."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.optim import Optimizer
+
+import shardwise
+from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, Placements
+from shardwise.core.errors import StateError
+from shardwise.fairscale import FullyShardedDataParallel
+from shardwise.optim import flat
+
+from ..models import MLP, build, inputs_for, wrap
+from .harness import on_ranks
+from .truth import whole
+
+Make = Callable[..., Optimizer]
+
+
+def plain(optimizer_class: type[Optimizer], params: Any, **settings: Any) -> Optimizer:
+    return optimizer_class(params, **settings)
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Two param groups, of matrices and of the rest."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.2},
+        {"params": [p for p in parameters if p.ndim <= 1]},
+    ]
+
+
+def wrapped(name: str, verb: Any = shardwise.fully_shard, **options: Any) -> nn.Module:
+    return wrap(build(name), verb, **options)
+
+
+def train(model: nn.Module, optimizer: Optimizer, steps: int = 3, first: int = 0, rank: int | None = None) -> None:
+    """Steps of mean squares or, for token models, of cross entropy; the norm is clipped in every second one."""
+    rank = dist.get_rank() if rank is None else rank
+    for step in range(first, first + steps):
+        inputs = inputs_for(model, 100 * step + rank)
+        model(inputs).float().square().mean().backward()
+        if step % 2:
+            shardwise.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def assert_same(ours: nn.Module, truth: nn.Module, message: str = "") -> None:
+    for (name, parameter), expected in zip(ours.named_parameters(), truth.parameters(), strict=True):
+        one, other = whole(parameter), whole(expected)
+        assert torch.equal(one, other), f"{message} {name} differs by {(one - other).abs().max()}"
+
+
+def assert_same_state(ours: Optimizer, truth: Optimizer, message: str = "") -> None:
+    one, other = ours.state_dict(), truth.state_dict()
+    assert one["param_groups"] == other["param_groups"]
+    assert one["state"].keys() == other["state"].keys(), message
+    for index, state in one["state"].items():
+        assert state.keys() == other["state"][index].keys(), message
+        for key, value in state.items():
+            expected = other["state"][index][key]
+            assert type(value) is type(expected), f"{message} {key} {type(value)} {type(expected)}"
+            if isinstance(value, DTensor):
+                assert value.placements == expected.placements
+                assert value.to_local().shape == expected.to_local().shape
+            same = torch.equal(whole(value), whole(expected)) if isinstance(value, torch.Tensor) else value == expected
+            assert same, f"{message} state {index} {key}"
+
+
+@on_ranks(2, name=["transformer", "conv"])
+def test_like_fsdp2(name: str) -> None:
+    model, theirs = wrapped(name), wrapped(name, torch_fully_shard)
+    optimizer, truth = flat(torch.optim.AdamW, groups(model), lr=1e-2), torch.optim.AdamW(groups(theirs), lr=1e-2)
+    for step in range(3):
+        for one, its in ((model, optimizer), (theirs, truth)):
+            one(inputs_for(one, 10 * step + dist.get_rank())).square().mean().backward()
+            (shardwise if one is model else nn.utils).clip_grad_norm_(one.parameters(), 0.5)
+            its.step()
+            its.zero_grad()
+    assert_same(model, theirs)
+    assert_same_state(optimizer, truth)
+
+
+@on_ranks(2, 3)
+def test_like_one_process() -> None:
+    model, single = wrapped("transformer"), build("transformer")
+    settings = {"lr": 0.1, "momentum": 0.9}  # linear in the gradients, so that a difference of rounding stays one
+    optimizer, truth = flat(torch.optim.SGD, groups(model), **settings), torch.optim.SGD(groups(single), **settings)
+    size = dist.get_world_size()
+    for step in range(3):
+        for rank in range(size):
+            (single(inputs_for(single, 10 * step + rank)).square().mean() / size).backward()
+        model(inputs_for(model, 10 * step + dist.get_rank())).square().mean().backward()
+        norm = shardwise.clip_grad_norm_(model.parameters(), 0.5)
+        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(single.parameters(), 0.5))
+        for one in (optimizer, truth):
+            one.step()
+            one.zero_grad()
+    for parameter, expected in zip(model.parameters(), single.parameters(), strict=True):
+        torch.testing.assert_close(whole(parameter), expected.detach())
+
+
+def _options() -> dict[str, dict[str, Any]]:
+    if dist.get_world_size() == 4:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        return {"hsdp": {"mesh": mesh}, "hsdp, zero2": {"mesh": mesh, "placements": Placements.zero2}}
+    return {
+        "zero1": {"placements": Placements.zero1},
+        "zero2": {"placements": Placements.zero2},
+        "ddp": {"placements": Placements.ddp},
+        "kept": {"reshard_after_forward": False},
+        "mixed": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+        "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+        "dim 1": {"shard_placement_fn": _last_dim},
+    }
+
+
+def _last_dim(parameter: nn.Parameter) -> Shard | None:
+    last = parameter.ndim - 1
+    return Shard(last) if last and parameter.shape[last] % dist.get_world_size() == 0 else None
+
+
+@on_ranks(2, 4)
+def test_with_every_way_to_shard() -> None:
+    for title, options in _options().items():
+        models = wrapped("mlp", **options), wrapped("mlp", **options)
+        for model, make in zip(models, (plain, flat), strict=True):
+            train(model, make(torch.optim.AdamW, groups(model), lr=1e-2))
+        assert_same(models[1], models[0], title)
+
+
+class Branches(nn.Module):
+    """Of which an input chooses one; the last is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
+        self.layers[3].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, branches: tuple[int, ...]) -> torch.Tensor:
+        for branch in branches:
+            x = torch.tanh(self.layers[branch](x))
+        return self.layers[3](x)
+
+
+@on_ranks(1, 2, 3)
+def test_parameters_without_gradients_keep_their_state() -> None:
+    for optimizer_class in (torch.optim.AdamW, torch.optim.SGD, torch.optim.NAdam):
+        models, optimizers = [], []
+        for make in (plain, flat):
+            torch.manual_seed(1)
+            models.append(shardwise.fully_shard(Branches()))
+            momentum = {"momentum": 0.9} if optimizer_class is torch.optim.SGD else {}
+            optimizers.append(make(optimizer_class, models[-1].parameters(), lr=1e-2, **momentum))
+        for step, branches in enumerate([(0, 1), (1,), (0, 1, 2), (2, 0), (0, 1, 2), (0, 1, 2)]):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                torch.manual_seed(step)
+                model(torch.randn(3, 5), branches).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_same(models[1], models[0], optimizer_class.__name__)
+        assert_same_state(optimizers[1], optimizers[0], optimizer_class.__name__)
+
+
+@on_ranks(2, 3)
+def test_state_dicts_go_both_ways() -> None:
+    models = [wrapped("mlp") for _ in range(4)]
+    makers: list[Make] = [plain, flat, plain, flat]
+    optimizers = [make(torch.optim.AdamW, groups(m), lr=1e-2) for m, make in zip(models, makers, strict=True)]
+    for model, optimizer in zip(models[:2], optimizers[:2], strict=True):
+        train(model, optimizer)
+    for source, target in ((0, 3), (1, 2)):  # the plain one's into a flat one, and the reverse
+        models[target].load_state_dict(models[source].state_dict())
+        state_dict = optimizers[source].state_dict()
+        with tempfile.TemporaryDirectory() as directory:
+            torch.save(state_dict, f"{directory}/state.pt")
+            loaded = torch.load(f"{directory}/state.pt", weights_only=False)
+        optimizers[target].load_state_dict(loaded)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer, first=3)
+    for other in (1, 2, 3):
+        assert_same(models[other], models[0], str(other))
+        assert_same_state(optimizers[other], optimizers[0], str(other))
+
+
+@on_ranks(2, 3)
+def test_checkpoints_of_torch_and_of_shardwise() -> None:
+    models = [wrapped("mlp") for _ in range(5)]
+    optimizers = [flat(torch.optim.AdamW, groups(model), lr=1e-2) for model in models[:4]]
+    optimizers.append(torch.optim.AdamW(groups(models[4]), lr=1e-2))
+    train(models[0], optimizers[0])
+    for full, target in ((False, 1), (True, 2), (True, 4)):
+        options = StateDictOptions(full_state_dict=full)
+        state = copy.deepcopy(get_optimizer_state_dict(models[0], optimizers[0], options=options))
+        models[target].load_state_dict(models[0].state_dict())
+        set_optimizer_state_dict(models[target], optimizers[target], state, options=options)
+    directory = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(directory)
+    train(models[3], optimizers[3], steps=1, first=7)  # it has state already, which is written in place
+    shardwise.save(f"{directory[0]}/checkpoint", model=models[0], optimizer=optimizers[0])
+    shardwise.load(f"{directory[0]}/checkpoint", model=models[3], optimizer=optimizers[3])
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer, first=3)
+    for other in (1, 2, 3, 4):
+        assert_same(models[other], models[0], str(other))
+
+
+@on_ranks(2)
+def test_step_counts_that_differ_survive_loading_in_place() -> None:
+    models = [shardwise.fully_shard(MLP()) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    first, second = (flat(torch.optim.AdamW, model.parameters(), lr=1e-2) for model in models)
+    train(models[0], first, steps=2)
+    parameters = list(models[0].parameters())
+    inputs = inputs_for(models[0], 3)
+    models[0](inputs).square().mean().backward()
+    parameters[1].grad = None
+    first.step()
+    first.zero_grad()
+    train(models[1], second, steps=1)
+    directory = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(directory)
+    shardwise.save(f"{directory[0]}/checkpoint", model=models[0], optimizer=first)
+    shardwise.load(f"{directory[0]}/checkpoint", model=models[1], optimizer=second)
+    assert [int(second.state[p]["step"]) for p in models[1].parameters()] == [3, 2, 3, 3, 3, 3]
+    for model, optimizer in zip(models, (first, second), strict=True):
+        train(model, optimizer, first=3)
+    assert_same(models[1], models[0])
+
+
+@on_ranks(2, 3)
+def test_accumulation_scaling_and_schedules() -> None:
+    models = wrapped("mlp"), wrapped("mlp")
+    for model, make in zip(models, (plain, flat), strict=True):
+        optimizer = make(torch.optim.AdamW, groups(model), lr=1e-3)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[1e-2, 1e-3], total_steps=5)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for step in range(4):
+            for half in range(2):
+                loss = model(inputs_for(model, 100 * step + 10 * half + dist.get_rank())).square().mean()
+                scaler.scale(loss if step != 1 else loss * float("inf")).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            schedule.step()
+            optimizer.zero_grad(set_to_none=bool(step % 2))
+    assert_same(models[1], models[0])
+
+
+@on_ranks(1, 2, 3)
+def test_shards_that_were_made_anew() -> None:
+    models = wrapped("mlp"), wrapped("mlp")
+    for model, make in zip(models, (plain, flat), strict=True):
+        optimizer = make(torch.optim.AdamW, groups(model), lr=1e-2)
+        train(model, optimizer, steps=2)
+        model.to(torch.float64)
+        for state in optimizer.state.values():
+            state.update({key: value.double() for key, value in state.items() if key != "step"})
+        for step in range(2):
+            model(inputs_for(model, step).double()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.load_state_dict({key: value.clone() for key, value in model.state_dict().items()}, assign=True)
+        again = make(torch.optim.AdamW, groups(model), lr=1e-2)
+        for step in range(2):
+            model(inputs_for(model, step).double()).square().mean().backward()
+            again.step()
+            again.zero_grad()
+    assert_same(models[1], models[0])
+
+
+@on_ranks(2)
+def test_flat_shards_of_fairscale() -> None:
+    models = []
+    for make in (plain, flat):
+        torch.manual_seed(1)
+        model = FullyShardedDataParallel(nn.Sequential(FullyShardedDataParallel(nn.Linear(9, 7)), nn.Linear(7, 3)))
+        optimizer = make(torch.optim.AdamW, model.parameters(), lr=1e-2)
+        for step in range(3):
+            torch.manual_seed(10 * step + dist.get_rank())
+            model(torch.randn(4, 9)).square().mean().backward()
+            model.clip_grad_norm_(0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        models.append((model, model.gather_full_optim_state_dict(optimizer)))
+    (one, saved), (other, expected) = models
+    for value, truth in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(value, truth)
+    if expected is not None:
+        assert saved is not None
+        assert saved["state"].keys() == expected["state"].keys()
+
+
+@on_ranks(2)
+def test_beside_parameters_that_are_not_sharded() -> None:
+    results = []
+    for make in (plain, flat):
+        torch.manual_seed(1)
+        layers = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))
+        shardwise.fully_shard(layers[0])
+        optimizer = make(torch.optim.AdamW, layers.parameters(), lr=1e-2)
+        for step in range(3):
+            torch.manual_seed(step)
+            layers(torch.randn(4, 5)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append((layers, optimizer))
+    assert_same(results[1][0], results[0][0])
+    assert_same_state(results[1][1], results[0][1])
+
+
+@on_ranks(4)
+def test_beside_tensor_parallelism() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    results = []
+    for make in (plain, flat):
+        model = parallelize_module(
+            build("mlp"), mesh["tp"], {"layers.1": ColwiseParallel(), "layers.2": RowwiseParallel()}
+        )
+        wrap(model, shardwise.fully_shard, mesh=mesh["dp"])
+        optimizer = make(torch.optim.AdamW, groups(model), lr=1e-2)
+        train(model, optimizer, rank=mesh["dp"].get_local_rank())
+        results.append((model, optimizer))
+    assert_same(results[1][0], results[0][0])
+    assert_same_state(results[1][1], results[0][1])
+
+
+@on_ranks(2)
+def test_an_optimizer_made_before_wrapping() -> None:
+    results = []
+    for make in (plain, flat):
+        model = build("mlp")
+        optimizer = make(torch.optim.AdamW, groups(model), lr=1e-2)
+        model(inputs_for(model, 0)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wrap(model, shardwise.fully_shard)
+        with pytest.raises(StateError, match=r"shardwise.repoint"):
+            optimizer.step()
+        shardwise.repoint(optimizer)
+        train(model, optimizer)
+        results.append((model, optimizer))
+    assert_same(results[1][0], results[0][0])
+    assert_same_state(results[1][1], results[0][1])
+
+
+@on_ranks(2)
+def test_a_compiled_update() -> None:
+    models = wrapped("mlp"), wrapped("mlp")
+    optimizers = [flat(torch.optim.AdamW, groups(model), lr=1e-2) for model in models]
+    compiled = torch.compile(_update, backend="eager")
+    for step in range(3):
+        for model, optimizer, update in zip(models, optimizers, (_update, compiled), strict=True):
+            model(inputs_for(model, 10 * step + dist.get_rank())).square().mean().backward()
+            update(optimizer)
+            assert all(parameter.grad is None for parameter in model.parameters())
+    for parameter, expected in zip(models[1].parameters(), models[0].parameters(), strict=True):
+        torch.testing.assert_close(whole(parameter), whole(expected))
+
+
+def _update(optimizer: Optimizer) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
