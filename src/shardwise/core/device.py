@@ -429,9 +429,8 @@ def without_torch_function() -> contextlib.AbstractContextManager[Any]:
     return torch._C.DisableTorchFunctionSubclass()
 
 
-def call_without_torch_function(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Call ``func`` as torch does for a class whose ``__torch_function__`` is disabled."""
-    return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
+call_without_torch_function: Callable[[Any, Any, Any, Any], Any] = torch._C._disabled_torch_function_impl
+"""``(func, types, args, kwargs)``: call ``func`` as torch does for a class whose ``__torch_function__`` is disabled."""
 
 
 def run_tensor_hooks(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

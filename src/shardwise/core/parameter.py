@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from enum import Enum, auto
 from typing import Any, Protocol, cast
 
 import torch
@@ -59,13 +60,15 @@ class ShardedParameter(DTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__[-1] == "_" and _may_write(func):
-            for parameter in _sharded_in((args, kwargs)):
+        if (effect := _effects.get(func)) is None:
+            effect = _effects[func] = _effect_of(func)
+        if effect is _Effect.WRITES:
+            for parameter in _sharded_in((args[:1], kwargs)):
                 if (owner := owner_of(parameter)) is not None:
                     owner.note_write()
         try:
             result = call_without_torch_function(func, types, args, kwargs or {})
-            if func == torch.Tensor.detach or func == _DATA:
+            if effect is _Effect.ALIASES:
                 result.__class__ = cls  # writes through it are seen; `nn.Parameter` asks it of a subclass
                 result.__dict__["_shardwise_owner"] = args[0].__dict__.get("_shardwise_owner")
             return result
@@ -93,11 +96,26 @@ class ShardedParameter(DTensor):
 step_by_foreach(ShardedParameter)
 
 
-def _may_write(func: Any) -> bool:
+class _Effect(Enum):
+    """What a function of torch does to its first argument."""
+
+    NONE = auto()
+    WRITES = auto()
+    ALIASES = auto()
+
+
+_effects: dict[Any, _Effect] = {}
+"""Of the functions that were called, since names are looked at more slowly."""
+
+
+def _effect_of(func: Any) -> _Effect:
+    if func == torch.Tensor.detach or func == _DATA:
+        return _Effect.ALIASES
     name: str = func.__name__
-    if name == "requires_grad_":
-        return False
-    return not name.endswith("__") or name.startswith("__i") or name == "__setitem__"
+    if name == "requires_grad_" or name[-1] != "_":
+        return _Effect.NONE
+    writes = not name.endswith("__") or name.startswith("__i") or name == "__setitem__"
+    return _Effect.WRITES if writes else _Effect.NONE
 
 
 def _sharded_in(value: Any) -> list[ShardedParameter]:
