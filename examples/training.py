@@ -24,6 +24,7 @@ from corpus import Corpus
 from options import SIZES, Options
 from report import HeldBytes, ProgressDisplay, held_bytes, held_table, unsharded_bytes
 from shardwise import MixedPrecisionPolicy, Placements, clip_grad_norm_, fully_shard
+from shardwise.optim import flat
 from transformer import Transformer, TransformerConfig
 
 PRESETS = (Placements.ddp, Placements.zero1, Placements.zero2, Placements.zero3)
@@ -109,14 +110,14 @@ def build_model(options: Options, mesh: DeviceMesh) -> Transformer:
 
 
 def build_optimizer(model: nn.Module, lr: float) -> AdamW:
-    """AdamW that decays matrices only."""
+    """AdamW that decays matrices only and steps a unit's shards as one tensor."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [
         {"params": matrices, "weight_decay": WEIGHT_DECAY},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    return AdamW(groups, lr=lr, betas=(0.9, 0.95))
+    return flat(AdamW, groups, lr=lr, betas=(0.9, 0.95))
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
