@@ -55,6 +55,8 @@ class Pair:
         shape = (2, 8) if isinstance(self.model, Transformer) else (4, 9)
         inputs = torch.zeros(shape, dtype=torch.long) if isinstance(self.model, Transformer) else torch.ones(shape)
         self.model(inputs).sum().backward()
+        for parameter in self.parameters:  # a fake group reduces nothing, and padding is what was in memory
+            torch.empty(0, dtype=parameter.dtype).set_(local(parameter.grad).untyped_storage()).zero_()
         self.steps += 1
         for index, (parameter, own) in enumerate(zip(self.parameters, self.copies, strict=True)):
             if index in without:
@@ -518,6 +520,7 @@ def test_fused(fake_mesh: MakeMesh, name: str) -> None:
         torch.testing.assert_close(local(parameter).detach(), own.detach())
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="older Dynamo cannot trace optimizers over views of one memory")
 def test_compiled(fake_mesh: MakeMesh) -> None:
     pair = Pair(sharded(fake_mesh(2)))
     calls: list[int] = []

@@ -18,7 +18,7 @@ class FlatParameter(nn.Parameter):
         requires_grad: of the joined parameter.
 
     Attributes:
-        names: of the parameters, if they are known.
+        param_names: of the parameters, if they are known.
         shapes: of each.
 
     Raises:
@@ -26,7 +26,7 @@ class FlatParameter(nn.Parameter):
         ValueError: if there are none, or one is a `FlatParameter`, or they have several dtypes.
     """
 
-    names: tuple[str, ...]
+    param_names: tuple[str, ...]
     shapes: tuple[torch.Size, ...]
 
     def __new__(cls, params: Sequence[torch.Tensor], requires_grad: bool = True) -> FlatParameter:
@@ -53,7 +53,7 @@ class FlatParameter(nn.Parameter):
         cls, data: torch.Tensor, requires_grad: bool, names: Sequence[str], shapes: Sequence[Sequence[int]]
     ) -> FlatParameter:
         flat = super().__new__(cls, data, requires_grad)
-        flat.names, flat.shapes = tuple(names), tuple(torch.Size(shape) for shape in shapes)
+        flat.param_names, flat.shapes = tuple(names), tuple(torch.Size(shape) for shape in shapes)
         return flat
 
     @classmethod
@@ -86,12 +86,12 @@ class FlatParameter(nn.Parameter):
 
     def metadata(self) -> tuple[list[str], list[torch.Size], list[int]]:
         """Names, shapes and numbers of elements of the parameters."""
-        return list(self.names), list(self.shapes), self.numels
+        return list(self.param_names), list(self.shapes), self.numels
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return FlatParameter._around, (self.data, self.requires_grad, self.names, self.shapes)
+        return FlatParameter._around, (self.data, self.requires_grad, self.param_names, self.shapes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParameter:
-        copied = FlatParameter._around(self.detach().clone(), self.requires_grad, self.names, self.shapes)
+        copied = FlatParameter._around(self.detach().clone(), self.requires_grad, self.param_names, self.shapes)
         memo[id(self)] = copied
         return copied
