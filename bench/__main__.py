@@ -18,7 +18,9 @@ from .cases import case_tables
 from .checkpointing import checkpoint_tables
 from .collectives import collective_tables
 from .counts import count_tables
+from .exposed import exposed_tables
 from .fairscale import fairscale_tables
+from .gpu import gpu_tables
 from .host import host_tables
 from .lightning import lightning_tables
 from .loading import loading_tables
@@ -42,6 +44,8 @@ BENCHES: dict[str, tuple[str, Callable[[bool], list[Table]]]] = {
     "collectives": ("gloo's collectives", collective_tables),
     "steps": ("Step time", step_tables),
     "settings": ("Step time in other settings", setting_tables),
+    "network": ("Communication that a step does not hide", exposed_tables),
+    "gpu": ("On one GPU", gpu_tables),
     "lightning": ("A Trainer's step", lightning_tables),
     "checkpoints": ("Checkpoints", checkpoint_tables),
 }

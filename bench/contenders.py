@@ -68,18 +68,21 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def make_contender(name: str, shape: Shape, precision: MixedPrecisionPolicy | None = None) -> Contender:
-    """Build and wrap a model for the default process group; all contenders start from the same parameters."""
+def make_contender(
+    name: str, shape: Shape, precision: MixedPrecisionPolicy | None = None, device: str = "cpu"
+) -> Contender:
+    """Build and wrap a model on ``device`` for the default process group; all contenders start from the same
+    parameters."""
     torch.manual_seed(1)
-    model: nn.Module = Transformer(shape)
+    model: nn.Module = Transformer(shape).to(device)
     if name in (SHARDWISE, FSDP2):
         verb = shardwise.fully_shard if name == SHARDWISE else torch_fully_shard
-        _wrap(model, verb, init_device_mesh("cpu", (dist.get_world_size(),)), precision)
+        _wrap(model, verb, init_device_mesh(device, (dist.get_world_size(),)), precision)
     elif precision is not None:
         raise ValueError(f"{name} has no setting for {precision}")
     elif name == DDP:
         model = _data_parallel(model)
-    return Contender(name, model, torch.optim.AdamW(model.parameters(), lr=1e-4), make_tokens(shape))
+    return Contender(name, model, torch.optim.AdamW(model.parameters(), lr=1e-4), make_tokens(shape).to(device))
 
 
 def _wrap(model: nn.Module, verb: Any, mesh: DeviceMesh, precision: MixedPrecisionPolicy | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
@@ -10,15 +11,15 @@ T = TypeVar("T")
 
 
 def interleave(actions: Mapping[str, Callable[[], T]], warm_up: int, rounds: int) -> dict[str, list[T]]:
-    """Run every action once per round, starting with another one each round; gives the results after ``warm_up``.
+    """Run every action once per round, in another order each round, the same on all ranks; gives the results after
+    ``warm_up``.
 
-    What disturbs the machine for a while then disturbs all of them, and each has every other as its predecessor.
+    What disturbs the machine for a while then disturbs all of them, and none has the same predecessor each time.
     """
     names = list(actions)
     results: dict[str, list[T]] = {name: [] for name in names}
     for round_ in range(warm_up + rounds):
-        first = round_ % len(names)
-        for name in (*names[first:], *names[:first]):
+        for name in random.Random(round_).sample(names, len(names)):
             result = actions[name]()
             if round_ >= warm_up:
                 results[name].append(result)

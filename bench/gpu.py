@@ -1,0 +1,146 @@
+"""One GPU under a fake process group of 8: time of forward and backward, kernels launched, memory of a step."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from .contenders import FSDP2, SHARDWISE, UNSHARDED, Contender, make_contender
+from .model import Shape
+from .ranks import run_on_fake
+from .report import NONE, Table, mebibytes, number, ratio
+from .timing import interleave, median, spread
+
+WORLD_SIZE = 8
+HOST_BOUND = Shape(blocks=32, width=64, batch=1, length=4)
+COMPUTE_BOUND = Shape(blocks=16, width=2048, batch=4, length=1024)
+ENGINES = (UNSHARDED, SHARDWISE, FSDP2)
+LIMIT = 240.0
+WARM_UP = 3
+LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel")
+COPIES = ("cudaMemcpy", "cudaMemset")
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What one step takes.
+
+    Args:
+        launches: kernels of forward and backward.
+        copies: copies and fills without a kernel, of the same.
+        resident: bytes of parameters (shards), and of optimizer state.
+        allocated: most bytes of tensors in a whole step, the optimizer's included.
+        reserved: most bytes that the caching allocator took for them.
+        split: most bytes of its blocks that were free beside others in use.
+    """
+
+    launches: int
+    copies: int
+    resident: int
+    allocated: int
+    reserved: int
+    split: int
+
+
+def gpu_tables(quick: bool) -> list[Table]:
+    """Two tables for each size."""
+    if not torch.cuda.is_available():
+        return [Table("One GPU under a fake process group", ["not measured"], [["needs a GPU"]])]
+    rounds = 10 if quick else 60
+    return [table for shape in (HOST_BOUND, COMPUTE_BOUND) for table in (_times(shape, rounds), _footprints(shape))]
+
+
+def _times(shape: Shape, rounds: int) -> Table:
+    runs: dict[str, list[tuple[float, float]]] = run_on_fake(WORLD_SIZE, LIMIT, measure, shape, WARM_UP, rounds)
+    columns = ["contender", "host ms", "step ms", "± ms", "overhead ms", "overhead / FSDP2's"]
+    table = Table(f"Forward + backward on one GPU, fake group of {WORLD_SIZE}: {shape}", columns)
+    steps = {name: [step for _, step in found] for name, found in runs.items()}
+    middle = {name: median(found) for name, found in steps.items()}
+    for name, found in runs.items():
+        overhead = middle[name] - middle[UNSHARDED]
+        compared = [number(1e3 * overhead, 2), ratio(overhead, middle[FSDP2] - middle[UNSHARDED])]
+        seconds = (median([host for host, _ in found]), middle[name], spread(steps[name]))
+        cells = [name, *(number(1e3 * value, 2) for value in seconds)]
+        table.rows.append([*cells, *([NONE, NONE] if name == UNSHARDED else compared)])
+    table.notes = (
+        f"{rounds} rounds after {WARM_UP} of warm-up. Collectives are copies on this GPU.",
+        "host: until everything is queued. step: until everything is done.",
+        "overhead: a contender's step minus that without sharding.",
+    )
+    table.chart = "step ms"
+    return table
+
+
+def _footprints(shape: Shape) -> Table:
+    columns = ["contender", "kernels/unit", "copies/unit", "resident MiB", "peak MiB", "reserved MiB"]
+    columns += ["reserved / peak", "free between others MiB"]
+    table = Table(f"Kernels and memory of a step on one GPU, fake group of {WORLD_SIZE}: {shape}", columns)
+    units = shape.blocks + 1
+    for name in ENGINES:
+        found: Footprint = run_on_fake(WORLD_SIZE, LIMIT, measure_footprint, name, shape)
+        row = [name, number(found.launches / units), number(found.copies / units)]
+        row += map(mebibytes, (found.resident, found.allocated, found.reserved))
+        table.rows.append([*row, ratio(found.reserved, found.allocated), mebibytes(found.split)])
+    table.notes = (
+        f"{units} units (the blocks and the root). Kernels and copies: launched by forward and backward, as CUPTI "
+        "counts them. Each contender in a process of its own.",
+        "peak: allocated in a step with its optimizer. reserved: what the caching allocator took for it; reserved / "
+        "peak and what lies free between others show fragmentation.",
+    )
+    table.chart = "peak MiB"
+    return table
+
+
+def measure(shape: Shape, warm_up: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """In one process: seconds of the host and of the whole, of each contender's runs."""
+    actions: dict[str, Callable[[], tuple[float, float]]] = {}
+    for name in ENGINES:
+        actions[name] = functools.partial(_timed_run, make_contender(name, shape, device="cuda"))
+    gc.collect()
+    gc.freeze()
+    return interleave(actions, warm_up, rounds)
+
+
+def _timed_run(contender: Contender) -> tuple[float, float]:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    contender.forward().backward()
+    queued = time.perf_counter()
+    torch.cuda.synchronize()
+    end = time.perf_counter()
+    contender.optimizer.zero_grad()
+    return queued - start, end - start
+
+
+def measure_footprint(name: str, shape: Shape) -> Footprint:
+    """In a process of its own: one contender's."""
+    contender = make_contender(name, shape, device="cuda")
+    for _ in range(WARM_UP):
+        contender.step()
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    contender.step()
+    torch.cuda.synchronize()
+    stats = torch.cuda.memory_stats()
+    peaks = (int(stats[f"{kind}_bytes.all.peak"]) for kind in ("allocated", "reserved", "inactive_split"))
+    return Footprint(*_launched(contender), contender.resident_bytes(), *peaks)
+
+
+def _launched(contender: Contender) -> tuple[int, int]:
+    """Kernels, and copies without one, of forward and backward."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        contender.forward().backward()
+        torch.cuda.synchronize()
+    contender.optimizer.zero_grad()
+    counts = {event.key: event.count for event in profiler.key_averages()}
+    launches, copies = (
+        sum(count for key, count in counts.items() if key.startswith(names)) for names in (LAUNCHES, COPIES)
+    )
+    return launches, copies
