@@ -781,3 +781,47 @@ def test_is_freed_after_every_use(flat: bool) -> None:
             assert all(reference() is None for reference in references), use
     finally:
         gc.enable()
+
+
+# -- Order
+
+
+class Mixed(nn.Module):
+    """Every module has trained and frozen parameters, in either order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.first.weight.requires_grad_(False)
+        self.last.bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+@on_ranks(1, 2, flat=FLAT)
+def test_trained_and_frozen_parameters_take_turns(flat: bool) -> None:
+    """Each has its own values, and the order stays: optimizers and averages find parameters again by it alone."""
+    torch.manual_seed(3)
+    plain = Mixed()
+    model = FSDP(copy.deepcopy(plain), flatten_parameters=flat)
+    names = [name for name, _ in plain.named_parameters()]
+    for instance in (model, copy.deepcopy(model)):
+        inputs = torch.randn(2, 3)
+        assert torch.equal(instance(inputs), plain(inputs))
+        for name, value in instance.state_dict().items():
+            assert torch.equal(value, plain.state_dict()[name]), name
+        before = list(instance.parameters())
+        optimizer = torch.optim.Adam(before)
+        instance(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        for volatile in (True, False):
+            with instance.summon_full_params(volatile=volatile):
+                assert [name for name, _ in instance.named_parameters()] == names
+        assert list(instance.state_dict()) == names
+        instance.load_state_dict(plain.state_dict())
+        instance.apply(lambda module: None)
+        assert all(a is b for a, b in zip(instance.parameters(), before, strict=True))
+        whole = instance.gather_full_optim_state_dict(optimizer, recipient_rank=None)
+        assert whole is not None
+        assert sorted(whole["state"]) == [1, 2]

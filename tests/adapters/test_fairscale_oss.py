@@ -5,13 +5,17 @@ from __future__ import annotations
 import copy
 import inspect
 import io
+import itertools
 import math
 import pickle
+import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -395,26 +399,99 @@ def test_received_parameters_count_as_modified() -> None:
 # -- Memory of small parameters
 
 
-def addresses(parameters: Iterable[torch.Tensor]) -> set[int]:
-    return {parameter.untyped_storage().data_ptr() for parameter in parameters}
+def in_one_memory(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether each starts at the first multiple of 64 bytes after the one before."""
+    return all(
+        after.data_ptr() == before.data_ptr() + before.nbytes + -before.nbytes % 64
+        for before, after in itertools.pairwise(parameters)
+    )
+
+
+def live_where_they_travel(oss: OSS) -> bool:
+    owners = oss.owners()
+    return all(
+        in_one_memory([parameter for parameter, owner in owners.items() if owner == rank and parameter.requires_grad])
+        for rank in range(oss.world_size)
+    )
 
 
 @on_ranks(2)
 def test_small_parameters_live_where_they_travel() -> None:
     mine, oss, plain, optimizer = pair(AdamW, {"lr": 0.1})
     train_both(mine, oss, plain, optimizer, range(2))
-    assert len(addresses(mine.parameters())) == dist.get_world_size() < len(list(mine.parameters()))
+    assert live_where_they_travel(oss)
+    # Where compiled kernels take them to be.
+    assert not any(parameter.data_ptr() % 64 for parameter in mine.parameters())
+    oss.refresh_trainable()
+    train_both(mine, oss, plain, optimizer, [2])
+    assert live_where_they_travel(oss)
+    for trained in (False, True):
+        for model in (mine, plain):
+            model.layers[1].weight.requires_grad_(trained)
+        train_both(mine, oss, plain, optimizer, [3])
+        assert live_where_they_travel(oss)
+    assert_same(mine.parameters(), plain.parameters())
+
+
+@on_ranks(2)
+def test_no_parameter_brings_the_others_along() -> None:
+    """Who saves one, or looks which parameters are tied, finds its own memory and no more."""
+    mine, oss, plain, optimizer = pair(SGD, {"lr": 0.1})
+    train_both(mine, oss, plain, optimizer, range(2))
+    assert live_where_they_travel(oss)
+    sizes = []
+    for model in (mine, plain):
+        torch.save(model.layers[0].bias, file := io.BytesIO())
+        sizes.append(file.tell())
+    assert sizes[0] == sizes[1]
+    with tempfile.TemporaryDirectory() as directory:
+        safetensors.torch.save_model(mine, f"{directory}/weights")
+        loaded = safetensors.torch.load_file(f"{directory}/weights")
+    assert_same([loaded[name] for name in plain.state_dict()], plain.parameters())
+    mine.share_memory()
+    train_both(mine, oss, plain, optimizer, range(2))
+    assert all(parameter.is_shared() for parameter in mine.parameters())
+    assert_same(mine.parameters(), plain.parameters())
+
+
+@on_ranks(2)
+def test_the_first_step_may_be_in_inference_mode() -> None:
+    mine, oss, plain, optimizer = pair(SGD, {"lr": 0.1})
+    for model, stepped in ((mine, oss), (plain, optimizer)):
+        give_gradients(model.parameters(), 0)
+        with torch.inference_mode():
+            stepped.step()
+        model(inputs_for(model, 0)).sum().backward()
+        stepped.step()
     assert_same(mine.parameters(), plain.parameters())
 
 
 @on_ranks(2)
 def test_memory_that_others_refer_to_stays_the_parameters() -> None:
+    """Views; other processes; arrays; files."""
     mine, oss, plain, optimizer = pair(SGD, {"lr": 0.1})
     views = [parameter.detach() for parameter in mine.parameters()]
     before = [view.data_ptr() for view in views]
     train_both(mine, oss, plain, optimizer, range(2))
     assert [parameter.data_ptr() for parameter in mine.parameters()] == before
     assert_same(views, plain.parameters())
+
+    arrays = [np.ones(5, np.float32) for _ in range(4)]
+    with tempfile.NamedTemporaryFile() as file:
+        mapped = torch.from_file(file.name, shared=True, size=5).fill_(1.0)
+        makes: list[Callable[[int], torch.Tensor]] = [
+            lambda index: torch.ones(5).share_memory_(),
+            lambda index: torch.from_numpy(arrays[index]),
+            lambda index: torch.from_file(file.name, shared=True, size=5) if index else torch.ones(5),
+        ]
+        for make in makes:
+            parameters = [nn.Parameter(make(index)) for index in range(4)]
+            before = [parameter.data_ptr() for parameter in parameters]
+            give_gradients(parameters, 0)
+            OSS(parameters, lr=0.1).step()
+            assert [parameter.data_ptr() for parameter in parameters] == before
+        assert not (mapped == 1.0).any()
+    assert not (np.stack(arrays) == 1.0).any()
 
 
 @on_ranks(2)

@@ -474,7 +474,8 @@ class FlatShards(Shards):
     def dismiss(self, *, keep_changes: bool) -> None:
         """Undo `summon`; see `FlatSlot.dismiss`."""
         with not_inference(), contextlib.ExitStack() as stack:  # all of them, whatever one raises
-            for slot in self.slots:
+            # A stack is left from its end, and joined parameters are registered in the order of the runs.
+            for slot in reversed(self.slots):
                 stack.callback(slot.dismiss, keep_changes=keep_changes)
         self.mark_stale()
 

@@ -13,15 +13,20 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from .comm import Comm
-from .device import Waitable, backward_number, copy_each, owns_memory, shares_storage
+from .device import Waitable, backward_number, copy_each, not_inference, owns_memory, shares_storage
 from .errors import StateError, explain
 from .gradient import Scale, gradient_scale
 from .layout import Run, whole
 
 RUNS_IN_FLIGHT = 4
 """Full ones whose reductions are under way at most: their memory is freed when they are waited for."""
+
+ALIGNMENT = 64
+"""Bytes: multiples at which tensors start that stay where they travel, as memory of their own does. Kernels that were
+compiled for a parameter take it for granted that it is there."""
 
 
 def half_precision(dtype: torch.dtype) -> torch.dtype:
@@ -38,12 +43,19 @@ class WholePlan:
         comm: the ranks.
         limit: elements of a run at most; -1 leaves it to ``comm``, 0 sends every tensor by itself.
         half: whether wider floating-point numbers travel as float16.
+        alignment: bytes; tensors of a run start at multiples of it. By default there is nothing between them.
     """
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], owners: Sequence[int], comm: Comm, limit: int = -1, half: bool = False
+        self,
+        tensors: Sequence[torch.Tensor],
+        owners: Sequence[int],
+        comm: Comm,
+        limit: int = -1,
+        half: bool = False,
+        alignment: int = 1,
     ):
-        self.comm = comm
+        self.comm, self._alignment = comm, alignment
         self.shapes = [tensor.shape for tensor in tensors]
         self.dtypes = [half_precision(tensor.dtype) if half else tensor.dtype for tensor in tensors]
         numbers: dict[tuple[torch.dtype, torch.device], int] = {}
@@ -59,62 +71,80 @@ class WholePlan:
             for size, dtype, tensor in zip(sizes, self.dtypes, tensors, strict=True)
         ]
         self.layout = whole(sizes, owners, kinds, alone, limits, comm.size)
+        self._places = {run.tensors[0]: self._places_of(run) for run in self.layout.runs}
+        self._settled: dict[int, torch.Tensor] = {}
+
+    def _places_of(self, run: Run) -> tuple[list[int], list[int]]:
+        """Elements that each tensor takes with the padding behind it, and where each starts."""
+        step = max(self._alignment // self.dtype(run).itemsize, 1)
+        lengths = [*(size + -size % step for size in run.sizes[:-1]), run.sizes[-1]]
+        return lengths, [*accumulate(lengths[:-1], initial=0)]
 
     def dtype(self, run: Run) -> torch.dtype:
         """That ``run`` travels in."""
         return self.dtypes[run.tensors[0]]
 
     def own_memory(self, run: Run, values: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        """The memory of the run's values, 1-D, if it is as it has to travel: of the run's dtype, one value after the
-        other. None if the run needs memory of its own."""
+        """The memory of the run's values, 1-D, if it is as it has to travel: of the run's dtype, each value where it
+        has to start. None if the run needs memory of its own."""
         dtype = self.dtype(run)
         there = [value for value in values if value is not None and value.dtype is dtype and value.is_contiguous()]
         if len(there) < len(values):
             return None
-        addresses, size = [value.data_ptr() for value in there], dtype.itemsize
-        if addresses != [addresses[0] + size * start for start in accumulate(run.sizes[:-1], initial=0)]:
-            return None
         if len(there) == 1:
             return there[0].view(-1)
-        return there[0].as_strided((run.numel,), (1,)) if shares_storage(there[0], there[-1]) else None
+        addresses, (lengths, starts) = [value.data_ptr() for value in there], self._places[run.tensors[0]]
+        if addresses != [addresses[0] + dtype.itemsize * start for start in starts]:
+            # Nobody needs what the tensors have left.
+            self._settled.pop(run.tensors[0], None)
+            return None
+        flat = self._settled.get(run.tensors[0])
+        if flat is not None and flat.data_ptr() == addresses[0]:
+            return flat
+        return there[0].as_strided((sum(lengths),), (1,)) if shares_storage(there[0], there[-1]) else None
 
-    def settle(self, tensors: Sequence[torch.Tensor]) -> None:
+    def settle(self, tensors: Sequence[torch.Tensor], moved: dict[int, int]) -> None:
         """Move small tensors to where they travel, run by run, so that none is packed again.
 
         Only where nothing else refers to their memory, which would no longer be theirs.
+
+        Args:
+            tensors: all of them.
+            moved: where tensors have been moved to, by their ids; changed here.
         """
         for run in self.layout.runs:
             members = [tensors[index] for index in run.tensors]
-            if len(members) > 1 and all(owns_memory(one) and one.dtype == self.dtype(run) for one in members):
-                flat = self.pack(run, members, members[0])
-                for tensor, part in zip(members, self.parts(run, flat), strict=True):
-                    tensor.data = part
+            if len(members) > 1 and all(_may_move(one, moved) and one.dtype == self.dtype(run) for one in members):
+                with not_inference(), torch.no_grad():
+                    flat = self._settled[run.tensors[0]] = self.pack(run, members, members[0])
+                    for tensor, part in zip(members, self.parts(run, flat), strict=True):
+                        tensor.data = _with_own_storage(part)
+                        moved[id(tensor)] = tensor.data_ptr()
 
     def pack(self, run: Run, values: Sequence[torch.Tensor | None], like: torch.Tensor) -> torch.Tensor:
         """New memory with the values of ``run``, zeros for None, on the device of ``like``."""
-        dtype = self.dtype(run)
-        flat = self.empty(run, like)
-        parts = [
-            torch.zeros(size, dtype=dtype, device=like.device) if value is None else value.reshape(-1)
-            for value, size in zip(values, run.sizes, strict=True)
-        ]
+        flat, parts = self.empty(run, like), []
+        padding = flat.new_zeros(self._alignment)
+        for value, size, length in zip(values, run.sizes, self._places[run.tensors[0]][0], strict=True):
+            parts.append(flat.new_zeros(size) if value is None else value.reshape(-1))
+            if length > size:
+                parts.append(padding[: length - size])
         return torch.cat(parts, out=flat)
 
     def empty(self, run: Run, like: torch.Tensor) -> torch.Tensor:
         """New memory for ``run`` on the device of ``like``."""
-        return torch.empty(run.numel, dtype=self.dtype(run), device=like.device)
+        return torch.empty(sum(self._places[run.tensors[0]][0]), dtype=self.dtype(run), device=like.device)
 
     def parts(self, run: Run, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views of ``flat`` in the shapes of the run's tensors."""
-        pieces = flat.split_with_sizes(run.sizes)
-        return [piece.view(self.shapes[index]) for piece, index in zip(pieces, run.tensors, strict=True)]
+        pieces = zip(flat.split_with_sizes(self._places[run.tensors[0]][0]), run.sizes, run.tensors, strict=True)
+        return [
+            (piece if piece.numel() == size else piece[:size]).view(self.shapes[index]) for piece, size, index in pieces
+        ]
 
     def unpack(self, run: Run, flat: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
         """Copy ``flat`` into ``targets``."""
-        if all(target.dtype == flat.dtype and target.is_contiguous() for target in targets):
-            torch.split_with_sizes_copy(flat, run.sizes, out=[target.view(-1) for target in targets])
-        else:
-            copy_each(targets, self.parts(run, flat))
+        copy_each(targets, self.parts(run, flat))
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
         """Start replacing ``tensors`` by their owners'; gives what waits until that is done.
@@ -148,6 +178,21 @@ class WholePlan:
         return finish
 
 
+def _may_move(tensor: torch.Tensor, moved: dict[int, int]) -> bool:
+    # Other processes may have shared memory, and files and arrays what cannot be resized, unless it was made here; and
+    # there is a reason for pinned memory.
+    if not owns_memory(tensor) or (tensor.is_cpu and (tensor.is_shared() or tensor.is_pinned())):
+        return False
+    return tensor.untyped_storage().resizable() or moved.get(id(tensor)) == tensor.data_ptr()
+
+
+def _with_own_storage(part: torch.Tensor) -> torch.Tensor:
+    """The same memory, of which no more belongs to the result than its elements: those who save a tensor, or look which
+    ones share memory, go by storages."""
+    # Flat, since DLPack forgets the strides of dims with one element.
+    return from_dlpack(part.view(-1)).view(part.shape)
+
+
 class WholeBroadcast:
     """Tensors that are often replaced by their owners', as long as none changes its shape, dtype or device.
 
@@ -157,7 +202,7 @@ class WholeBroadcast:
         comm_on: the ranks, for a device.
         limit: as of `WholePlan`.
         half: as of `WholePlan`.
-        settle: whether small tensors may be moved to where they travel.
+        moved: where small tensors have been moved to, by their ids, and may be again; None if they may not.
     """
 
     def __init__(
@@ -167,15 +212,16 @@ class WholeBroadcast:
         comm_on: Callable[[torch.device], Comm],
         limit: int = -1,
         half: bool = False,
-        settle: bool = False,
+        moved: dict[int, int] | None = None,
     ):
         self._plans: list[tuple[WholePlan, list[torch.Tensor]]] = []
         for device in dict.fromkeys(tensor.device for tensor in tensors):
             here = [(tensor, owner) for tensor, owner in zip(tensors, owners, strict=True) if tensor.device == device]
             members = [tensor for tensor, _ in here]
-            plan = WholePlan(members, [owner for _, owner in here], comm_on(device), limit, half)
-            if settle:
-                plan.settle(members)
+            alignment = 1 if moved is None else ALIGNMENT
+            plan = WholePlan(members, [owner for _, owner in here], comm_on(device), limit, half, alignment)
+            if moved is not None:
+                plan.settle(members, moved)
             self._plans.append((plan, members))
 
     def start(self) -> Callable[[], None]:

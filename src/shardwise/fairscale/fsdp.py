@@ -39,6 +39,7 @@ from .fsdp_parameters import (
     flat_runs,
     own_modules,
     own_parameters,
+    restore_order,
     sync_from_first_rank,
 )
 from .fsdp_sharing import share_parameter
@@ -141,7 +142,8 @@ class FullyShardedDataParallel(nn.Module):
         self.register_state_dict_post_hook(finish_state_dict)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(prepare_load)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(finish_load)  # type: ignore[no-untyped-call]
-        self._start(group, process_group_reduce_scatter, [parameter for _, parameter in own])
+        values = dict(own)
+        self._start(group, process_group_reduce_scatter, [values[one] for run in self._runs for one in run.members])
 
     # -- Construction
 
@@ -378,6 +380,8 @@ class FullyShardedDataParallel(nn.Module):
                 group.adopt_registered()
                 shards.summon(volatile=volatile)
                 opened.append(shards)
+        if opened:
+            restore_order(self.module, self._names)
         self._summons = True
         return opened
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,6 +126,18 @@ def flat_runs(
 
 def _places(module: nn.Module, member: Member) -> list[Place]:
     return [Place(module.get_submodule(path), name) for path, name in member.places]
+
+
+def restore_order(module: nn.Module, names: Mapping[str, Sequence[str]]) -> None:
+    """Order the parameters that are registered in modules below ``module``, where several runs may have put them, by
+    their ``names``, given by the paths of the modules; those of other names go last."""
+    for path, order in names.items():
+        registered = module.get_submodule(path)._parameters
+        if [*registered] != [*order]:
+            known = {name: registered.pop(name) for name in order if name in registered}
+            rest = dict(registered)
+            registered.clear()
+            registered.update({**known, **rest})
 
 
 def check_parameters(own: Sequence[tuple[Member, nn.Parameter]], mixed: bool, compute_dtype: torch.dtype) -> None:

@@ -58,7 +58,7 @@ class OSS(Optimizer):
 
     Gradients have to be the same on all ranks (torch's DDP), or with their owners (`ShardedDataParallel`).
     Small parameters move, at the first step, to where they travel, next to each other; not those whose memory anything
-    else refers to.
+    else refers to. CUDA graphs, which refer to memory unseen, are to be captured after that.
     Construction, `add_param_group` and `step` happen on all ranks of the group, with the same parameters.
 
     Attributes:
@@ -98,6 +98,7 @@ class OSS(Optimizer):
         self._owners: list[list[int]] = []
         self._loads = [(0, 0)] * self.world_size
         self._plan: _BroadcastPlan | None = None
+        self._moved: dict[int, int] = {}
         self._consolidated: dict[Any, Any] | None = None
         super().__init__(params, defaults)
         self.optim = optim(self.partition_parameters()[self.rank], **defaults)
@@ -203,8 +204,8 @@ class OSS(Optimizer):
             comm.all_reduce_largest(flags)
             stepped = {id(p) for p, flag in zip(frozen, flags.tolist(), strict=True) if flag}
         sent = {p: owner for p, owner in owners.items() if p.requires_grad or id(p) in stepped}
-        parameters, limit = [*sent], self.broadcast_buffer_size
-        broadcast = WholeBroadcast(parameters, [*sent.values()], self._comm, limit, self.broadcast_fp16, settle=True)
+        parameters, limit, half = [*sent], self.broadcast_buffer_size, self.broadcast_fp16
+        broadcast = WholeBroadcast(parameters, [*sent.values()], self._comm, limit, half, self._moved)
         return _BroadcastPlan(signature, parameters, broadcast)
 
     def _comm(self, device: torch.device) -> Comm:
@@ -388,7 +389,7 @@ class OSS(Optimizer):
         # torch calls this for a part of the attributes too.
         if "optim" not in state:
             return
-        self._plan = None
+        self._plan, self._moved = None, {}
         self._join(None)
         if self.world_size != len(self._loads):
             raise RuntimeError(
