@@ -157,12 +157,12 @@ def deal(
     """Deal whole tensors to ranks, in the given order, each to the rank that holds least so far.
 
     Among ranks that hold equally much the lowest gets it; a tensor that weighs nothing goes to the one of them that
-    holds fewest such elements, so that frozen ones are spread too.
+    holds fewest such tensors, so that frozen ones take turns, as with FairScale.
 
     Args:
         sizes: elements of each tensor.
         weighs: whether a tensor counts for what its rank holds.
-        loads: elements that each rank holds already: those that weigh, and those that do not.
+        loads: what each rank holds already: elements that weigh, and tensors that do not.
 
     Returns:
         The owner of each tensor, and the loads then.
@@ -176,14 +176,14 @@ def deal(
             held[owner] += size
         else:
             owner = min((rank for rank, load in enumerate(held) if load == least), key=weightless.__getitem__)
-            weightless[owner] += size
+            weightless[owner] += 1
         owners.append(owner)
     return owners, list(zip(held, weightless, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Whole tensors of one owner and one kind that travel together, one after the other without gaps.
+    """Whole tensors of one owner and one kind that travel together, one after the other.
 
     Args:
         owner: rank that holds them.
