@@ -217,6 +217,23 @@ def test_as_many_small_units_are_gathered_ahead_as_one_large_one_takes(
     assert len(ahead) == 2 * len(widths)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_one_unit_is_gathered_ahead_in_another_dtype_too(fake_mesh: Mesh, dtype: torch.dtype) -> None:
+    mesh = fake_mesh(2)
+    model: Any = nn.Sequential(*(nn.Linear(64, 64) for _ in range(5)))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for _ in range(2):
+        model(torch.randn(3, 64)).sum().backward()
+    model.to(dtype)
+    ahead: list[int] = []
+    for layer in model:
+        layer.register_forward_pre_hook(lambda *_: ahead.append(sum(one._unit.groups[0].is_gathering for one in model)))
+    model(torch.randn(3, 64, dtype=dtype)).sum().backward()
+    assert ahead == [1, 1, 1, 1, 0]
+
+
 def test_set_gradient_divide_factor(fake_mesh: Mesh) -> None:
     model = build(fake_mesh(1))
     x = inputs_for(model, 0)

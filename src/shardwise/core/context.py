@@ -79,6 +79,7 @@ class FSDPCommContext:
     def start_pass(self) -> None:
         """A forward pass through the tree begins."""
         self.passes += 1
+        self._largest_unit = None  # parameters may have another dtype since
         self.order.start_pass()
 
     def gather_after(self, event: Any, first: Unit) -> None:
