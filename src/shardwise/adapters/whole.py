@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from ..core.device import not_inference, shard_like
 from ..core.tree import map_tensors
@@ -31,3 +33,16 @@ def cut(value: Any, parameter: torch.Tensor) -> Any:
     if isinstance(parameter, DTensor) and is_whole and value.ndim and value.shape == parameter.shape:
         return shard_like(value, parameter)
     return value
+
+
+@torch.no_grad()
+def cut_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The state dict ``saved`` with this rank's parts in the place of whole tensors; ``saved`` is not changed."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    keys = [key for group in saved["param_groups"] for key in group["params"]]
+    state = dict(saved["state"])
+    with not_inference():
+        for key, parameter in zip(keys, parameters, strict=False):  # torch tells how the groups differ
+            if key in state:
+                state[key] = {name: cut(value, parameter) for name, value in state[key].items()}
+    return {**saved, "state": state}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..adapters.whole import cut, gathered
+from ..adapters.whole import cut_state, gathered
 from ..core.device import local_of, not_inference
 from ..core.tree import map_tensors, tensors_in
 from ..optim import repoint
@@ -99,13 +99,9 @@ def load_full_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any]) ->
             f"{type(optimizer).__name__} has parameters on the meta device, so its state has no place: set it up with "
             "its model, or load the model first"
         )
-    keys = [key for group in saved["param_groups"] for key in group["params"]]
-    state = dict(saved["state"])
+    state = cut_state(optimizer, saved)
     with not_inference():
-        for key, parameter in zip(keys, parameters, strict=False):  # torch tells how the groups differ
-            if key in state:
-                state[key] = {name: cut(value, parameter) for name, value in state[key].items()}
-        optimizer.load_state_dict({"state": state, "param_groups": list(saved["param_groups"])})
+        optimizer.load_state_dict({"state": state["state"], "param_groups": list(saved["param_groups"])})
 
 
 @torch.no_grad()

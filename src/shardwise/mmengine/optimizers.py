@@ -10,8 +10,7 @@ from mmengine.optim import AmpOptimWrapper, ApexOptimWrapper, BaseOptimWrapper, 
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from ..adapters.whole import cut
-from ..core.device import not_inference
+from ..adapters.whole import cut, cut_state
 from ..grad import clip_grad_norm_
 from ..grad_scaler import ShardedGradScaler
 from ..optim import repoint
@@ -35,8 +34,8 @@ def prepare_optim_wrapper(optim_wrapper: Any) -> None:
             continue
         setattr(optimizer, PREPARED, True)
         repoint(optimizer)
-        _cut_state(optimizer)
-        optimizer.register_load_state_dict_pre_hook(_cut_saved)
+        _cut_own_state(optimizer)
+        optimizer.register_load_state_dict_pre_hook(cut_state)
         if isinstance(wrapper, OptimWrapper) and getattr(wrapper, "clip_func", None) is torch.nn.utils.clip_grad_norm_:
             # The same norm, by one collective instead of one for each parameter.
             wrapper.clip_func = clip_grad_norm_
@@ -65,20 +64,7 @@ def _shared_scaler(scaler: Any) -> Any:
 
 
 @torch.no_grad()
-def _cut_saved(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-    """A state dict with whole tensors, as checkpoints have, with this rank's parts of them instead."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    keys = [key for group in saved["param_groups"] for key in group["params"]]
-    state = dict(saved["state"])
-    with not_inference():
-        for key, parameter in zip(keys, parameters, strict=False):  # torch tells how the groups differ
-            if key in state:
-                state[key] = {name: cut(value, parameter) for name, value in state[key].items()}
-    return {**saved, "state": state}
-
-
-@torch.no_grad()
-def _cut_state(optimizer: Optimizer) -> None:
+def _cut_own_state(optimizer: Optimizer) -> None:
     """The same for state that was loaded before the optimizer was seen here."""
     for parameter, state in optimizer.state.items():
         state.update({name: cut(value, parameter) for name, value in state.items()})
