@@ -34,7 +34,7 @@ import shardwise
 from shardwise.checkpoint import CheckpointError, CorruptFileError, latest, load, save
 from shardwise.checkpoint.atomic import Draft
 from shardwise.checkpoint.integrity import BLOCK, RunningSum, SummingStream
-from shardwise.checkpoint.objects import leaves, tree_of
+from shardwise.checkpoint.objects import leaves, pickled, tree_of, unpickled, warn_of_unsafe
 
 
 def make(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -774,3 +774,14 @@ def test_nothing_is_left_open_or_running(tmp_path: Path) -> None:
         with contextlib.suppress(CheckpointError):
             save("/proc/nowhere", model=make())
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_what_the_user_allowed_stays_allowed() -> None:
+    """torch's context manager takes back all that it was given, also what was allowed before."""
+    with torch.serialization.safe_globals([datetime.date]):
+        item = pickled(datetime.date(2026, 1, 2), "extra")
+        warn_of_unsafe(item, "extra")
+        assert unpickled(io.BytesIO(item.data), "extra", weights_only=True) == datetime.date(2026, 1, 2)
+        assert datetime.date in torch.serialization.get_safe_globals()
+    assert unpickled(io.BytesIO(item.data), "extra", weights_only=True) == datetime.date(2026, 1, 2)
+    assert datetime.date not in torch.serialization.get_safe_globals()

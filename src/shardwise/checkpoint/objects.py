@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import datetime
 import decimal
 import fractions
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoint, safe_globals
 
 Path = tuple[str | int, ...]
 """Where a leaf is in a tree of dicts and lists: keys (as strings) and positions."""
@@ -55,7 +56,7 @@ def pickled(value: Any, where: str) -> Pickled:
 
 def warn_of_unsafe(item: Pickled, where: str) -> None:
     """Warn if `unpickled` will not take ``item`` without being told to."""
-    with safe_globals(_safe_types()):
+    with _allowing_safe_types():
         unsafe = get_unsafe_globals_in_checkpoint(io.BytesIO(item.data))
     if unsafe:
         warnings.warn(
@@ -77,7 +78,7 @@ def unpickled(stream: io.BytesIO, where: str, weights_only: bool) -> Any:
     Raises:
         ValueError: if it has such objects.
     """
-    with safe_globals(_safe_types() if weights_only else []):
+    with _allowing_safe_types() if weights_only else contextlib.nullcontext():
         try:
             return torch.load(stream, weights_only=weights_only, map_location=_place)
         except UnpicklingError as error:
@@ -97,6 +98,12 @@ def _place(storage: Any, location: str) -> Any:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     # Not the saved index: this rank's device need not have the number of that of the rank that saved.
     return storage.to(device=accelerator) if accelerator is not None and kind == accelerator.type else storage
+
+
+def _allowing_safe_types() -> contextlib.AbstractContextManager[Any]:
+    # Not those that are allowed already: torch would allow them no longer afterwards.
+    known = get_safe_globals()
+    return safe_globals([kind for kind in _safe_types() if kind not in known])
 
 
 @functools.cache
