@@ -9,23 +9,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.core.layout import ALIGNMENT, Layout, for_gradients, per_parameter
+from shardwise.core.layout import ALIGNMENT, Layout, for_gradients, per_parameter, worth_thinning
 
 SHAPES = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=5)
 
 
 def check(layout: Layout) -> None:
     """No two tensors overlap in either order, and what is left over is counted as padding."""
-    local = sorted((t.local_offset, t.chunk_numel) for t in layout.tensors)
+    local = sorted((t.local_offset, t.reserved(0)) for t in layout.tensors)
     for (start, size), (after, _) in itertools.pairwise(local):
         assert start + size <= after
-    assert max(start + size for start, size in local) <= layout.local_numel
-    full = sorted((t.full_offset, t.chunk_numel * t.world_size) for t in layout.tensors)
+    assert max(start + size for start, size in local) <= layout.local_numel(0)
+    full = sorted((t.full_offset, t.full_reserved) for t in layout.tensors)
     for (start, size), (after, _) in itertools.pairwise(full):
         assert start + size <= after
     owned = sum(math.prod(t.local_shape(rank)) for t in layout.tensors for rank in range(layout.world_size))
     assert owned == sum(t.numel for t in layout.tensors)
-    assert layout.padding == layout.local_numel * layout.world_size - owned
+    assert layout.padding == sum(map(layout.local_numel, range(layout.world_size))) - owned
 
 
 @given(SHAPES, st.integers(1, 9), st.data())
@@ -57,7 +57,7 @@ def test_packed_tensors_are_one_run_at_the_start(shapes: list[tuple[int, ...]], 
 def test_one_rank_has_local_and_gathered_in_the_same_places(shapes: list[tuple[int, ...]]) -> None:
     layout = per_parameter(shapes, [0] * len(shapes), 1)
     check(layout)
-    assert layout.local_numel == layout.full_numel
+    assert layout.local_numel(0) == layout.full_numel
     assert all(t.local_offset == t.full_offset and not t.packed for t in layout.tensors)
 
 
@@ -71,8 +71,8 @@ def test_other_dims_are_cut_there_and_always_packed() -> None:
 
 
 def test_gradients_are_tight_even_on_one_rank() -> None:
-    layout = for_gradients([(3,), (5, 2)], [0, 0], 1, [True, True])
-    assert layout.local_numel == layout.packed_numel == 13
+    layout = for_gradients([(3,), (5, 2)], [0, 0], 1, [True, True], [False, False])
+    assert layout.local_numel(0) == layout.packed_numel == 13
 
 
 def test_huge_worlds_in_an_instant() -> None:
@@ -84,4 +84,29 @@ def test_huge_worlds_in_an_instant() -> None:
         assert small.length(world_size - 1) == 0
         assert single.length(0) == 1
         assert single.length(1) == 0
-        assert layout.local_numel == big.chunk_numel + 7 + 1
+        assert layout.local_numel(world_size - 1) == big.chunk_numel + 7 + 1
+
+
+@given(SHAPES, st.integers(2, 40), st.data())
+def test_thin_tensors_are_padded_nowhere(shapes: list[tuple[int, ...]], world_size: int, data: st.DataObject) -> None:
+    flags = st.lists(st.booleans(), min_size=len(shapes), max_size=len(shapes))
+    packed, thin = data.draw(flags), data.draw(flags)
+    layout = per_parameter(shapes, [0] * len(shapes), world_size, packed, thin)
+    check(layout)
+    for tensor, wanted in zip(layout.tensors, thin, strict=True):
+        assert tensor.thin == (wanted and tensor.shape[0] < world_size)
+        assert (tensor.full_offset >= layout.full_even_numel) == tensor.thin
+        assert not (tensor.thin and tensor.packed)
+    for rank in range(world_size):
+        owned = [t for t in layout.tensors if t.reserved(rank)]
+        ends = sorted((t.local_offset, t.local_offset + t.reserved(rank)) for t in owned)
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ends))
+        assert sum(end - start for start, end in ends) == layout.local_numel(rank)
+        assert all(math.prod(t.local_shape(rank)) == t.reserved(rank) for t in owned if t.thin)
+
+
+def test_thin_where_padding_would_be_most_of_what_is_sent() -> None:
+    shapes = [(64, 192), (600, 8), (64,), (3, 0)]
+    assert worth_thinning(shapes, [0] * 4, 1024, 184_320 + 960) == [True, False, True, True]
+    assert worth_thinning(shapes, [0] * 4, 1024, 184_320 + 961) == [False] * 4
+    assert worth_thinning(shapes, [1, 0, 0, 0], 96, 0) == [False, False, False, True]

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import CPUOffloadPolicy, FSDPCommContext, MixedPrecisionPolicy, OffloadPolicy, Placements, fully_shard
 from shardwise.core import hooks
+from shardwise.core.comm import Comm
 from shardwise.core.device import Logged, RecordingDevice
 
 from ..models import Transformer, inputs_for
@@ -190,6 +191,14 @@ def test_parameters_kept_between_micro_batches(fake_mesh: Mesh) -> None:
     assert faults(recorded(fake_mesh(2), keep_unsharded)) == []
 
 
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+def test_thin_tensors(fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch, param_dtype: Any) -> None:
+    monkeypatch.setattr(Comm, "thin_from_bytes", 0)
+    log = recorded(fake_mesh(32), mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype))
+    assert any(entry.name == "c10d.allreduce_.default" for entry in log)
+    assert faults(log) == []
+
+
 def test_the_checker_sees_missing_waits(fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = fake_mesh(2)
     monkeypatch.setattr("shardwise.core.device._RecordingTicket.wait", lambda self: None)
@@ -203,7 +212,7 @@ def test_the_checker_sees_memory_freed_too_early(fake_mesh: Mesh, monkeypatch: p
     add = hooks.FSDPCommContext.add_reduction
 
     def forget_inputs(self: FSDPCommContext, reduction: Any) -> None:
-        reduction._inputs = reduction._ticket.steps = ()
+        reduction._staged, reduction._ticket.steps = None, ()
         add(self, reduction)
 
     monkeypatch.setattr(FSDPCommContext, "add_reduction", forget_inputs)

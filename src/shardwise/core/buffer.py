@@ -10,13 +10,10 @@ import torch
 
 from .comm import Comm
 from .device import allocate_storage, copy_each, free_storage, not_inference
-from .layout import Layout, TensorLayout
+from .layout import ALIGNMENT, Layout, TensorLayout
 
 Allocate = Callable[..., torch.Tensor]
 """``allocate(size, dtype=..., device=...)``."""
-
-Collective = tuple[list[torch.Tensor], list[torch.Tensor]]
-"""Outputs and inputs of one coalesced collective."""
 
 
 def _nothing() -> None:
@@ -30,12 +27,14 @@ class Gather:
     Args:
         outputs: of the collective; none where the world is of one rank.
         inputs: of the collective, as long as ``outputs``.
+        thin: run of the thin tensors, which holds this rank's rows and zeros once prepared, to be united over ranks.
         prepare: casts this rank's part, or copies it from the host; runs beside the computation, before the collective.
         finish: puts what was received in its places; runs on the compute stream when the collective is done.
     """
 
     outputs: list[torch.Tensor] = field(default_factory=list)
     inputs: list[torch.Tensor] = field(default_factory=list)
+    thin: torch.Tensor | None = None
     prepare: Callable[[], None] | None = None
     finish: Callable[[], None] = _nothing
 
@@ -45,19 +44,22 @@ class GatherPlan:
 
     Args:
         layout: how the source is laid out over the ranks.
+        rank: this one.
         full: the gathered buffer, 1-D.
         offsets: where each tensor starts in ``full``, in elements.
         pack_all: whether everything goes through the staging buffer.
     """
 
-    def __init__(self, layout: Layout, full: torch.Tensor, offsets: Sequence[int], pack_all: bool = False):
-        self.layout, self.full = layout, full
+    def __init__(self, layout: Layout, rank: int, full: torch.Tensor, offsets: Sequence[int], pack_all: bool = False):
+        self.layout, self.rank, self.full = layout, rank, full
         self._direct: list[tuple[TensorLayout, torch.Tensor]] = []
         self._packed: list[tuple[TensorLayout, torch.Tensor]] = []
-        self._run = layout.local_numel if pack_all else layout.packed_numel
+        self._run = layout.even_numel if pack_all else layout.packed_numel
+        self._thin = full[layout.full_even_numel :] if layout.thin else None
+        self._thin_rows = [] if self._thin is None else thin_rows(layout, rank, self._thin)
         in_order = sorted(zip(layout.tensors, offsets, strict=True), key=lambda pair: pair[0].local_offset)
         for tensor, offset in in_order:
-            if size := tensor.chunk_numel:
+            if (size := tensor.chunk_numel) and not tensor.thin:
                 target = full[offset : offset + size * layout.world_size]
                 (self._packed if tensor.packed or pack_all else self._direct).append((tensor, target))
         self._sizes = [tensor.chunk_numel for tensor, _ in self._packed]
@@ -87,24 +89,39 @@ class GatherPlan:
         """Gather ``source``, whose dtype and device are those of the gathered buffer."""
         inputs, staging = self.inputs(source), self._staging()
         outputs = self._outputs if staging is None else [staging, *self._outputs]
-        return Gather(outputs, inputs, finish=functools.partial(self._finish, staging))
+        prepare = None if self._thin is None else functools.partial(self._prepare, [], [], source)
+        return Gather(outputs, inputs, self._thin, prepare, functools.partial(self._finish, staging))
 
-    def start_cast(self, source: torch.Tensor, rank: int) -> Gather:
+    def start_cast(self, source: torch.Tensor) -> Gather:
         """Gather a source of another dtype or device: it is cast straight to where this rank's part goes."""
         outputs, staging = self._outputs, self._staging()
-        own = [target.view(self.layout.world_size, -1)[rank] for target in outputs]
+        own = [target.view(self.layout.world_size, -1)[self.rank] for target in outputs]
         if staging is not None:
-            own, outputs = [staging[rank * self._run : (rank + 1) * self._run], *own], [staging, *outputs]
-        prepare = functools.partial(copy_each, own, self.inputs(source))
-        return Gather(outputs, own, prepare, functools.partial(self._finish, staging))
+            own, outputs = [self._own_part(staging), *own], [staging, *outputs]
+        prepare = functools.partial(self._prepare, own, self.inputs(source), source)
+        return Gather(outputs, own, self._thin, prepare, functools.partial(self._finish, staging))
 
-    def start_staged(self, source: torch.Tensor, rank: int, allocate: Allocate) -> Gather:
+    def start_staged(self, source: torch.Tensor, allocate: Allocate) -> Gather:
         """Like `start_cast`, for a plan that packs all, in a staging buffer of the caller's."""
+        if not self._packed:
+            return self.start_cast(source)
         size = (self._run * self.layout.world_size,)
         staging = allocate(size, dtype=self.full.dtype, device=self.full.device)
-        own = staging[rank * self._run : (rank + 1) * self._run]
-        prepare = functools.partial(copy_each, [own], [source[: self._run]])
-        return Gather([staging], [own], prepare, functools.partial(self._finish, staging))
+        own = self._own_part(staging)
+        prepare = functools.partial(self._prepare, [own], [source[: self._run]], source)
+        return Gather([staging], [own], self._thin, prepare, functools.partial(self._finish, staging))
+
+    def _own_part(self, staging: torch.Tensor) -> torch.Tensor:
+        return staging[self.rank * self._run : (self.rank + 1) * self._run]
+
+    def _prepare(self, own: list[torch.Tensor], inputs: list[torch.Tensor], source: torch.Tensor) -> None:
+        """Put ``inputs`` into ``own``, and this rank's rows of thin tensors among zeros."""
+        if self._thin is not None:
+            self._thin.zero_()
+        if rows := self._thin_rows:
+            own, inputs = [*own, *rows], [*inputs, *source[self.layout.even_numel :].split([*map(torch.numel, rows)])]
+        if own:
+            copy_each(own, inputs)
 
     def _finish(self, staging: torch.Tensor | None) -> None:
         """Put the packed tensors in their places, once the collective is done."""
@@ -116,6 +133,17 @@ class GatherPlan:
             return
         for (tensor, target), part in zip(self._packed, rows.split(self._sizes, dim=1), strict=True):
             join_chunks(tensor, part, target)
+
+
+def thin_rows(layout: Layout, rank: int, whole: torch.Tensor) -> list[torch.Tensor]:
+    """Rows that ``rank`` owns of the thin tensors, in ``whole``, which has all rows of all of them; ordered as in its
+    local buffer."""
+    starts = [
+        (tensor.full_offset - layout.full_even_numel + rank * tensor.chunk_numel, tensor.chunk_numel)
+        for tensor in layout.thin
+        if tensor.reserved(rank)
+    ]
+    return [whole[start : start + size] for start, size in starts]
 
 
 def join_chunks(tensor: TensorLayout, chunks: torch.Tensor, target: torch.Tensor) -> None:
@@ -138,7 +166,7 @@ class ShardedBuffer:
 
     Args:
         layout: where each tensor's elements are.
-        local: this rank's rank-major buffer, 1-D, ``layout.local_numel`` elements; may be on the meta device, or
+        local: this rank's rank-major buffer, 1-D, ``layout.local_numel(rank)`` elements; may be on the meta device, or
             on the host while the device computes (offloaded).
         comm: collectives of the sharding axis.
         dtype: of the gathered tensors.
@@ -214,6 +242,8 @@ class ShardedBuffer:
         tensor = self.layout.tensors[index]
         if tensor.world_size == 1:
             return self.local_view(index).to(self.device)
+        if tensor.thin:
+            return self._unite(tensor)
         own = self.local.narrow(0, tensor.local_offset, tensor.chunk_numel).to(self.device)
         gathered = own.new_empty(tensor.world_size * tensor.chunk_numel)
         if not tensor.chunk_numel:
@@ -228,6 +258,17 @@ class ShardedBuffer:
         join_chunks(tensor, gathered, whole.view(-1))
         return whole
 
+    def _unite(self, tensor: TensorLayout) -> torch.Tensor:
+        """A thin tensor, whole, in memory of its own."""
+        reserved = -(-tensor.numel // ALIGNMENT) * ALIGNMENT
+        whole = torch.zeros(reserved, dtype=self.local.dtype, device=self.device)
+        start, size = tensor.start(self.comm.rank) * tensor.chunk_numel, tensor.chunk_numel
+        if tensor.length(self.comm.rank):
+            whole[start : start + size].copy_(self.local[tensor.local_offset : tensor.local_offset + size])
+        for work in self.comm.unite(whole):
+            work.wait()
+        return whole[: tensor.numel].view(tensor.shape)
+
     def _offsets(self) -> list[int]:
         return [tensor.full_offset for tensor in self.layout.tensors]
 
@@ -236,8 +277,9 @@ class ShardedBuffer:
         self.allocate()
         if self._staged_plan is None:
             with not_inference():
-                self._staged_plan = GatherPlan(self.layout, self.full, self._offsets(), pack_all=True)
-        return self._staged_plan.start_staged(self.local, self.comm.rank, allocate)
+                rank, offsets = self.comm.rank, self._offsets()
+                self._staged_plan = GatherPlan(self.layout, rank, self.full, offsets, pack_all=True)
+        return self._staged_plan.start_staged(self.local, allocate)
 
     def start_gather(self) -> Gather:
         """Allocate the gathered buffer and say how to fill it."""
@@ -251,10 +293,10 @@ class ShardedBuffer:
             return Gather(prepare=functools.partial(copy_each, [self.full], [source]))
         if self._plan is None:
             with not_inference():
-                self._plan = GatherPlan(self.layout, self.full, self._offsets())
+                self._plan = GatherPlan(self.layout, self.comm.rank, self.full, self._offsets())
                 self._plan.keep(source)
         if source.dtype != self.dtype or source.device != self.device:
-            return self._plan.start_cast(source, self.comm.rank)
+            return self._plan.start_cast(source)
         return self._plan.start(source)
 
     @property
@@ -264,14 +306,14 @@ class ShardedBuffer:
 
     def prepare_resharded(self, layout: Layout, comm: Comm) -> None:
         """Enable `reshard_to_smaller`: ``layout`` is of the same tensors over the ranks of ``comm``."""
-        plan = GatherPlan(layout, self.full, self._offsets())
+        plan = GatherPlan(layout, comm.rank, self.full, self._offsets())
         self._resharded = layout, comm, plan
 
     def reshard_to_smaller(self) -> list[torch.Tensor]:
         """Keep this rank's chunks over the smaller world, free the rest; gives the chunks in their shapes."""
         assert self._resharded is not None
         layout, comm, _ = self._resharded
-        local = self.full.new_zeros(layout.local_numel)
+        local = self.full.new_zeros(layout.local_numel(comm.rank))
         views = [local_view(tensor, local, comm.rank) for tensor in layout.tensors]
         for index, (tensor, view) in enumerate(zip(layout.tensors, views, strict=True)):
             view.copy_(self.full_view(index).narrow(0, tensor.start(comm.rank), tensor.length(comm.rank)))
@@ -296,17 +338,18 @@ class ShardedBuffer:
         return self.comm
 
 
-def local_strides(tensor: TensorLayout, rank: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Shape, strides and offset of ``rank``'s chunk of ``tensor``, without padding, in a rank-major buffer."""
+def local_strides(tensor: TensorLayout, rank: int, end: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Shape, strides and offset of ``rank``'s chunk of ``tensor``, without padding, in a rank-major buffer of ``end``
+    elements."""
     shape = tensor.local_shape(rank)
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
         step *= max(size, 1)
-    return shape, tuple(reversed(strides)), tensor.local_offset
+    return shape, tuple(reversed(strides)), min(tensor.local_offset, end)  # thin tensors may lie behind the end
 
 
 def local_view(tensor: TensorLayout, local: torch.Tensor, rank: int) -> torch.Tensor:
     """``rank``'s chunk of ``tensor`` in the rank-major buffer ``local``."""
-    shape, strides, offset = local_strides(tensor, rank)
+    shape, strides, offset = local_strides(tensor, rank, local.numel())
     return local.as_strided(shape, strides, local.storage_offset() + offset)

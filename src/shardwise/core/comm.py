@@ -26,6 +26,9 @@ from .errors import StateError
 PAIRWISE_WORLD_SIZE = 8
 PACK_BELOW_BYTES = 128 * 1024
 """A chunk below this is sent with others in one staging run: a message costs as long as copying so much."""
+PACK_WHOLE_BELOW_BYTES = 2**20
+"""The same for a whole tensor where any number of them are one call. Not for a chunk: in a large world everything would
+be copied then, and have memory twice."""
 DIRECT_BELOW_BYTES = 4 * 2**20
 """Among more than two ranks, gloo's own trees reduce and broadcast a whole tensor from this size on faster than direct
 messages, all of which the owner would have to send or to hold."""
@@ -78,6 +81,18 @@ class Comm:
             return [_reduce_scatter_single(outputs[0], inputs[0], self.group, reduce_op(mean))]
         options = _reduce_scatter_options(reduce_op(mean))
         return [self.group.reduce_scatter_tensor_coalesced(list(outputs), list(inputs), options)]
+
+    thin_from_bytes: float = 2**20
+    """Thin tensors are summed over ranks, in a collective of their own, where that saves so many bytes of padding."""
+
+    def packs(self, chunk_bytes: int) -> bool:
+        """Whether a tensor of which each rank has ``chunk_bytes`` travels with others."""
+        return chunk_bytes * self.size < PACK_WHOLE_BELOW_BYTES
+
+    def unite(self, tensor: torch.Tensor) -> list[Waitable]:
+        """Replace each element of ``tensor`` (a multiple of 4 bytes) by that of the one rank where it is not zero."""
+        # As integers: -0.0 and every NaN stay what they are.
+        return self.all_reduce(tensor.view(torch.int32), mean=False)
 
     def all_reduce(self, tensor: torch.Tensor, *, mean: bool) -> list[Waitable]:
         """Replace ``tensor`` by its sum (``mean``: mean) over ranks."""
@@ -156,6 +171,9 @@ class GlooComm(Comm):
     alone_bytes = 2**20
     run_bytes = 4 * 2**20
 
+    def packs(self, chunk_bytes: int) -> bool:
+        return chunk_bytes < PACK_BELOW_BYTES
+
     def broadcast(self, tensor: torch.Tensor, owner: int) -> list[Waitable]:
         # As bytes, since it refuses bool.
         return super().broadcast(tensor.view(torch.uint8), owner)
@@ -181,6 +199,8 @@ class PairwiseGlooComm(GlooComm):
     """gloo with few ranks: direct messages. Every operation has a tag of its own, the same on all ranks."""
 
     alone_bytes = PACK_BELOW_BYTES
+    thin_from_bytes = math.inf
+    """Never: nothing is padded more than to the number of ranks, and sums are in torch's order."""
 
     def __init__(self, group: dist.ProcessGroup):
         super().__init__(group)

@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .buffer import ShardedBuffer
-from .comm import PACK_BELOW_BYTES
 from .device import call_without_torch_function, copy_each, not_inference, without_torch_function
 from .errors import StateError
 from .layout import Layout, flat
@@ -430,9 +429,8 @@ class FlatShards(Shards):
         return ShardedBuffer(layout, local, self.mesh.shard, self._gather_dtype(dtype), self.mesh.device)
 
     def _layout_of(self, totals: Sequence[int], dtype: torch.dtype) -> Layout:
-        size = self.mesh.shard.size
-        small = PACK_BELOW_BYTES // self._gather_dtype(dtype).itemsize
-        return flat(totals, size, [total < small * size for total in totals])
+        comm, itemsize = self.mesh.shard, self._gather_dtype(dtype).itemsize
+        return flat(totals, comm.size, [comm.packs(-(-total // comm.size) * itemsize) for total in totals])
 
     def _fill(self, buffer: ShardedBuffer, index: int, run: FlatRun) -> None:
         """Put this rank's part of ``run`` into the buffer, and the sharded parameter around it."""

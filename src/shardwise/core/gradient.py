@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 
-from .buffer import Allocate, Collective, cut_chunks, local_strides
-from .comm import PACK_BELOW_BYTES, Comm, StagedCollective, reduce_op
+from .buffer import Allocate, cut_chunks, local_strides, thin_rows
+from .comm import Comm, StagedCollective, reduce_op
 from .device import Lane, Step, Ticket, Waitable, chunk_cat, copy_each, host_memory, is_elsewhere
 from .errors import explain
 from .layout import Layout, TensorLayout, for_gradients
@@ -57,6 +58,26 @@ def gradient_scale(
     return Scale(shard_mean=True, replicate_mean=True)
 
 
+@dataclass
+class Staged:
+    """What a reduction communicates.
+
+    Args:
+        outputs: of the reduce-scatter, runs of the reduced buffer.
+        inputs: of the reduce-scatter.
+        thin: run of whole gradients to be summed in place, if there are such.
+    """
+
+    outputs: list[torch.Tensor]
+    inputs: list[torch.Tensor]
+    thin: torch.Tensor | None = None
+
+    @property
+    def sent(self) -> list[torch.Tensor]:
+        """All that holds this rank's gradients."""
+        return self.inputs if self.thin is None else [*self.inputs, self.thin]
+
+
 class GradientPlan:
     """How the gradients of some parameters are laid out for their reduction.
 
@@ -79,51 +100,75 @@ class GradientPlan:
         flags: int | None = None,
     ):
         world_size = shard.size
-        self.dtype, self.world_size = dtype, world_size
-        small = PACK_BELOW_BYTES // dtype.itemsize
-        packed = [cast or packs_all or tensor.chunk_numel < small or not tensor.is_even for tensor in tensors]
-        count = len(tensors)
+        self.dtype, self.world_size, self.rank = dtype, world_size, shard.rank
+        thin = [tensor.thin for tensor in tensors]
+        packed = [
+            cast or packs_all or shard.packs(tensor.chunk_numel * dtype.itemsize) or not tensor.is_even
+            for tensor in tensors
+        ]
+        # Flags first, so that the shards of gradients lie as those of the parameters do. Where anything is summed whole
+        # the flags are too, instead of once for every rank.
         layout = for_gradients(
-            [*(tensor.shape for tensor in tensors), (world_size, flags or count)],
-            [*(tensor.dim for tensor in tensors), 0],
+            [(world_size, flags or len(tensors)), *(tensor.shape for tensor in tensors)],
+            [0, *(tensor.dim for tensor in tensors)],
             world_size,
-            [*packed, True],
+            [not any(thin), *packed],
+            [False, *thin],
         )
         self.layout: Layout = layout
-        self.tensors, self.flags = layout.tensors[:count], layout.tensors[count]
+        self.flags, *self.tensors = layout.tensors
         self.partial: torch.Tensor | None = None
-        self._views = [local_strides(tensor, shard.rank) for tensor in self.tensors]
+        self.numel = layout.local_numel(shard.rank)
+        self._views = [local_strides(tensor, shard.rank, self.numel) for tensor in self.tensors]
         self._all_present: torch.Tensor | None = None
 
     def _flag_rows(self, present: Sequence[bool], like: torch.Tensor) -> torch.Tensor:
-        """One row of ones and zeros for every rank: which gradients this rank has."""
+        """One row of ones and zeros for every rank, or for all: which gradients this rank has."""
+        rows = self.world_size if self.flags.packed else 1
         if not all(present):
-            return like.new_tensor([float(flag) for flag in present]).expand(self.world_size, -1)
+            return like.new_tensor([float(flag) for flag in present]).expand(rows, -1)
         if self._all_present is None or self._all_present.dtype != like.dtype:
-            self._all_present = like.new_ones(self.world_size, len(present))
+            self._all_present = like.new_ones(rows, len(present))
         return self._all_present
 
     def stage(
         self, gradients: Sequence[torch.Tensor], present: Sequence[bool], out: torch.Tensor, allocate: Allocate
-    ) -> Collective:
-        """Outputs (runs of ``out``) and inputs of the reduction: one packed run, then each other tensor itself."""
-        rows, outputs, inputs = [], [], []
+    ) -> Staged:
+        """What is communicated: one packed run and each other tensor itself, and the run of the thin ones."""
+        thin: list[tuple[int, torch.Tensor]] = []
+        outputs, inputs = [], []
+        flags = self._flag_rows(present, gradients[0] if gradients else out)
+        rows = [flags] if self.flags.packed else []
         for tensor, gradient in zip(self.tensors, gradients, strict=True):
             if not tensor.chunk_numel:
                 continue
-            if tensor.packed:
+            if tensor.thin:
+                thin.append((tensor.full_offset, gradient.view(-1)))
+            elif tensor.packed:
                 rows.append(gradient if tensor.is_contiguous_cut else cut_chunks(tensor, gradient))
             else:
                 outputs.append(out[tensor.local_offset : tensor.local_offset + tensor.chunk_numel])
                 inputs.append(gradient.view(-1))
-        rows.append(self._flag_rows(present, gradients[0] if gradients else out))
         packed = self.layout.packed_numel
         if self.world_size == 1:
             chunk_cat(rows, 1, out[:packed].view(1, -1))
-            return [], []
-        staging = allocate((packed * self.world_size,), dtype=out.dtype, device=out.device)
-        chunk_cat(rows, self.world_size, staging.view(self.world_size, -1))
-        return [out[:packed], *outputs], [staging, *inputs]
+            return Staged([], [])
+        if rows:
+            staging = allocate((packed * self.world_size,), dtype=out.dtype, device=out.device)
+            chunk_cat(rows, self.world_size, staging.view(self.world_size, -1))
+            outputs, inputs = [out[:packed], *outputs], [staging, *inputs]
+        if self.flags.packed:
+            return Staged(outputs, inputs)
+        parts = [gradient for _, gradient in sorted(thin, key=itemgetter(0))]
+        whole = out.new_empty(self.layout.full_numel + flags.numel())
+        chunk_cat([*parts, flags.view(-1)], 1, whole.view(1, -1))
+        return Staged(outputs, inputs, whole)
+
+    def keep_own(self, thin: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy this rank's rows, and the flags, out of the summed run of thin tensors."""
+        rows, flags = thin_rows(self.layout, self.rank, thin), thin[self.layout.full_numel :]
+        own = out[self.layout.even_numel :].split([*map(torch.numel, rows)]) if rows else ()
+        copy_each([*own, out[self.flags.local_offset :][: flags.numel()]], [*rows, flags])
 
     def exist(self, out: torch.Tensor, present: Sequence[bool]) -> Sequence[bool]:
         """Which of the parameters told of have a gradient on any rank."""
@@ -163,6 +208,10 @@ class Route:
         if self.custom is not None:
             return self.custom.allocate(size, dtype=dtype, device=device)
         return torch.empty(size, dtype=dtype, device=device)
+
+    def all_reduce_thin(self, thin: torch.Tensor) -> Sequence[Waitable]:
+        """Issue the sum of whole gradients."""
+        return self.shard.all_reduce(thin, mean=self.scale.shard_mean)
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
         """Issue the reduce-scatter."""
@@ -212,27 +261,30 @@ class Reduction:
         self.plan, self.route, self.present = plan, route, present
         self.like, self.name = like, name
         self._give = deliver
-        self.out = route.allocate((plan.layout.local_numel,), dtype=plan.dtype, device=device)
+        self.out = route.allocate((plan.numel,), dtype=plan.dtype, device=device)
         self.goes_to_host = is_elsewhere(like, self.out.device) and not route.stop_after_shard
         self._on_host = host_memory(like, self.out.numel()) if self.goes_to_host else None
         # Held like the inputs: a lane may read it long after it was replaced.
         self._added = plan.partial
-        outputs, inputs = plan.stage(gradients, present, self.out, route.allocate)
+        staged = plan.stage(gradients, present, self.out, route.allocate)
         # Staged gradients are freed before the collective takes memory of its own.
         gradients.clear()
         if route.scale.before not in (None, 1.0):
-            for tensor in inputs or [self.out]:
+            for tensor in staged.sent or [self.out]:
                 tensor.div_(route.scale.before)
-        self._inputs: Sequence[torch.Tensor] = inputs
-        self._ticket: Ticket = lane.submit(*self._steps(outputs, inputs))
+        self._staged: Staged | None = staged
+        self._ticket: Ticket = lane.submit(*self._steps(staged))
 
-    def _steps(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> list[Step]:
+    def _steps(self, staged: Staged) -> list[Step]:
         route, out, plan, on_host = self.route, self.out, self.plan, self._on_host
 
         def scatter() -> Sequence[Waitable]:
-            return route.reduce_scatter(outputs, inputs) if inputs else []
+            works = [*route.reduce_scatter(staged.outputs, staged.inputs)] if staged.inputs else []
+            return works if staged.thin is None else [*works, *route.all_reduce_thin(staged.thin)]
 
         def between() -> Sequence[Waitable]:
+            if staged.thin is not None:
+                plan.keep_own(staged.thin, out)
             if route.scale.between not in (None, 1.0):
                 out.div_(route.scale.between)
             if plan.partial is not None:
@@ -263,7 +315,7 @@ class Reduction:
         except RuntimeError as error:
             explain(error, f"reducing the gradients of unit {self.name!r}")
             raise
-        self._inputs, self._added = (), None
+        self._staged, self._added = None, None
         if self.route.stop_after_shard:
             return
         out = self.out.to(self.like.dtype) if not self.goes_to_host else None
@@ -284,5 +336,5 @@ class Reduction:
     def abandon(self) -> None:
         """Wait and drop the result."""
         self._ticket.wait()
-        self._inputs, self._added = (), None
+        self._staged, self._added = None, None
         self.plan.partial = None

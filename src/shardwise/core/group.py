@@ -53,7 +53,11 @@ def _issue(reference: weakref.ref[ParamGroup], gathers: Sequence[Gather]) -> Seq
             gather.prepare()
         outputs += gather.outputs
         inputs += gather.inputs
-    return group._issue_gather(outputs, inputs) if inputs else []
+    works = list(group._issue_gather(outputs, inputs)) if inputs else []
+    for gather in gathers:
+        if gather.thin is not None:
+            works += group.mesh.shard.unite(gather.thin)
+    return works
 
 
 class ParamGroup:

@@ -7,6 +7,9 @@ Two orders of the same elements:
 
 Tensor ``i`` gathered is therefore one contiguous run, and gathering it needs no copy: ``local[i] -> full[i]``.
 
+A *thin* tensor has fewer rows than there are ranks. One row for each rank would be mostly padding, so it can be laid
+out without any: its rows are brought together where they belong, among zeros that the other ranks contribute.
+
 Tensors may also stay whole, each on one rank (`deal`, `whole`): they then travel in runs of one owner's tensors.
 """
 
@@ -28,7 +31,7 @@ class TensorLayout:
     """One tensor cut over ``world_size`` ranks on tensor dim ``dim``, as ``torch.chunk`` cuts it.
 
     Offsets and sizes are in elements. Every rank's buffer reserves ``chunk_numel``; what a rank
-    does not own of it is padding at the end.
+    does not own of it is padding at the end. Of a thin tensor only the ranks that own a row reserve anything.
     """
 
     shape: tuple[int, ...]
@@ -37,6 +40,7 @@ class TensorLayout:
     local_offset: int
     full_offset: int
     packed: bool
+    thin: bool = False
 
     @property
     def numel(self) -> int:
@@ -50,9 +54,18 @@ class TensorLayout:
 
     @property
     def chunk_numel(self) -> int:
-        """Elements that each rank's buffer reserves for this tensor."""
+        """Elements of the largest chunk."""
         size = self.shape[self.dim]
         return self.chunk_length * (self.numel // size) if size else 0
+
+    def reserved(self, rank: int) -> int:
+        """Elements that ``rank``'s buffer reserves for this tensor."""
+        return 0 if self.thin and not self.length(rank) else self.chunk_numel
+
+    @property
+    def full_reserved(self) -> int:
+        """Elements that the gathered buffer reserves for this tensor."""
+        return self.numel if self.thin else self.chunk_numel * self.world_size
 
     @property
     def is_even(self) -> bool:
@@ -87,19 +100,32 @@ class Layout:
     """A group of tensors over the ranks of one mesh axis.
 
     The packed tensors come first in the local buffer, as one run of ``packed_numel`` elements: they are
-    communicated together through a staging buffer, the others each straight from and to their places.
+    communicated together through a staging buffer, the others each straight from and to their places. Thin ones come
+    last: behind ``even_numel`` elements in the local buffer, where those with most rows are first, so that what a rank
+    does not own is at the end and not allocated; and behind ``full_even_numel`` elements in the gathered one.
     """
 
     tensors: tuple[TensorLayout, ...]
     world_size: int
-    local_numel: int
+    even_numel: int
     full_numel: int
+    full_even_numel: int
     packed_numel: int
+
+    @property
+    def thin(self) -> list[TensorLayout]:
+        """The thin tensors, in the order of the local buffer."""
+        return sorted((tensor for tensor in self.tensors if tensor.thin), key=lambda tensor: tensor.local_offset)
+
+    def local_numel(self, rank: int) -> int:
+        """Elements of ``rank``'s local buffer."""
+        return self.even_numel + sum(tensor.reserved(rank) for tensor in self.thin)
 
     @property
     def padding(self) -> int:
         """Elements over all ranks' local buffers that no tensor owns."""
-        return self.local_numel * self.world_size - sum(tensor.numel for tensor in self.tensors)
+        owned = sum(tensor.numel for tensor in self.tensors if not tensor.thin)
+        return self.even_numel * self.world_size - owned
 
 
 def per_parameter(
@@ -107,6 +133,7 @@ def per_parameter(
     dims: Sequence[int],
     world_size: int,
     packed: Sequence[bool] | None = None,
+    thin: Sequence[bool] | None = None,
 ) -> Layout:
     """Cut every tensor on one dim: honest ``Shard(dim)`` placements.
 
@@ -116,17 +143,33 @@ def per_parameter(
         world_size: ranks on the sharding axis.
         packed: which tensors are communicated together; None packs none. A cut that is not contiguous is
             always packed, since its gathered chunks have to be rearranged.
+        thin: which of those with fewer rows than ranks are laid out without padding; None: none.
     """
-    cuts = _cuts(shapes, dims, world_size, packed or [False] * len(shapes))
-    full_offsets, full_numel = _offsets([cut.chunk_numel * world_size for cut in cuts], ALIGNMENT)
+    cuts = _cuts(shapes, dims, world_size, packed or [False] * len(shapes), thin or [False] * len(shapes))
+    order = sorted(range(len(cuts)), key=lambda index: cuts[index].thin)
+    full_offsets, full_numel = _offsets([cut.full_reserved for cut in cuts], ALIGNMENT, order)
     if world_size == 1:
         # Local and gathered buffer are then the same memory.
         tensors = tuple(
             replace(cut, packed=False, local_offset=offset, full_offset=offset)
             for cut, offset in zip(cuts, full_offsets, strict=True)
         )
-        return Layout(tensors, 1, full_numel, full_numel, 0)
+        return Layout(tensors, 1, full_numel, full_numel, full_numel, 0)
+    if any(cut.thin for cut in cuts):
+        full_numel = -(-full_numel // ALIGNMENT) * ALIGNMENT  # what is summed is a whole number of words
     return _rank_major(cuts, world_size, full_offsets, full_numel)
+
+
+def worth_thinning(shapes: Sequence[tuple[int, ...]], dims: Sequence[int], world_size: int, least: float) -> list[bool]:
+    """Which tensors to lay out as thin ones: those with at most half as many rows as there are ranks, if that saves
+    ``least`` elements of a gathered buffer.
+
+    Half: to sum rows among zeros sends everything twice.
+    """
+    cuts = _cuts(shapes, dims, world_size, [False] * len(shapes), [True] * len(shapes))
+    found = [cut.thin and 2 * cut.shape[cut.dim] <= world_size for cut in cuts]
+    saved = sum((world_size - cut.shape[0]) * cut.chunk_numel for cut, thin in zip(cuts, found, strict=True) if thin)
+    return [thin and saved >= least for thin in found]
 
 
 def flat(totals: Sequence[int], world_size: int, packed: Sequence[bool] | None = None) -> Layout:
@@ -144,11 +187,17 @@ def flat(totals: Sequence[int], world_size: int, packed: Sequence[bool] | None =
 
 
 def for_gradients(
-    shapes: Sequence[tuple[int, ...]], dims: Sequence[int], world_size: int, packed: Sequence[bool]
+    shapes: Sequence[tuple[int, ...]],
+    dims: Sequence[int],
+    world_size: int,
+    packed: Sequence[bool],
+    thin: Sequence[bool],
 ) -> Layout:
-    """Like `per_parameter`, for reduced gradients: nothing is aligned, and there is no gathered buffer."""
-    cuts = _cuts(shapes, dims, world_size, packed)
-    return _rank_major(cuts, world_size, [0] * len(cuts), 0)
+    """Like `per_parameter`, for reduced gradients: nothing is aligned, and only the thin ones are whole somewhere, in
+    the order of the local buffer."""
+    cuts = _cuts(shapes, dims, world_size, packed, thin)
+    full_offsets, full_numel = _offsets([cut.numel if cut.thin else 0 for cut in cuts], 1, _local_order(cuts))
+    return _rank_major(cuts, world_size, full_offsets, full_numel)
 
 
 def deal(
@@ -263,30 +312,53 @@ def whole(
 
 
 def _cuts(
-    shapes: Sequence[tuple[int, ...]], dims: Sequence[int], world_size: int, packed: Sequence[bool]
+    shapes: Sequence[tuple[int, ...]],
+    dims: Sequence[int],
+    world_size: int,
+    packed: Sequence[bool],
+    thin: Sequence[bool],
 ) -> list[TensorLayout]:
     drafts = [
         TensorLayout(tuple(shape), dim, world_size, 0, 0, flag)
         for shape, dim, flag in zip(shapes, dims, packed, strict=True)
     ]
-    return [replace(draft, packed=draft.packed or not draft.is_contiguous_cut) for draft in drafts]
+    spread = [0 < draft.shape[draft.dim] < world_size and draft.dim == 0 for draft in drafts]
+    return [
+        replace(draft, packed=not alone and (draft.packed or not draft.is_contiguous_cut), thin=alone)
+        for draft, alone in zip(drafts, map(bool.__and__, spread, thin), strict=True)
+    ]
+
+
+def _local_order(cuts: Sequence[TensorLayout]) -> list[int]:
+    """Indices of the tensors as they lie in a local buffer."""
+
+    def key(index: int) -> tuple[bool, int]:
+        cut = cuts[index]
+        return (True, -cut.shape[0]) if cut.thin else (False, not cut.packed)
+
+    return sorted(range(len(cuts)), key=key)
 
 
 def _rank_major(cuts: Sequence[TensorLayout], world_size: int, full_offsets: Sequence[int], full_numel: int) -> Layout:
-    order = sorted(range(len(cuts)), key=lambda index: not cuts[index].packed)
-    in_order, local_numel = _offsets([cuts[index].chunk_numel for index in order], 1)
-    local_offsets = [offset for _, offset in sorted(zip(order, in_order, strict=True))]
+    local_offsets, _ = _offsets([cut.chunk_numel for cut in cuts], 1, _local_order(cuts))
     tensors = tuple(
         replace(cut, local_offset=local, full_offset=full)
         for cut, local, full in zip(cuts, local_offsets, full_offsets, strict=True)
     )
-    return Layout(tensors, world_size, local_numel, full_numel, sum(cut.chunk_numel for cut in cuts if cut.packed))
+    return Layout(
+        tensors,
+        world_size,
+        even_numel=sum(cut.chunk_numel for cut in cuts if not cut.thin),
+        full_numel=full_numel,
+        full_even_numel=min((tensor.full_offset for tensor in tensors if tensor.thin), default=full_numel),
+        packed_numel=sum(cut.chunk_numel for cut in cuts if cut.packed),
+    )
 
 
-def _offsets(sizes: Sequence[int], alignment: int) -> tuple[list[int], int]:
-    """Where runs of ``sizes`` elements start when laid one after the other, and where the last ends."""
-    offsets, position = [], 0
-    for size in sizes:
-        offsets.append(position)
-        position += -(-size // alignment) * alignment
-    return offsets, (offsets[-1] + sizes[-1]) if sizes else 0
+def _offsets(sizes: Sequence[int], alignment: int, order: Sequence[int]) -> tuple[list[int], int]:
+    """Where runs of ``sizes`` elements start when laid one after the other in ``order``, and where the last ends."""
+    offsets, position, end = [0] * len(sizes), 0, 0
+    for index in order:
+        offsets[index], end = position, position + sizes[index]
+        position += -(-sizes[index] // alignment) * alignment
+    return offsets, end

@@ -3,6 +3,7 @@ or moves them."""
 
 from __future__ import annotations
 
+import math
 import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -13,10 +14,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .buffer import ShardedBuffer
-from .comm import PACK_BELOW_BYTES
 from .device import Ticket, local_of, make_spec, not_inference, pins_memory, set_local, spec_of, without_torch_function
 from .errors import StateError
-from .layout import Layout, per_parameter
+from .layout import Layout, per_parameter, worth_thinning
 from .mesh import DataParallelMesh, DataParallelRanks
 from .model_parallel import describe
 from .parameter import (
@@ -88,16 +88,18 @@ class Shards(ABC):
         return wanted if wanted is not None and dtype.is_floating_point else dtype
 
     def _layout(self, shapes: Sequence[tuple[int, ...]], dims: Sequence[int], dtype: torch.dtype) -> Layout:
-        size = self.mesh.shard.size
-        small = PACK_BELOW_BYTES // self._gather_dtype(dtype).itemsize
-        packed = [tensor.chunk_numel < small for tensor in per_parameter(shapes, dims, size).tensors]
-        return per_parameter(shapes, dims, size, packed)
+        comm, itemsize = self.mesh.shard, self._gather_dtype(dtype).itemsize
+        cuts = per_parameter(shapes, dims, comm.size).tensors
+        packed = [comm.packs(cut.chunk_numel * itemsize) for cut in cuts]
+        # What is cut anew over a smaller world needs room for that one's padding.
+        least = math.inf if self.policy.reshard_to is not None else comm.thin_from_bytes / itemsize
+        return per_parameter(shapes, dims, comm.size, packed, worth_thinning(shapes, dims, comm.size, least))
 
     def _new_local(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if device.type != "meta":
             device = torch.device("cpu") if self.policy.offload else self.mesh.device
         pinned = self.policy.offload and self.policy.pin_memory and pins_memory(device)
-        return torch.zeros(layout.local_numel, dtype=dtype, device=device, pin_memory=pinned)
+        return torch.zeros(layout.local_numel(self.mesh.shard.rank), dtype=dtype, device=device, pin_memory=pinned)
 
     # -- Who they are
 

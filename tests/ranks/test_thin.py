@@ -1,0 +1,181 @@
+"""Tensors with fewer rows than ranks, laid out without padding, against torch FSDP2.
+
+That is only done in worlds larger than a test's, so it is asked for here."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+import shardwise
+from shardwise.core.comm import PairwiseGlooComm
+from shardwise.core.module import unit_of
+
+from .harness import on_ranks
+from .test_parity import assert_same, train
+
+BF16 = torch.bfloat16
+
+
+class Narrow(nn.Module):
+    """Layers of one row to ten, each with one whose parameters all have one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList([nn.Linear(6, 2), nn.Linear(2, 10), nn.Linear(10, 1), nn.Linear(1, 6)])
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * self.scale
+        return x
+
+
+def everywhere() -> Any:
+    return mock.patch.object(PairwiseGlooComm, "thin_from_bytes", 0.0)
+
+
+def build(verb: Any, mesh: Any, **options: Any) -> nn.Module:
+    model = Narrow()
+    for layer in model.layers:
+        verb(layer, mesh=mesh, **options)
+    verb(model, mesh=mesh, **options)
+    return model
+
+
+def thin_names(model: nn.Module) -> set[str]:
+    slots = [slot for m in model.modules() if (unit := unit_of(m)) for group in unit.groups for slot in group.slots]
+    return {slot.name for slot in slots if slot.buffer.layout.tensors[slot.index].thin}
+
+
+@on_ranks(2, 3, 4, param_dtype=[None, BF16], reduce_dtype=[None, torch.float32], setting=["reshard", "keep", "offload"])
+def test_like_fsdp2(param_dtype: Any, reduce_dtype: Any, setting: str) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype)}
+    options |= {"offload_policy": CPUOffloadPolicy()} if setting == "offload" else {}
+    options |= {"reshard_after_forward": setting == "reshard"}
+    with everywhere():
+        model = build(shardwise.fully_shard, mesh, **options)
+    halves = dist.get_world_size() // 2
+    assert "layers.2.weight" in thin_names(model)
+    assert ("layers.0.weight" in thin_names(model)) == (halves >= 2)
+    ours = train(model, clip=shardwise.clip_grad_norm_)
+    assert_same(ours, train(build(torch_fully_shard, mesh, **options)))
+
+
+@on_ranks(4)
+def test_replicated_and_accumulated() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    with everywhere():
+        models = [build(shardwise.fully_shard, mesh), build(torch_fully_shard, mesh)]
+    assert thin_names(models[0])
+    for step in range(4):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(4 * step + dist.get_rank()))
+        for model in models:
+            model.set_requires_all_reduce(step == 3)  # type: ignore[operator]
+            model.set_requires_gradient_sync(step != 0)  # type: ignore[operator]
+            model(x).square().mean().backward()
+    for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad.full_tensor())  # type: ignore[union-attr]
+
+
+@on_ranks(2, 4)
+def test_parameters_without_gradient_on_some_ranks_or_on_all() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with everywhere():
+        model = build(shardwise.fully_shard, mesh)
+    x = torch.randn(4, 6)
+    for step in range(5):
+        model.zero_grad()
+        used = model.layers[:3] if dist.get_rank() == 0 else model.layers[:2]  # type: ignore[index]
+        y = x
+        for layer in used:
+            y = layer(y)
+        y.sum().backward()
+        had = [parameter.grad is not None for parameter in model.layers.parameters()]  # type: ignore[union-attr]
+        assert had == [True] * 6 + [False] * 2, step
+
+
+@on_ranks(2, 3, 4)
+def test_values_come_back_bit_for_bit() -> None:
+    """Signed zeros and NaNs too, which adding floating-point zeros would change."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    strange = torch.tensor([[-0.0, 0.0, float("nan"), -float("inf"), 1e-45, -3.5]])
+    model = nn.Linear(6, 1)
+    model.weight.data.copy_(strange)
+    for dtype in (torch.float32, BF16):
+        with everywhere():
+            sharded = shardwise.fully_shard(nn.Linear(6, 1).to(dtype), mesh=mesh)
+        sharded.weight.to_local().copy_(strange[: len(sharded.weight.to_local())])
+        assert thin_names(sharded) == {"weight", "bias"}
+        sharded.unshard()
+        bits = torch.int32 if dtype == torch.float32 else torch.int16
+        assert torch.equal(sharded.weight.detach().view(bits), strange.to(dtype).view(bits))
+        sharded.reshard()
+
+
+@on_ranks(2, 4)
+def test_custom_collectives_take_the_rest() -> None:
+    calls: list[str] = []
+
+    class Collective:
+        def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+            return torch.empty(*size, dtype=dtype, device=device)
+
+    class Gather(Collective):
+        def __call__(self, **arguments: Any) -> Any:
+            calls.append("gather")
+            return dist.all_gather_into_tensor(
+                arguments["output_tensor"], arguments["input_tensor"], group=arguments["group"], async_op=True
+            )
+
+    class Scatter(Collective):
+        def __call__(self, **arguments: Any) -> Any:
+            calls.append("scatter")
+            return dist.reduce_scatter_tensor(
+                arguments["output_tensor"],
+                arguments["input_tensor"].clone(),
+                op=dist.ReduceOp.SUM,
+                group=arguments["group"],
+                async_op=True,
+            )
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with everywhere():
+        model, plain = build(shardwise.fully_shard, mesh), build(shardwise.fully_shard, mesh)
+    for module in (model, *model.layers):  # type: ignore[misc]
+        module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+        module.set_custom_all_gather(Gather())  # type: ignore[operator]
+        module.set_custom_reduce_scatter(Scatter())  # type: ignore[operator]
+    x = torch.randn(4, 6)
+    for one in (model, plain):
+        one(x).square().mean().backward()
+    assert {"gather", "scatter"} <= set(calls)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad.full_tensor())  # type: ignore[union-attr]
+
+
+@on_ranks(2, 4)
+def test_whole_values_and_flat_optimizer() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with everywhere():
+        model, plain = build(shardwise.fully_shard, mesh), build(shardwise.fully_shard, mesh)
+    flat = shardwise.optim.flat(torch.optim.AdamW, model.parameters(), lr=0.1)
+    usual = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    x = torch.randn(4, 6)
+    for _ in range(3):
+        for one, optimizer in ((model, flat), (plain, usual)):
+            one(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    whole = shardwise.full_state_dict(model, rank0_only=False)
+    for (name, ours), theirs in zip(whole.items(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs.full_tensor()), name  # type: ignore[operator]
