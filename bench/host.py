@@ -1,29 +1,43 @@
-"""Host time of forward and backward, with nothing to communicate and little to compute."""
+"""Host time of forward and backward, with nothing to communicate and little to compute; and what a large world adds."""
 
 from __future__ import annotations
 
 import functools
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
-from .contenders import CONTENDERS, DDP, FSDP2, UNSHARDED, Contender, make_contender
+import torch.distributed as dist
+from torch import Tensor
+
+from .contenders import CONTENDERS, DDP, FSDP2, SHARDWISE, UNSHARDED, Contender, make_contender
 from .model import Shape
+from .network import ALL_REDUCE, COLLECTIVES, GATHER
 from .ranks import run_on_fake
-from .report import NONE, Table, number, ratio
+from .report import NONE, Table, mebibytes, number, ratio
 from .timing import interleave, median, spread
 
 WORLD_SIZE = 8
 SHAPE = Shape(blocks=32, width=64, batch=1, length=4)
 LIMIT = 180.0
+WORLD_SIZES = (8, 64, 1024)
+WIDE = Shape(blocks=4, width=1024, batch=1, length=4)
+COMPARED = (UNSHARDED, SHARDWISE, FSDP2)
 
 Result = tuple[dict[str, list[tuple[float, float]]], dict[str, str]]
 """By contender: seconds of forward and of backward per run; and why a contender does not run here."""
 
 
 def host_tables(quick: bool) -> list[Table]:
-    """One table."""
-    rounds = 20 if quick else 120
+    """Many small units on a small world; then worlds of 8 to 1024 ranks, with tensors that have fewer rows than those,
+    and with large ones."""
+    return [_units_table(20 if quick else 120), *(_worlds_table(shape, 4 if quick else 16) for shape in (SHAPE, WIDE))]
+
+
+def _units_table(rounds: int) -> Table:
     runs, failures = run_on_fake(WORLD_SIZE, LIMIT, measure, 4, rounds)
     units = SHAPE.blocks + 1
     columns = ["contender", "forward µs/unit", "backward µs/unit", "both µs/unit", "± µs/unit"]
@@ -45,7 +59,102 @@ def host_tables(quick: bool) -> list[Table]:
         f"{DDP}: its buckets go nowhere (a communication hook that does nothing), since it cannot use a fake group.",
     )
     table.chart = "both µs/unit"
-    return [table]
+    return table
+
+
+@dataclass
+class GroupCalls:
+    """What a process group does by itself: seconds in its calls, and bytes of what gathers and all-reduces give."""
+
+    seconds: float = 0.0
+    gathered: int = 0
+
+
+@contextmanager
+def watched_groups() -> Iterator[GroupCalls]:
+    """Watch all process groups' collectives."""
+    calls = GroupCalls()
+    methods = {name: getattr(dist.ProcessGroup, name) for name in COLLECTIVES if hasattr(dist.ProcessGroup, name)}
+    for name, method in methods.items():
+        setattr(dist.ProcessGroup, name, _watched(method, COLLECTIVES[name][0], calls))
+    try:
+        yield calls
+    finally:
+        for name, method in methods.items():
+            setattr(dist.ProcessGroup, name, method)
+
+
+def _watched(method: Callable[..., Any], kind: str, calls: GroupCalls) -> Callable[..., Any]:
+    def run(group: Any, result: Any, *args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        work = method(group, result, *args, **kwargs)
+        calls.seconds += time.perf_counter() - start
+        if kind in (GATHER, ALL_REDUCE):
+            calls.gathered += sum(one.nbytes for one in ([result] if isinstance(result, Tensor) else result))
+        return work
+
+    return run
+
+
+@dataclass
+class InWorld:
+    """What one contender takes in a world of some size.
+
+    Args:
+        seconds: medians of forward + backward, of which in the process group's calls.
+        padded: bytes gathered in a forward pass that belong to no parameter.
+    """
+
+    seconds: tuple[float, float]
+    padded: int
+
+
+def _worlds_table(shape: Shape, rounds: int) -> Table:
+    columns = ["contender", "ranks", "both ms", "of which in the group", "overhead ms", "overhead / FSDP2's"]
+    columns += ["outside the group ms", "/ its own at 8", "MiB padded", "padded / FSDP2's"]
+    table = Table(f"Host time of forward + backward in large worlds: {shape}", columns)
+    first: dict[str, float] = {}
+    for size in WORLD_SIZES:
+        found = run_on_fake(size, LIMIT, measure_in_world, shape, rounds)
+        plain, theirs = found[UNSHARDED].seconds[0], found[FSDP2]
+        for name, one in found.items():
+            both, inside = one.seconds
+            row = [name, str(size), number(1e3 * both, 1), number(1e3 * inside, 1)]
+            overhead = ratio(both - plain, theirs.seconds[0] - plain)
+            row += [NONE] * 2 if name == UNSHARDED else [number(1e3 * (both - plain), 1), overhead]
+            row += [number(1e3 * (both - inside), 1), ratio(both - inside, first.setdefault(name, both - inside))]
+            padded = ratio(one.padded, theirs.padded)
+            table.rows.append([*row, *([NONE] * 2 if name == UNSHARDED else [mebibytes(one.padded), padded])])
+    table.notes = (
+        f"fake groups, whose all-gather copies once for each rank: that is in the group. {rounds} rounds after 2.",
+        "padded: gathered in one forward pass beyond the parameters' own bytes.",
+    )
+    return table
+
+
+def measure_in_world(shape: Shape, rounds: int) -> dict[str, InWorld]:
+    """In one process: medians of each contender."""
+    with watched_groups() as calls:
+        contenders = {name: make_contender(name, shape) for name in COMPARED}
+        parameters = sum(parameter.nbytes for parameter in contenders[UNSHARDED].model.parameters())
+        runs = interleave(
+            {name: functools.partial(_watched_run, one, calls) for name, one in contenders.items()}, 2, rounds
+        )
+        found = {}
+        for name, contender in contenders.items():
+            before = calls.gathered
+            contender.forward()
+            padded = calls.gathered - before - parameters
+            found[name] = InWorld(
+                (median([run[0] for run in runs[name]]), median([run[1] for run in runs[name]])), padded
+            )
+        return found
+
+
+def _watched_run(contender: Contender, calls: GroupCalls) -> tuple[float, float]:
+    before = calls.seconds
+    seconds = sum(_timed_run(contender))
+    return seconds, calls.seconds - before
 
 
 def measure(warm_up: int, rounds: int) -> Result:
