@@ -27,8 +27,8 @@ PAIRWISE_WORLD_SIZE = 8
 PACK_BELOW_BYTES = 128 * 1024
 """A chunk below this is sent with others in one staging run: a message costs as long as copying so much."""
 PACK_WHOLE_BELOW_BYTES = 2**20
-"""The same for a whole tensor where any number of them are one call. Not for a chunk: in a large world everything would
-be copied then, and have memory twice."""
+"""Nor is a whole tensor from this size on, where any number of them are one call: in a large world everything would be
+copied else, and have memory twice."""
 DIRECT_BELOW_BYTES = 4 * 2**20
 """Among more than two ranks, gloo's own trees reduce and broadcast a whole tensor from this size on faster than direct
 messages, all of which the owner would have to send or to hold."""
@@ -87,7 +87,7 @@ class Comm:
 
     def packs(self, chunk_bytes: int) -> bool:
         """Whether a tensor of which each rank has ``chunk_bytes`` travels with others."""
-        return chunk_bytes * self.size < PACK_WHOLE_BELOW_BYTES
+        return chunk_bytes < PACK_BELOW_BYTES and chunk_bytes * self.size < PACK_WHOLE_BELOW_BYTES
 
     def unite(self, tensor: torch.Tensor) -> list[Waitable]:
         """Replace each element of ``tensor`` (a multiple of 4 bytes) by that of the one rank where it is not zero."""

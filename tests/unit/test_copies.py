@@ -1,0 +1,76 @@
+"""Bytes that operators copy in a forward and backward, as equations: casts, and what is too small to be sent alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from bench.counts import CopyCounter
+from bench.model import Shape, Transformer, loss_of, make_tokens
+from shardwise import fully_shard
+from shardwise.core.layout import Layout
+from shardwise.core.module import unit_of
+
+Mesh = Callable[..., DeviceMesh]
+SHAPE = Shape(blocks=2, width=512, batch=1, length=4)
+
+
+def train(mesh: DeviceMesh, **options: Any) -> tuple[Transformer, int]:
+    """A model, and the bytes that its third forward and backward copy."""
+    model, tokens = Transformer(SHAPE), make_tokens(SHAPE)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    for _ in range(2):
+        loss_of(model, tokens).backward()
+        model.zero_grad()
+    with CopyCounter() as copies:
+        loss_of(model, tokens).backward()
+    return model, copies.bytes
+
+
+def layouts(model: Transformer) -> list[tuple[Layout, int]]:
+    """Layout and gathers per step of each unit: the root is not gathered again for backward."""
+    found = []
+    for module, gathers in [(model, 1), *((block, 2) for block in model.blocks)]:
+        unit = unit_of(module)
+        assert unit is not None
+        [buffer] = [buffer for group in unit.groups for buffer in group.shards.buffers]
+        found.append((buffer.layout, gathers))
+    return found
+
+
+def test_a_world_of_one_copies_nothing(fake_mesh: Mesh) -> None:
+    assert train(fake_mesh(1))[1] == 0
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_even_shards_are_sent_from_and_to_their_places(fake_mesh: Mesh, world_size: int) -> None:
+    model, copied = train(fake_mesh(world_size))
+    expected = 0
+    for layout, gathers in layouts(model):
+        small = sum(tensor.numel for tensor in layout.tensors if tensor.packed)
+        flags = world_size * len(layout.tensors)
+        expected += 4 * (gathers * small + small + flags)
+    assert copied == expected
+    assert copied < 0.1 * 4 * sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_mixed_precision_casts_once_each_way(fake_mesh: Mesh, world_size: int) -> None:
+    precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    model, copied = train(fake_mesh(world_size), mp_policy=precision)
+    casts = 0
+    for layout, gathers in layouts(model):
+        packed = sum(tensor.numel for tensor in layout.tensors if tensor.packed)
+        numel, flags = sum(tensor.numel for tensor in layout.tensors), world_size * len(layout.tensors)
+        casts += 2 * gathers * (numel // world_size + packed) + 4 * (numel + flags)
+    plain = Transformer(SHAPE).to(torch.bfloat16)
+    with CopyCounter() as of_the_model:
+        loss_of(plain, make_tokens(SHAPE)).backward()
+    assert copied == casts + of_the_model.bytes
