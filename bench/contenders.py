@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from .model import Shape, Transformer, loss_of, make_tokens
 
 UNSHARDED, SHARDWISE, FSDP2, DDP = "no sharding", "shardwise zero3", "torch FSDP2", "DDP"
 CONTENDERS = (UNSHARDED, SHARDWISE, FSDP2, DDP)
+FLAT = "shardwise zero3, flat AdamW"
 MIXED_PRECISION = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -75,14 +77,16 @@ def make_contender(
     parameters."""
     torch.manual_seed(1)
     model: nn.Module = Transformer(shape).to(device)
-    if name in (SHARDWISE, FSDP2):
-        verb = shardwise.fully_shard if name == SHARDWISE else torch_fully_shard
+    if name in (SHARDWISE, FLAT, FSDP2):
+        verb = torch_fully_shard if name == FSDP2 else shardwise.fully_shard
         _wrap(model, verb, init_device_mesh(device, (dist.get_world_size(),)), precision)
     elif precision is not None:
         raise ValueError(f"{name} has no setting for {precision}")
     elif name == DDP:
         model = _data_parallel(model)
-    return Contender(name, model, torch.optim.AdamW(model.parameters(), lr=1e-4), make_tokens(shape).to(device))
+    flat = functools.partial(shardwise.optim.flat, torch.optim.AdamW)
+    optimizer = (flat if name == FLAT else torch.optim.AdamW)(model.parameters(), lr=1e-4)
+    return Contender(name, model, optimizer, make_tokens(shape).to(device))
 
 
 def _wrap(model: nn.Module, verb: Any, mesh: DeviceMesh, precision: MixedPrecisionPolicy | None) -> None:

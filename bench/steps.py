@@ -9,16 +9,18 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from .contenders import CONTENDERS, FSDP2, UNSHARDED, Contender, make_contender
+from .contenders import CONTENDERS, FLAT, FSDP2, UNSHARDED, Contender, make_contender
 from .model import Shape
 from .ranks import BenchError, run_on_gloo
 from .report import NONE, Table, number, ratio
 from .timing import interleave, median, spread
 
 WORLD_SIZE = 2
+COMPARED = (*CONTENDERS, FLAT)
 COMPUTE_HEAVY = Shape(blocks=8, width=512, batch=4, length=128)
 PARAMETER_HEAVY = Shape(blocks=4, width=1024, batch=1, length=32)
 LIMIT = 240.0
+SAVES = f"sharding also saves: each rank's AdamW then updates 1/{WORLD_SIZE} of the parameters, so an overhead may be negative."
 LOSS_TOLERANCE = 1e-3
 """Nats per token by which contenders may differ: rounding of other orders of summation."""
 
@@ -27,24 +29,25 @@ Phases = tuple[float, float, float, float, float]
 
 
 def step_tables(quick: bool) -> list[Table]:
-    """One table per model."""
+    """Each model on two processes, and on one, where nothing is sharded."""
     return [
-        _table(COMPUTE_HEAVY, warm_up=2, rounds=3 if quick else 10),
-        _table(PARAMETER_HEAVY, warm_up=2, rounds=5 if quick else 16),
+        _table(WORLD_SIZE, COMPUTE_HEAVY, warm_up=2, rounds=3 if quick else 10),
+        _table(WORLD_SIZE, PARAMETER_HEAVY, warm_up=2, rounds=5 if quick else 16),
+        _table(1, COMPUTE_HEAVY, warm_up=2, rounds=3 if quick else 10),
+        _table(1, PARAMETER_HEAVY, warm_up=2, rounds=5 if quick else 16),
     ]
 
 
-def _table(shape: Shape, warm_up: int, rounds: int) -> Table:
-    by_rank = run_on_gloo(WORLD_SIZE, LIMIT, measure, shape, warm_up, rounds)
+def _table(world_size: int, shape: Shape, warm_up: int, rounds: int) -> Table:
+    by_rank = run_on_gloo(world_size, LIMIT, measure, shape, warm_up, rounds)
     slowest = {
-        name: [max(ranks, key=_seconds) for ranks in zip(*(r[name] for r in by_rank), strict=True)]
-        for name in CONTENDERS
+        name: [max(ranks, key=_seconds) for ranks in zip(*(r[name] for r in by_rank), strict=True)] for name in COMPARED
     }
     _check_losses(slowest)
     steps = {name: median([_seconds(run) for run in runs]) for name, runs in slowest.items()}
     columns = ["contender", "step ms", "± ms", "forward ms", "backward ms", "optimizer ms", "CPU ms"]
     columns += ["step / no sharding", "overhead ms", "overhead / FSDP2's"]
-    table = Table(f"Step on {WORLD_SIZE} gloo processes: {shape}", columns)
+    table = Table(f"Step on {world_size} gloo process{'es' * (world_size > 1)}: {shape}", columns)
     reference = steps[FSDP2] - steps[UNSHARDED]
     for name, runs in slowest.items():
         overhead = steps[name] - steps[UNSHARDED]
@@ -64,8 +67,8 @@ def _table(shape: Shape, warm_up: int, rounds: int) -> Table:
         f"{rounds} rounds after {warm_up} of warm-up; a round is one step of each, the slower rank counts; "
         "± is half the distance between the quartiles.",
         "CPU: of one process, all its threads.",
-        "overhead: a contender's step minus that without sharding. Sharding also saves: each rank's AdamW then "
-        "updates 1/2 of the parameters, so an overhead may be negative.",
+        "overhead: a contender's step minus that without sharding.",
+        *([] if world_size == 1 else [SAVES]),
         f"all contenders reported the same loss to within {LOSS_TOLERANCE:g} nats.",
     )
     table.chart = "step ms"
@@ -86,7 +89,7 @@ def _check_losses(runs: dict[str, list[Phases]]) -> None:
 def measure(shape: Shape, warm_up: int, rounds: int) -> dict[str, list[Phases]]:
     """On one rank: each contender's steps."""
     actions: dict[str, Callable[[], Phases]] = {}
-    for name in CONTENDERS:
+    for name in COMPARED:
         actions[name] = functools.partial(_timed_step, make_contender(name, shape))
     gc.collect()
     gc.freeze()
