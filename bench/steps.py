@@ -20,7 +20,7 @@ COMPARED = (*CONTENDERS, FLAT)
 COMPUTE_HEAVY = Shape(blocks=8, width=512, batch=4, length=128)
 PARAMETER_HEAVY = Shape(blocks=4, width=1024, batch=1, length=32)
 LIMIT = 240.0
-SAVES = f"sharding also saves: each rank's AdamW then updates 1/{WORLD_SIZE} of the parameters, so an overhead may be negative."
+SAVES = f"sharding also saves: AdamW then updates 1/{WORLD_SIZE} of the parameters, so an overhead may be negative."
 LOSS_TOLERANCE = 1e-3
 """Nats per token by which contenders may differ: rounding of other orders of summation."""
 
