@@ -80,17 +80,25 @@ class GatherPlan:
         self._inputs = self.inputs(source)
         self._source = source
 
+    def _allocate_direct(self) -> None:
+        """Memory for what is received in its place; packed tensors need theirs only once they are there, and it is then
+        most often the memory that the unit before freed."""
+        if self._outputs:
+            allocate_storage(self.full)
+
     def _staging(self) -> torch.Tensor | None:
         return self.full.new_empty(self._run * self.layout.world_size) if self._packed else None
 
     def start(self, source: torch.Tensor) -> Gather:
         """Gather ``source``, whose dtype and device are those of the gathered buffer."""
+        self._allocate_direct()
         inputs, staging = self.inputs(source), self._staging()
         outputs = self._outputs if staging is None else [staging, *self._outputs]
         return Gather(outputs, inputs, finish=functools.partial(self._finish, staging))
 
     def start_cast(self, source: torch.Tensor, rank: int) -> Gather:
         """Gather a source of another dtype or device: it is cast straight to where this rank's part goes."""
+        self._allocate_direct()
         outputs, staging = self._outputs, self._staging()
         own = [target.view(self.layout.world_size, -1)[rank] for target in outputs]
         if staging is not None:
@@ -110,6 +118,7 @@ class GatherPlan:
         """Put the packed tensors in their places, once the collective is done."""
         if staging is None:
             return
+        allocate_storage(self.full)
         rows = staging.view(self.layout.world_size, -1)
         if self._plain_copy:
             torch.split_with_sizes_copy(rows, self._sizes, dim=1, out=self._rows)
@@ -233,23 +242,24 @@ class ShardedBuffer:
 
     def start_staged_gather(self, allocate: Allocate) -> Gather:
         """`start_gather` through a staging buffer of the caller's; only where there is something to gather."""
-        self.allocate()
         if self._staged_plan is None:
+            self.allocate()  # to make views of it
             with not_inference():
                 self._staged_plan = GatherPlan(self.layout, self.full, self._offsets(), pack_all=True)
         return self._staged_plan.start_staged(self.local, self.comm.rank, allocate)
 
     def start_gather(self) -> Gather:
-        """Allocate the gathered buffer and say how to fill it."""
-        self.allocate()
+        """Say how to fill the gathered buffer, which gets memory as soon as the gather needs it."""
         if self._resharded_local is not None and self._resharded is not None:
             return self._resharded[2].start(self._resharded_local)
         source = self.local
         if self.is_identity:
             return Gather()
         if self.layout.world_size == 1:
+            self.allocate()
             return Gather(prepare=functools.partial(copy_each, [self.full], [source]))
         if self._plan is None:
+            self.allocate()
             with not_inference():
                 self._plan = GatherPlan(self.layout, self.full, self._offsets())
                 self._plan.keep(source)
