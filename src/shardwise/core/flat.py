@@ -188,7 +188,7 @@ class FlatSlot(Slot):
     # -- The two faces
 
     def put_sharded(self) -> None:
-        """See `Slot.put_sharded`. What is registered does not change with the faces: only what the names give."""
+        """What is registered does not change with the faces: only what the names give."""
         if self.home is None:
             for place in self.parts[0].places:
                 place.withdraw()
@@ -210,7 +210,7 @@ class FlatSlot(Slot):
         self.put_sharded()
 
     def put_unsharded(self) -> Sequence[nn.Parameter]:
-        """See `Slot.put_unsharded`."""
+        """Let the names give the parts; gives the parameters that were made for that, the first time."""
         made: Sequence[nn.Parameter] = ()
         self._check_registered()
         requires_grad = self.sharded.requires_grad
@@ -456,6 +456,21 @@ class FlatShards(Shards):
                 if isinstance(value, nn.Parameter) and value is not run.sharded:
                     remember_successor(value, self.reference, position)
                     retire(value)
+
+    # -- The two faces
+
+    def put_sharded(self) -> None:
+        """See `Shards.put_sharded`."""
+        for slot in self.slots:
+            slot.put_sharded()
+
+    def put_unsharded(self) -> None:
+        """See `Shards.put_unsharded`."""
+        with without_torch_function():
+            for position, slot in enumerate(self.slots):
+                for made in slot.put_unsharded():
+                    # An optimizer made while it is registered must not step it: the shards are what counts.
+                    remember_successor(made, self.reference, position)
 
     # -- Whole values
 

@@ -18,7 +18,7 @@ from .device import Lane, Ticket, Waitable, label, local_of, make_spec, not_infe
 from .errors import explain
 from .layout import per_parameter
 from .mesh import DataParallelMesh, DataParallelRanks
-from .parameter import make_sharded_parameter, remember_successor
+from .parameter import make_sharded_parameter
 from .reducer import GradientReducer
 from .shards import Shards
 from .slot import GroupOptions, Slot
@@ -187,11 +187,7 @@ class ParamGroup:
         self._register_unsharded()
 
     def _register_unsharded(self) -> None:
-        with without_torch_function():
-            for position, slot in enumerate(self.slots):
-                for made in slot.put_unsharded():
-                    # An optimizer made while it is registered must not step it: the shards are what counts.
-                    remember_successor(made, self.shards.reference, position)
+        self.shards.put_unsharded()
         for buffer in self.shards.buffers:
             buffer.drop_resharded()
         self.state = ShardState.UNSHARDED
@@ -213,8 +209,7 @@ class ParamGroup:
         if self.state is ShardState.SHARDED and (keep or not (self._is_kept or self._prepared)):
             return
         self._prepared = None
-        for slot in self.slots:
-            slot.put_sharded()
+        self.shards.put_sharded()
         self.state = ShardState.SHARDED
         self._is_kept = keep or self.mesh.strategy.keeps_unsharded
         if self._is_kept:

@@ -7,6 +7,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from .model_parallel import describe
 from .parameter import (
     OwnerReference,
     Place,
+    Registry,
     adopt_parameter,
     make_sharded_parameter,
     mark_replaced,
@@ -30,6 +32,8 @@ from .parameter import (
     retire,
 )
 from .slot import GroupPolicy, ManagedParameter, Slot
+
+_has_values, _is_meta = attrgetter("has_values"), attrgetter("local.is_meta")
 
 
 class Shards(ABC):
@@ -81,6 +85,14 @@ class Shards(ABC):
             StateError: naming a parameter that is not sharded, or tied to another since it was sharded.
         """
 
+    @abstractmethod
+    def put_sharded(self) -> None:
+        """Register the sharded faces."""
+
+    @abstractmethod
+    def put_unsharded(self) -> None:
+        """Register the unsharded faces, which require gradients where the sharded ones do."""
+
     # -- Making
 
     def _gather_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -122,7 +134,7 @@ class Shards(ABC):
         Raises:
             StateError: naming the parameters that are still on the meta device.
         """
-        if all(slot.has_values for slot in self.slots) and not any(buffer.local.is_meta for buffer in self.buffers):
+        if all(map(_has_values, self.slots)) and not any(map(_is_meta, self.buffers)):
             return
         names = [slot.name for slot in self.slots if slot.buffer.local.is_meta or not slot.has_values]
         raise StateError(
@@ -187,6 +199,8 @@ class ParameterShards(Shards):
     def __init__(self, parameters: Sequence[ManagedParameter], mesh: DataParallelMesh, policy: GroupPolicy):
         super().__init__(mesh, policy)
         self._waits_for_others = False
+        self._faces: list[tuple[Registry, str, nn.Parameter, nn.Parameter]] = []
+        """For each place its registry and name, and what is registered there: sharded, and unsharded."""
         by_dtype: dict[torch.dtype, list[ManagedParameter]] = defaultdict(list)
         for parameter in parameters:
             by_dtype[parameter.value.dtype].append(parameter)
@@ -219,6 +233,32 @@ class ParameterShards(Shards):
             for place in member.places:
                 place.put(sharded)
 
+    # -- The two faces
+
+    def put_sharded(self) -> None:
+        """See `Shards.put_sharded`."""
+        for registry, name, sharded, _ in self._faces:
+            registry[name] = sharded
+
+    def put_unsharded(self) -> None:
+        """See `Shards.put_unsharded`."""
+        with without_torch_function():
+            wanted = [sharded.requires_grad for _, _, sharded, _ in self._faces]
+            if not wanted or wanted != [unsharded.requires_grad for *_, unsharded in self._faces]:
+                self._make_faces()
+        for registry, name, _, unsharded in self._faces:
+            registry[name] = unsharded
+
+    def _make_faces(self) -> None:
+        self._faces = []
+        for position, slot in enumerate(self.slots):
+            if (unsharded := slot.unsharded) is None:
+                unsharded = slot.make_unsharded()
+                # An optimizer made while it is registered must not step it: the shards are what counts.
+                remember_successor(unsharded, self.reference, position)
+            unsharded.requires_grad_(slot.sharded.requires_grad)
+            self._faces += [(place.registry, place.name, slot.sharded, unsharded) for place in slot.places]
+
     # -- Making them again
 
     @property
@@ -229,6 +269,7 @@ class ParameterShards(Shards):
     def leave_meta(self) -> list[Slot]:
         """See `Shards.leave_meta`."""
         waiting: list[Slot] = []
+        self._faces = []
         with torch.no_grad(), not_inference():
             for position, old in enumerate(self.buffers):
                 if not old.local.is_meta:
@@ -253,7 +294,7 @@ class ParameterShards(Shards):
     def adopt_registered(self, *, is_loading: bool = False) -> bool:
         """See `Shards.adopt_registered`."""
         self.mark_stale()
-        self._waits_for_others = False
+        self._waits_for_others, self._faces = False, []
         rebuilt = False
         for buffer in list(self.buffers):
             slots = [slot for slot in self.slots if slot.buffer is buffer]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -61,29 +61,16 @@ class Slot:
         """This rank's chunk, without padding, in the chunk's shape."""
         return self.buffer.local_view(self.index)
 
-    # -- The two faces
+    # -- The unsharded face
 
-    def put_sharded(self) -> None:
-        """Register the sharded face."""
-        for place in self.places:
-            place.put(self.sharded)
-
-    def put_unsharded(self) -> Sequence[nn.Parameter]:
-        """Register the unsharded face; gives the parameters that were made for it, the first time."""
-        made: tuple[nn.Parameter, ...] = ()
-        requires_grad = self.sharded.requires_grad
-        if self.unsharded is None:
-            with not_inference():
-                value = self.buffer.full_view(self.index)
-                if self.parallel is not None:
-                    value = self.parallel.unsharded(value)
-                self.unsharded = nn.Parameter(value, requires_grad=requires_grad)
-            made = (self.unsharded,)
-        elif self.unsharded.requires_grad != requires_grad:
-            self.unsharded.requires_grad_(requires_grad)
-        for place in self.places:
-            place.put(self.unsharded)
-        return made
+    def make_unsharded(self) -> nn.Parameter:
+        """The unsharded face, whose values come and go with the gathered buffer's."""
+        with not_inference():
+            value = self.buffer.full_view(self.index)
+            if self.parallel is not None:
+                value = self.parallel.unsharded(value)
+            self.unsharded = nn.Parameter(value, requires_grad=self.sharded.requires_grad)
+        return self.unsharded
 
     def forget_unsharded(self) -> None:
         """The buffer is another: the unsharded face is made anew."""
