@@ -336,19 +336,29 @@ def wrap_local(
     local: torch.Tensor, spec: DTensorSpec, kind: type[DTensor] = DTensor, requires_grad: bool = False
 ) -> DTensor:
     """A DTensor (of class ``kind``) around ``local``, without a copy, a check or a new autograd node."""
-    # Not through the class: its `__init__` does nothing and costs more than the rest. And not around `local` itself:
-    # the DTensor would take over its storage offset, and torch can neither save nor copy one with an offset.
+    return _wrap_each([local], [spec], kind, requires_grad)[0]
+
+
+def _wrap_each(
+    locals_: Iterable[torch.Tensor], specs: Iterable[DTensorSpec], kind: type[DTensor], requires_grad: bool
+) -> list[DTensor]:
+    made = []
     with not_inference():
-        wrapped: DTensor = DTensor.__new__(
-            kind, _at_offset_zero(local.dtype, local.device), spec, requires_grad=requires_grad
-        )
-    wrapped._local_tensor = local
-    return wrapped
+        for local, spec in zip(locals_, specs, strict=True):
+            # Not through the class: its `__init__` does nothing and costs more than the rest. And not around `local`
+            # itself: the DTensor would take over its offset, and torch can neither save nor copy one with an offset.
+            base = _at_offset_zero(local.dtype, local.device)
+            wrapped: DTensor = DTensor.__new__(kind, base, spec, requires_grad=requires_grad)
+            wrapped._local_tensor = local
+            made.append(wrapped)
+    return made
 
 
-def wrap_gradient(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """``local`` placed as ``parameter`` is, if that is a DTensor."""
-    return wrap_local(local, spec_of(parameter)) if isinstance(parameter, DTensor) else local
+def wrap_gradients(locals_: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """``locals_[i]`` placed as ``parameters[i]`` is; themselves, if those are not DTensors."""
+    if not parameters or not isinstance(parameters[0], DTensor):
+        return locals_
+    return _wrap_each(locals_, map(get_spec, parameters), DTensor, False)
 
 
 def spec_of(tensor: torch.Tensor) -> DTensorSpec:
@@ -433,19 +443,27 @@ call_without_torch_function: Callable[[Any, Any, Any, Any], Any] = torch._C._dis
 """``(func, types, args, kwargs)``: call ``func`` as torch does for a class whose ``__torch_function__`` is disabled."""
 
 
-def run_tensor_hooks(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """``gradient`` after the hooks that the user registered by ``parameter.register_hook``."""
-    hooks: dict[int, Callable[[torch.Tensor], torch.Tensor | None]] | None = parameter._backward_hooks
-    for hook in tuple(hooks.values()) if hooks else ():
+def run_tensor_hooks(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """``gradients[i]`` after the hooks that the user registered by ``parameters[i].register_hook``."""
+    return [
+        _changed(gradient, tuple(parameter._backward_hooks.values())) if parameter._backward_hooks else gradient
+        for parameter, gradient in zip(parameters, gradients, strict=True)
+    ]
+
+
+def _changed(gradient: torch.Tensor, hooks: Iterable[Callable[[torch.Tensor], torch.Tensor | None]]) -> torch.Tensor:
+    for hook in hooks:
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
     return gradient
 
 
-def post_accumulate_grad_hooks(parameter: torch.Tensor) -> Iterable[Callable[[torch.Tensor], None]]:
-    """Hooks that the user registered to run when ``parameter.grad`` is ready."""
-    hooks: dict[int, Callable[[torch.Tensor], None]] | None = parameter._post_accumulate_grad_hooks
-    return tuple(hooks.values()) if hooks else ()
+def post_accumulate_grad_hooks(
+    parameters: Sequence[torch.Tensor],
+) -> list[tuple[Callable[[torch.Tensor], None], torch.Tensor]]:
+    """Hooks that the user registered to run when the gradient of a parameter is ready, each with its parameter."""
+    with_hooks = [parameter for parameter in parameters if parameter._post_accumulate_grad_hooks]
+    return [(hook, parameter) for parameter in with_hooks for hook in parameter._post_accumulate_grad_hooks.values()]
 
 
 # -- Autograd and profiler -------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from .layout import Layout, flat
 from .mesh import DataParallelRanks
 from .parameter import Place, owner_of, remember_successor, retire, successor_of
 from .shards import Shards
-from .slot import GroupPolicy, Slot, check_dense
+from .slot import GroupPolicy, Slot, refuse_sparse
 from .tree import tensors_in
 
 
@@ -301,7 +301,8 @@ class FlatSlot(Slot):
         targets, sources = [], []
         for part, view, gradient in zip(self.parts, self.views(run), gradients, strict=True):
             if gradient is not None:
-                check_dense(part.name, gradient)
+                if gradient.layout is not torch.strided:
+                    refuse_sparse(part.name, gradient)
                 targets.append(view)
                 sources.append(gradient)
         copy_each(targets, sources)

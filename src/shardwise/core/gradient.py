@@ -7,6 +7,7 @@ their shards differently. It also tells of gradients of parameters that were lef
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -31,6 +32,7 @@ class Scale:
     after: float | None = None
 
 
+@functools.lru_cache
 def gradient_scale(
     dtype: torch.dtype, shard_size: int, replicate_size: int, factor: float | None, force_sum: bool
 ) -> Scale:
@@ -138,7 +140,7 @@ class GradientPlan:
         return [out.as_strided(*view) if flag else None for view, flag in zip(self._views, own, strict=True)]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Route:
     """The collectives that gradients take.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -124,7 +125,8 @@ class Slot:
             return None
         if self.parallel is not None:
             gradient = self.parallel.local_gradient(gradient)
-        check_dense(self.name, gradient)
+        if gradient.layout is not torch.strided:
+            refuse_sparse(self.name, gradient)
         return gradient.contiguous()
 
     # -- Values
@@ -147,16 +149,15 @@ def reduction_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dty
     return wanted if wanted is not None and dtype.is_floating_point else dtype
 
 
-def check_dense(name: str, gradient: torch.Tensor) -> None:
+def refuse_sparse(name: str, gradient: torch.Tensor) -> NoReturn:
     """
     Raises:
-        StateError: if the gradient of parameter ``name`` is sparse.
+        StateError: the gradient of parameter ``name`` is sparse.
     """
-    if gradient.layout is not torch.strided:
-        raise StateError(
-            f"parameter {name!r} got a {gradient.layout} gradient, which cannot be reduced to shards: "
-            "use dense gradients (nn.Embedding(sparse=False))"
-        )
+    raise StateError(
+        f"parameter {name!r} got a {gradient.layout} gradient, which cannot be reduced to shards: "
+        "use dense gradients (nn.Embedding(sparse=False))"
+    )
 
 
 @dataclass
