@@ -23,7 +23,7 @@ def _nothing() -> None:
     pass
 
 
-@dataclass
+@dataclass(slots=True)
 class Gather:
     """One gather that is about to start.
 
@@ -157,22 +157,16 @@ class ShardedBuffer:
     def __init__(self, layout: Layout, local: torch.Tensor, comm: Comm, dtype: torch.dtype, device: torch.device):
         self.layout, self.local, self.comm = layout, local, comm
         self.dtype, self.device = dtype, device
+        #: Whether the gathered buffer is the local one: nothing to gather, cast or move.
+        self.is_identity = layout.world_size == 1 and local.dtype == dtype and local.device.type == device.type
+        #: Bytes that gathering it takes beside the shards.
+        self.gathered_bytes = 0 if self.is_identity else layout.full_numel * dtype.itemsize
+        self._casts = local.dtype != dtype or local.device != device
         self._full: torch.Tensor | None = None
         self._plan: GatherPlan | None = None
         self._staged_plan: GatherPlan | None = None
         self._resharded: tuple[Layout, Comm, GatherPlan] | None = None
         self._resharded_local: torch.Tensor | None = None
-
-    @property
-    def is_identity(self) -> bool:
-        """Whether the gathered buffer is the local one: nothing to gather, cast or move."""
-        local = self.local
-        return self.layout.world_size == 1 and local.dtype == self.dtype and local.device.type == self.device.type
-
-    @property
-    def gathered_bytes(self) -> int:
-        """That gathering it takes beside the shards."""
-        return 0 if self.is_identity else self.layout.full_numel * self.dtype.itemsize
 
     @property
     def full(self) -> torch.Tensor:
@@ -202,7 +196,7 @@ class ShardedBuffer:
     def shares_memory(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in the gathered buffer."""
         full = self._full
-        return full is not None and tensor.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
+        return full is not None and 0 <= tensor.data_ptr() - full.data_ptr() < full.nbytes
 
     def allocate(self) -> None:
         """Give the gathered buffer memory, if it has none."""
@@ -263,7 +257,7 @@ class ShardedBuffer:
             with not_inference():
                 self._plan = GatherPlan(self.layout, self.full, self._offsets())
                 self._plan.keep(source)
-        if source.dtype != self.dtype or source.device != self.device:
+        if self._casts:
             return self._plan.start_cast(source, self.comm.rank)
         return self._plan.start(source)
 

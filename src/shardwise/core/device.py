@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 from torch import nn
@@ -231,7 +230,7 @@ def mesh_device(mesh: DeviceMesh) -> torch.device:
 def allocate_storage(tensor: torch.Tensor) -> None:
     """Give ``tensor`` memory again after `free_storage`; its views see it."""
     storage = tensor.untyped_storage()
-    if storage.size() == 0:
+    if storage.nbytes() == 0:
         storage.resize_(tensor.numel() * tensor.itemsize)
 
 
@@ -274,7 +273,7 @@ def host_memory(like: torch.Tensor, numel: int) -> torch.Tensor:
 
 def not_inference() -> contextlib.AbstractContextManager[Any]:
     """Tensors made inside are ordinary ones also under `torch.inference_mode`, so training can use them later."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING
 
 
 def chunk_cat(tensors: Sequence[torch.Tensor], world_size: int, out: torch.Tensor) -> None:
@@ -495,14 +494,35 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
-_NO_LABEL = contextlib.nullcontext()
+_NOTHING = contextlib.nullcontext()
 
 
 def label(name: str, fqn: str) -> contextlib.AbstractContextManager[Any]:
     """A profiler range ``name (fqn)``; costs nothing while no profiler runs."""
     if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-        return _NO_LABEL
+        return _NOTHING
     return torch.profiler.record_function(f"{name} ({fqn})" if fqn else name)
+
+
+def labelled(name: str) -> Callable[[Callable[Concatenate[Any, P], R]], Callable[Concatenate[Any, P], R]]:
+    """Calls of a method of an object with a ``name`` are profiler ranges ``name (its name)``."""
+
+    def decorate(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+        @functools.wraps(method)
+        def run(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+            if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+                return method(self, *args, **kwargs)
+            with label(name, self.name):
+                return method(self, *args, **kwargs)
+
+        return cast(Callable[Concatenate[Any, P], R], run)
+
+    return decorate
+
+
+def no_grad() -> contextlib.AbstractContextManager[Any]:
+    """`torch.no_grad`, entered only where gradients are recorded."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
 def eager(function: Callable[P, R]) -> Callable[P, R]:
@@ -515,7 +535,7 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not _dynamo_is_active():
+        if get_eval_frame_callback() is None:  # nobody traces
             return function(*args, **kwargs)
         if not disabled:
             disabled.append(torch.compiler.disable(function))
@@ -550,10 +570,6 @@ def step_by_foreach(kind: type[torch.Tensor]) -> None:
     accelerator, which would else get several kernels for each parameter."""
     if kind not in _foreach_supported_types:
         _foreach_supported_types.append(kind)
-
-
-def _dynamo_is_active() -> bool:
-    return "torch._dynamo" in sys.modules and get_eval_frame_callback() is not None
 
 
 # -- Operators ---------------------------------------------------------------------------------------------------

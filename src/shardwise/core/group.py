@@ -14,7 +14,7 @@ from torch import nn
 
 from .buffer import Gather, ShardedBuffer
 from .comm import StagedCollective
-from .device import Lane, Ticket, Waitable, label, local_of, make_spec, not_inference, without_torch_function
+from .device import Lane, Ticket, Waitable, labelled, local_of, make_spec, not_inference, without_torch_function
 from .errors import explain
 from .layout import per_parameter
 from .mesh import DataParallelMesh, DataParallelRanks
@@ -33,7 +33,7 @@ class ShardState(Enum):
     UNSHARDED = auto()
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Prepared:
     """A gather whose memory is allocated, the events that it has to wait for, and of which state of the shards."""
 
@@ -74,7 +74,7 @@ class ParamGroup:
         self._name = ""
         self._gather: tuple[Ticket | None, Sequence[Gather]] | None = None
         self._prepared: _Prepared | None = None
-        self._is_kept = self.mesh.strategy.keeps_unsharded
+        self._is_kept = self._keeps_unsharded = self.mesh.strategy.keeps_unsharded
 
     @property
     def name(self) -> str:
@@ -127,27 +127,30 @@ class ParamGroup:
             self._gather = None, ()
             return
         self.shards.check_materialized()
-        with torch.no_grad(), label("FSDP::all_gather", self.name):
-            prepared, self._prepared = self._prepared, None
-            if prepared is None:
-                prepared = _Prepared([self._start_gather(buffer) for buffer in self.shards.buffers])
-            # The event says nothing of what was written to the shards after it.
-            after = prepared.after if prepared.after and prepared.stamp == self.shards.stamp() else ()
-            works = any(gather.inputs or gather.prepare for gather in prepared.gathers)
-            issue = functools.partial(_issue, weakref.ref(self), prepared.gathers)
-            self._gather = lane.submit(issue, after=after) if works else None, prepared.gathers
+        self._submit_gather(lane)
+
+    @labelled("FSDP::all_gather")
+    def _submit_gather(self, lane: Lane) -> None:
+        prepared, self._prepared = self._prepared, None
+        if prepared is None:
+            prepared = _Prepared([self._start_gather(buffer) for buffer in self.shards.buffers])
+        # The event says nothing of what was written to the shards after it.
+        after = prepared.after if prepared.after and prepared.stamp == self.shards.stamp() else ()
+        works = [gather for gather in prepared.gathers if gather.inputs or gather.prepare]
+        issue = functools.partial(_issue, weakref.ref(self), works)
+        self._gather = lane.submit(issue, after=after) if works else None, prepared.gathers
 
     def prepare_unshard(self, event: Any, mark: Callable[[], Any]) -> None:
         """Allocate what the next gather needs, which is then ordered after ``event`` and the allocation alone."""
         if self._gather is None and self.state is ShardState.SHARDED and self.shards.is_adopted:
             self.shards.check_materialized()
-            with torch.no_grad():
-                gathers = [self._start_gather(buffer) for buffer in self.shards.buffers]
+            gathers = [self._start_gather(buffer) for buffer in self.shards.buffers]
             self._prepared = _Prepared(gathers, (event, mark()), self.shards.stamp())
 
     def _gathers_by(self, buffer: ShardedBuffer) -> StagedCollective | None:
-        staged = self.mesh.shard.size > 1 and not buffer.is_resharded
-        return self.options.custom_gather if staged else None
+        if (custom := self.options.custom_gather) is None or self.mesh.shard.size == 1 or buffer.is_resharded:
+            return None
+        return custom
 
     def _start_gather(self, buffer: ShardedBuffer) -> Gather:
         custom = self._gathers_by(buffer)
@@ -178,11 +181,10 @@ class ParamGroup:
         if self.policy.offload:
             self.shards.read_by = ticket
         if gathers:
-            with torch.no_grad():
-                for gather in gathers:
-                    gather.finish()
+            for gather in gathers:
+                gather.finish()
             # Where parameters do not stay gathered the next use gathers again anyhow.
-            keeps = self.mesh.strategy.keeps_unsharded or not self.options.reshard_after_forward
+            keeps = self._keeps_unsharded or not self.options.reshard_after_forward
             self.shards.note_gathered(keeps=keeps)
         self._register_unsharded()
 
@@ -211,7 +213,7 @@ class ParamGroup:
         self._prepared = None
         self.shards.put_sharded()
         self.state = ShardState.SHARDED
-        self._is_kept = keep or self.mesh.strategy.keeps_unsharded
+        self._is_kept = keep or self._keeps_unsharded
         if self._is_kept:
             self.shards.watch()
         for buffer in self.shards.buffers:
@@ -240,7 +242,7 @@ class ParamGroup:
     def kept(self, output: torch.Tensor) -> torch.Tensor:
         """``output``, or a copy if it is an unsharded parameter or a view of one, whose memory resharding frees."""
         own = local_of(output)
-        if self.mesh.strategy.keeps_unsharded or type(own) not in (torch.Tensor, nn.Parameter):
+        if self._keeps_unsharded or type(own) not in (torch.Tensor, nn.Parameter):
             return output
-        freed = any(not buffer.is_identity and buffer.shares_memory(own) for buffer in self.shards.buffers)
+        freed = [buffer for buffer in self.shards.buffers if not buffer.is_identity and buffer.shares_memory(own)]
         return output.clone() if freed else output
