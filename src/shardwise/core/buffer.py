@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from .comm import Comm
-from .device import allocate_storage, copy_each, free_storage, not_inference
+from .device import Lane, allocate_storage, copy_each, free_storage, not_inference
 from .layout import Layout, TensorLayout
 
 Allocate = Callable[..., torch.Tensor]
@@ -86,45 +86,48 @@ class GatherPlan:
         if self._outputs:
             allocate_storage(self.full)
 
-    def _staging(self) -> torch.Tensor | None:
-        return self.full.new_empty(self._run * self.layout.world_size) if self._packed else None
+    def _staging(self, allocate: Allocate) -> torch.Tensor | None:
+        size = (self._run * self.layout.world_size,)
+        return allocate(size, dtype=self.full.dtype, device=self.full.device) if self._packed else None
 
-    def start(self, source: torch.Tensor) -> Gather:
+    def start(self, source: torch.Tensor, lane: Lane) -> Gather:
         """Gather ``source``, whose dtype and device are those of the gathered buffer."""
         self._allocate_direct()
-        inputs, staging = self.inputs(source), self._staging()
+        inputs, staging = self.inputs(source), self._staging(lane.allocate)
         outputs = self._outputs if staging is None else [staging, *self._outputs]
-        return Gather(outputs, inputs, finish=functools.partial(self._finish, staging))
+        return Gather(outputs, inputs, finish=functools.partial(self._finish, staging, lane))
 
-    def start_cast(self, source: torch.Tensor, rank: int) -> Gather:
+    def start_cast(self, source: torch.Tensor, rank: int, lane: Lane) -> Gather:
         """Gather a source of another dtype or device: it is cast straight to where this rank's part goes."""
         self._allocate_direct()
-        outputs, staging = self._outputs, self._staging()
+        outputs, staging = self._outputs, self._staging(lane.allocate)
         own = [target.view(self.layout.world_size, -1)[rank] for target in outputs]
         if staging is not None:
             own, outputs = [staging[rank * self._run : (rank + 1) * self._run], *own], [staging, *outputs]
         prepare = functools.partial(copy_each, own, self.inputs(source))
-        return Gather(outputs, own, prepare, functools.partial(self._finish, staging))
+        return Gather(outputs, own, prepare, functools.partial(self._finish, staging, lane))
 
     def start_staged(self, source: torch.Tensor, rank: int, allocate: Allocate) -> Gather:
         """Like `start_cast`, for a plan that packs all, in a staging buffer of the caller's."""
-        size = (self._run * self.layout.world_size,)
-        staging = allocate(size, dtype=self.full.dtype, device=self.full.device)
+        staging = self._staging(allocate)
+        assert staging is not None
         own = staging[rank * self._run : (rank + 1) * self._run]
         prepare = functools.partial(copy_each, [own], [source[: self._run]])
         return Gather([staging], [own], prepare, functools.partial(self._finish, staging))
 
-    def _finish(self, staging: torch.Tensor | None) -> None:
-        """Put the packed tensors in their places, once the collective is done."""
+    def _finish(self, staging: torch.Tensor | None, lane: Lane | None = None) -> None:
+        """Put the packed tensors in their places, once the collective is done; ``lane`` gets its memory back."""
         if staging is None:
             return
         allocate_storage(self.full)
         rows = staging.view(self.layout.world_size, -1)
         if self._plain_copy:
             torch.split_with_sizes_copy(rows, self._sizes, dim=1, out=self._rows)
-            return
-        for (tensor, target), part in zip(self._packed, rows.split(self._sizes, dim=1), strict=True):
-            join_chunks(tensor, part, target)
+        else:
+            for (tensor, target), part in zip(self._packed, rows.split(self._sizes, dim=1), strict=True):
+                join_chunks(tensor, part, target)
+        if lane is not None:
+            lane.release(staging)
 
 
 def join_chunks(tensor: TensorLayout, chunks: torch.Tensor, target: torch.Tensor) -> None:
@@ -242,10 +245,11 @@ class ShardedBuffer:
                 self._staged_plan = GatherPlan(self.layout, self.full, self._offsets(), pack_all=True)
         return self._staged_plan.start_staged(self.local, self.comm.rank, allocate)
 
-    def start_gather(self) -> Gather:
-        """Say how to fill the gathered buffer, which gets memory as soon as the gather needs it."""
+    def start_gather(self, lane: Lane) -> Gather:
+        """Say how to fill the gathered buffer, which gets memory as soon as the gather needs it; staged in memory of
+        ``lane``."""
         if self._resharded_local is not None and self._resharded is not None:
-            return self._resharded[2].start(self._resharded_local)
+            return self._resharded[2].start(self._resharded_local, lane)
         source = self.local
         if self.is_identity:
             return Gather()
@@ -258,8 +262,8 @@ class ShardedBuffer:
                 self._plan = GatherPlan(self.layout, self.full, self._offsets())
                 self._plan.keep(source)
         if self._casts:
-            return self._plan.start_cast(source, self.comm.rank)
-        return self._plan.start(source)
+            return self._plan.start_cast(source, self.comm.rank, lane)
+        return self._plan.start(source, lane)
 
     @property
     def can_reshard(self) -> bool:

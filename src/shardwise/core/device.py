@@ -77,6 +77,28 @@ class Lane(ABC):
     def wait_event(self, event: Any) -> None:
         """Let everything that is submitted from now on start after ``event``."""
 
+    keeps_staging = False
+    """Whether the staging memory released last is what is allocated next, if that is as large."""
+    _spare: torch.Tensor | None = None
+
+    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Staging memory for what is submitted next."""
+        spare, self._spare = self._spare, None
+        if spare is not None and spare.shape == size and spare.dtype == dtype:
+            return spare
+        del spare
+        with not_inference():
+            return torch.empty(size, dtype=dtype, device=device)
+
+    def release(self, staging: torch.Tensor) -> None:
+        """Nothing uses ``staging`` any more, which `allocate` gave."""
+        if self.keeps_staging:
+            self._spare = staging
+
+    def rest(self) -> None:
+        """Nothing is submitted for a while."""
+        self._spare = None
+
 
 class Device(ABC):
     """A compute device as the engine sees it."""
@@ -120,6 +142,10 @@ class _HostTicket:
 
 
 class _HostLane(Lane):
+    # The C library cannot put an aligned block where one of the same size was: each new one would be on cold pages,
+    # which it often gives back and has to fault in again.
+    keeps_staging = True
+
     def submit(self, *steps: Step, after: Sequence[Any] = ()) -> Ticket:
         return _HostTicket(steps)
 

@@ -219,7 +219,7 @@ class FlatSlot(Slot):
                 run = self.buffer.full_view(self.index)
                 # Of each a version counter of its own: modifying one must not count as modifying all.
                 self._faces = [nn.Parameter(view.data, requires_grad) for view in self.views(run)]
-            made = self._faces
+            made, self.was_unsharded = self._faces, True
         for part, face in zip(self.parts, self._faces, strict=True):
             if face.requires_grad != requires_grad:
                 face.requires_grad_(requires_grad)
@@ -254,14 +254,9 @@ class FlatSlot(Slot):
 
     def forget_unsharded(self) -> None:
         """See `Slot.forget_unsharded`."""
-        self._faces, self.accumulated = [], None
+        self._faces, self.accumulated, self.was_unsharded = [], None, False
 
     # -- Unsharded gradients
-
-    @property
-    def trains(self) -> bool:
-        """See `Slot.trains`."""
-        return bool(self._faces) and self.sharded.requires_grad
 
     @property
     def has_gradient(self) -> bool:

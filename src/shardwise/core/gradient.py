@@ -219,7 +219,9 @@ class Reduction:
         self._on_host = host_memory(like, self.out.numel()) if self.goes_to_host else None
         # Held like the inputs: a lane may read it long after it was replaced.
         self._added = plan.partial
-        outputs, inputs = plan.stage(gradients, present, self.out, route.allocate)
+        allocate = lane.allocate if route.custom is None else route.allocate
+        outputs, inputs = plan.stage(gradients, present, self.out, allocate)
+        self._lane = lane
         # Staged gradients are freed before the collective takes memory of its own.
         gradients.clear()
         if route.scale.before not in (None, 1.0):
@@ -265,6 +267,8 @@ class Reduction:
         except RuntimeError as error:
             explain(error, f"reducing the gradients of unit {self.name!r}")
             raise
+        if self._inputs and self.route.custom is None:
+            self._lane.release(self._inputs[0])
         self._inputs, self._added = (), None
         if self.route.stop_after_shard:
             return

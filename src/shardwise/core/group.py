@@ -133,18 +133,18 @@ class ParamGroup:
     def _submit_gather(self, lane: Lane) -> None:
         prepared, self._prepared = self._prepared, None
         if prepared is None:
-            prepared = _Prepared([self._start_gather(buffer) for buffer in self.shards.buffers])
+            prepared = _Prepared([self._start_gather(buffer, lane) for buffer in self.shards.buffers])
         # The event says nothing of what was written to the shards after it.
         after = prepared.after if prepared.after and prepared.stamp == self.shards.stamp() else ()
         works = [gather for gather in prepared.gathers if gather.inputs or gather.prepare]
         issue = functools.partial(_issue, weakref.ref(self), works)
         self._gather = lane.submit(issue, after=after) if works else None, prepared.gathers
 
-    def prepare_unshard(self, event: Any, mark: Callable[[], Any]) -> None:
+    def prepare_unshard(self, lane: Lane, event: Any, mark: Callable[[], Any]) -> None:
         """Allocate what the next gather needs, which is then ordered after ``event`` and the allocation alone."""
         if self._gather is None and self.state is ShardState.SHARDED and self.shards.is_adopted:
             self.shards.check_materialized()
-            gathers = [self._start_gather(buffer) for buffer in self.shards.buffers]
+            gathers = [self._start_gather(buffer, lane) for buffer in self.shards.buffers]
             self._prepared = _Prepared(gathers, (event, mark()), self.shards.stamp())
 
     def _gathers_by(self, buffer: ShardedBuffer) -> StagedCollective | None:
@@ -152,9 +152,9 @@ class ParamGroup:
             return None
         return custom
 
-    def _start_gather(self, buffer: ShardedBuffer) -> Gather:
+    def _start_gather(self, buffer: ShardedBuffer, lane: Lane) -> Gather:
         custom = self._gathers_by(buffer)
-        return buffer.start_gather() if custom is None else buffer.start_staged_gather(custom.allocate)
+        return buffer.start_gather(lane) if custom is None else buffer.start_staged_gather(custom.allocate)
 
     def _issue_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
         first = self.shards.buffers[0]

@@ -237,6 +237,7 @@ class Unit:
             context.forward_root = None
             if not context.order.matches:
                 context.drop_prefetched()
+            context.rest()
         return self._cast_output(output)
 
     @labelled("FSDP::post_forward")

@@ -63,7 +63,7 @@ class GradientReducer:
 
     def _trainable(self) -> list[Slot]:
         with without_torch_function():
-            return [slot for slot in self.slots if slot.trains]
+            return [slot for slot in self.slots if slot.was_unsharded and slot.sharded.requires_grad]
 
     def has_any(self) -> bool:
         """Whether an unsharded gradient waits for its reduction."""

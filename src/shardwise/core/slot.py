@@ -52,6 +52,8 @@ class Slot:
     sharded: nn.Parameter
     parallel: ModelParallel | None = None
     unsharded: nn.Parameter | None = None
+    was_unsharded: bool = False
+    """Whether there is an unsharded face, which gradients may come for."""
     accumulated: torch.Tensor | None = None
     """Unsharded gradient in the reduction's dtype, summed over backward passes without synchronization."""
     has_values: bool = True
@@ -71,18 +73,15 @@ class Slot:
             if self.parallel is not None:
                 value = self.parallel.unsharded(value)
             self.unsharded = nn.Parameter(value, requires_grad=self.sharded.requires_grad)
+        self.was_unsharded = True
         return self.unsharded
 
     def forget_unsharded(self) -> None:
         """The buffer is another: the unsharded face is made anew."""
         self.unsharded = self.accumulated = None
+        self.was_unsharded = False
 
     # -- Unsharded gradients
-
-    @property
-    def trains(self) -> bool:
-        """Whether a gradient may come."""
-        return self.unsharded is not None and self.sharded.requires_grad
 
     @property
     def has_gradient(self) -> bool:
