@@ -365,14 +365,15 @@ def wrap_local(
 
 
 def _wrap_each(
-    locals_: Iterable[torch.Tensor], specs: Iterable[DTensorSpec], kind: type[DTensor], requires_grad: bool
+    locals_: Sequence[torch.Tensor], specs: Iterable[DTensorSpec], kind: type[DTensor], requires_grad: bool
 ) -> list[DTensor]:
+    """DTensors around ``locals_``, which have one dtype and are on one device."""
     made = []
+    # Not around `local` itself: the DTensor would take over its offset, and torch can neither save nor copy one with an
+    # offset. And not through the class: its `__init__` does nothing and costs more than the rest.
+    base = _at_offset_zero(locals_[0].dtype, locals_[0].device)
     with not_inference():
         for local, spec in zip(locals_, specs, strict=True):
-            # Not through the class: its `__init__` does nothing and costs more than the rest. And not around `local`
-            # itself: the DTensor would take over its offset, and torch can neither save nor copy one with an offset.
-            base = _at_offset_zero(local.dtype, local.device)
             wrapped: DTensor = DTensor.__new__(kind, base, spec, requires_grad=requires_grad)
             wrapped._local_tensor = local
             made.append(wrapped)
@@ -380,7 +381,8 @@ def _wrap_each(
 
 
 def wrap_gradients(locals_: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """``locals_[i]`` placed as ``parameters[i]`` is; themselves, if those are not DTensors."""
+    """``locals_[i]``, all of one dtype and on one device, placed as ``parameters[i]`` is; themselves, if those are not
+    DTensors."""
     if not parameters or not isinstance(parameters[0], DTensor):
         return locals_
     return _wrap_each(locals_, map(get_spec, parameters), DTensor, False)

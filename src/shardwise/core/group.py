@@ -33,13 +33,13 @@ class ShardState(Enum):
     UNSHARDED = auto()
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True)
 class _Prepared:
     """A gather whose memory is allocated, the events that it has to wait for, and of which state of the shards."""
 
     gathers: Sequence[Gather]
-    after: tuple[Any, ...] = ()
-    stamp: tuple[int, ...] = ()
+    after: tuple[Any, ...]
+    stamp: tuple[int, ...]
 
 
 def _issue(reference: weakref.ref[ParamGroup], gathers: Sequence[Gather]) -> Sequence[Waitable]:
@@ -132,13 +132,16 @@ class ParamGroup:
     @labelled("FSDP::all_gather")
     def _submit_gather(self, lane: Lane) -> None:
         prepared, self._prepared = self._prepared, None
+        after: tuple[Any, ...] = ()
         if prepared is None:
-            prepared = _Prepared([self._start_gather(buffer, lane) for buffer in self.shards.buffers])
-        # The event says nothing of what was written to the shards after it.
-        after = prepared.after if prepared.after and prepared.stamp == self.shards.stamp() else ()
-        works = [gather for gather in prepared.gathers if gather.inputs or gather.prepare]
+            gathers: Sequence[Gather] = [self._start_gather(buffer, lane) for buffer in self.shards.buffers]
+        else:
+            gathers = prepared.gathers
+            # The event says nothing of what was written to the shards after it.
+            after = prepared.after if prepared.stamp == self.shards.stamp() else ()
+        works = [gather for gather in gathers if gather.inputs or gather.prepare]
         issue = functools.partial(_issue, weakref.ref(self), works)
-        self._gather = lane.submit(issue, after=after) if works else None, prepared.gathers
+        self._gather = lane.submit(issue, after=after) if works else None, gathers
 
     def prepare_unshard(self, lane: Lane, event: Any, mark: Callable[[], Any]) -> None:
         """Allocate what the next gather needs, which is then ordered after ``event`` and the allocation alone."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
 from typing import Any
@@ -76,7 +76,7 @@ class Unit:
         self._recomputes = False
         self._recomputations = 0
         self._positions: list[int] = []
-        self._calls: Counter[int] = Counter()
+        self._calls: defaultdict[int, int] = defaultdict(int)
         self._nodes: dict[int, weakref.ref[Any]] = {}
         self.name = ""
         self.rename(name or "")

@@ -7,7 +7,6 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
-from operator import attrgetter
 
 import torch
 from torch import nn
@@ -33,8 +32,6 @@ from .parameter import (
 )
 from .slot import GroupPolicy, ManagedParameter, Slot
 
-_has_values, _is_meta = attrgetter("has_values"), attrgetter("local.is_meta")
-
 
 class Shards(ABC):
     """The sharded parameters of one group, in one flat buffer for each dtype, and whether they were written.
@@ -57,7 +54,7 @@ class Shards(ABC):
         self.read_by: Ticket | None = None
         """Copies from offloaded shards that may still be under way."""
         self._writes = 0
-        self._gathered_writes = -1
+        self._gathered_writes = self._has_values_since = -1
         self._versions: list[int] | None = None
 
     @property
@@ -134,7 +131,10 @@ class Shards(ABC):
         Raises:
             StateError: naming the parameters that are still on the meta device.
         """
-        if all(map(_has_values, self.slots)) and not any(map(_is_meta, self.buffers)):
+        if self._has_values_since == self._writes:
+            return
+        if all(slot.has_values for slot in self.slots) and not any(buffer.local.is_meta for buffer in self.buffers):
+            self._has_values_since = self._writes
             return
         names = [slot.name for slot in self.slots if slot.buffer.local.is_meta or not slot.has_values]
         raise StateError(
