@@ -81,8 +81,8 @@ class GatherPlan:
         self._source = source
 
     def _allocate_direct(self) -> None:
-        """Memory for what is received in its place; packed tensors need theirs only once they are there, and it is then
-        most often the memory that the unit before freed."""
+        """Memory for what is received in its place. Packed tensors need theirs only once they are there: what is
+        gathered ahead takes no more than its staging."""
         if self._outputs:
             allocate_storage(self.full)
 

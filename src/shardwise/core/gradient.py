@@ -219,9 +219,9 @@ class Reduction:
         self._on_host = host_memory(like, self.out.numel()) if self.goes_to_host else None
         # Held like the inputs: a lane may read it long after it was replaced.
         self._added = plan.partial
-        allocate = lane.allocate if route.custom is None else route.allocate
-        outputs, inputs = plan.stage(gradients, present, self.out, allocate)
         self._lane = lane
+        self._staging: torch.Tensor | None = None
+        outputs, inputs = plan.stage(gradients, present, self.out, self._allocate)
         # Staged gradients are freed before the collective takes memory of its own.
         gradients.clear()
         if route.scale.before not in (None, 1.0):
@@ -229,6 +229,12 @@ class Reduction:
                 tensor.div_(route.scale.before)
         self._inputs: Sequence[torch.Tensor] = inputs
         self._ticket: Ticket = lane.submit(*self._steps(outputs, inputs))
+
+    def _allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if self.route.custom is not None:
+            return self.route.custom.allocate(size, dtype=dtype, device=device)
+        self._staging = self._lane.allocate(size, dtype=dtype, device=device)
+        return self._staging
 
     def _steps(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> list[Step]:
         route, out, plan, on_host = self.route, self.out, self.plan, self._on_host
@@ -267,9 +273,9 @@ class Reduction:
         except RuntimeError as error:
             explain(error, f"reducing the gradients of unit {self.name!r}")
             raise
-        if self._inputs and self.route.custom is None:
-            self._lane.release(self._inputs[0])
-        self._inputs, self._added = (), None
+        if self._staging is not None:
+            self._lane.release(self._staging)
+        self._inputs, self._added, self._staging = (), None, None
         if self.route.stop_after_shard:
             return
         out = self.out.to(self.like.dtype) if not self.goes_to_host else None
@@ -290,5 +296,5 @@ class Reduction:
     def abandon(self) -> None:
         """Wait and drop the result."""
         self._ticket.wait()
-        self._inputs, self._added = (), None
+        self._inputs, self._added, self._staging = (), None, None
         self.plan.partial = None
