@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import MixedPrecisionPolicy, Placements, fully_shard
-from shardwise.core.device import owns_memory
+from shardwise.core.device import Lane, owns_memory
 from shardwise.core.gradient import GradientPlan
 from shardwise.core.module import unit_of
 
@@ -126,6 +126,32 @@ def build(mesh: DeviceMesh, **options: Any) -> Transformer:
         fully_shard(layer, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
     return model
+
+
+def test_staging_memory_is_used_again_within_a_pass(fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    staged: list[StorageWeakRef] = []
+    allocate = Lane.allocate
+
+    def noted(lane: Lane, size: tuple[int, ...], **kind: Any) -> torch.Tensor:
+        memory = allocate(lane, size, **kind)
+        staged.append(StorageWeakRef(memory.untyped_storage()))
+        return memory
+
+    mesh, model = fake_mesh(2), nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    monkeypatch.setattr(Lane, "allocate", noted)
+    model(torch.ones(2, 4)).sum().backward()
+    # Six units are gathered twice and reduced once. Without an order known yet one is gathered at a time in forward.
+    assert len(staged) == 18
+    assert len({reference.cdata for reference in staged}) <= 4
+    assert all(reference.expired() for reference in staged)
+    staged.clear()
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    assert len(staged) == 6
+    assert all(reference.expired() for reference in staged)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8, 64, 1024])

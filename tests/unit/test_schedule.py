@@ -212,7 +212,8 @@ def test_the_checker_sees_memory_freed_too_early(fake_mesh: Mesh, monkeypatch: p
     add = hooks.FSDPCommContext.add_reduction
 
     def forget_inputs(self: FSDPCommContext, reduction: Any) -> None:
-        reduction._staged, reduction._ticket.steps = None, ()
+        reduction._staged = reduction._staging = None
+        reduction._ticket.steps = ()
         add(self, reduction)
 
     monkeypatch.setattr(FSDPCommContext, "add_reduction", forget_inputs)

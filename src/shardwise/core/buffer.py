@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from .comm import Comm
-from .device import allocate_storage, copy_each, free_storage, not_inference
+from .device import Lane, allocate_storage, copy_each, free_storage, not_inference
 from .layout import ALIGNMENT, Layout, TensorLayout
 
 Allocate = Callable[..., torch.Tensor]
@@ -20,7 +20,7 @@ def _nothing() -> None:
     pass
 
 
-@dataclass
+@dataclass(slots=True)
 class Gather:
     """One gather that is about to start.
 
@@ -82,31 +82,39 @@ class GatherPlan:
         self._inputs = self.inputs(source)
         self._source = source
 
-    def _staging(self) -> torch.Tensor | None:
-        return self.full.new_empty(self._run * self.layout.world_size) if self._packed else None
+    def _allocate_direct(self) -> None:
+        """Memory for what is received in its place. Packed tensors need theirs only once they are there: what is
+        gathered ahead takes no more than its staging."""
+        if self._outputs or self._thin is not None:
+            allocate_storage(self.full)
 
-    def start(self, source: torch.Tensor) -> Gather:
+    def _staging(self, allocate: Allocate) -> torch.Tensor | None:
+        size = (self._run * self.layout.world_size,)
+        return allocate(size, dtype=self.full.dtype, device=self.full.device) if self._packed else None
+
+    def start(self, source: torch.Tensor, lane: Lane) -> Gather:
         """Gather ``source``, whose dtype and device are those of the gathered buffer."""
-        inputs, staging = self.inputs(source), self._staging()
+        self._allocate_direct()
+        inputs, staging = self.inputs(source), self._staging(lane.allocate)
         outputs = self._outputs if staging is None else [staging, *self._outputs]
         prepare = None if self._thin is None else functools.partial(self._prepare, [], [], source)
-        return Gather(outputs, inputs, self._thin, prepare, functools.partial(self._finish, staging))
+        return Gather(outputs, inputs, self._thin, prepare, functools.partial(self._finish, staging, lane))
 
-    def start_cast(self, source: torch.Tensor) -> Gather:
+    def start_cast(self, source: torch.Tensor, lane: Lane) -> Gather:
         """Gather a source of another dtype or device: it is cast straight to where this rank's part goes."""
-        outputs, staging = self._outputs, self._staging()
+        self._allocate_direct()
+        outputs, staging = self._outputs, self._staging(lane.allocate)
         own = [target.view(self.layout.world_size, -1)[self.rank] for target in outputs]
         if staging is not None:
             own, outputs = [self._own_part(staging), *own], [staging, *outputs]
         prepare = functools.partial(self._prepare, own, self.inputs(source), source)
-        return Gather(outputs, own, self._thin, prepare, functools.partial(self._finish, staging))
+        return Gather(outputs, own, self._thin, prepare, functools.partial(self._finish, staging, lane))
 
     def start_staged(self, source: torch.Tensor, allocate: Allocate) -> Gather:
         """Like `start_cast`, for a plan that packs all, in a staging buffer of the caller's."""
-        if not self._packed:
-            return self.start_cast(source)
-        size = (self._run * self.layout.world_size,)
-        staging = allocate(size, dtype=self.full.dtype, device=self.full.device)
+        self._allocate_direct()
+        if (staging := self._staging(allocate)) is None:
+            return Gather([], [], self._thin, functools.partial(self._prepare, [], [], source))
         own = self._own_part(staging)
         prepare = functools.partial(self._prepare, [own], [source[: self._run]], source)
         return Gather([staging], [own], self._thin, prepare, functools.partial(self._finish, staging))
@@ -123,16 +131,19 @@ class GatherPlan:
         if own:
             copy_each(own, inputs)
 
-    def _finish(self, staging: torch.Tensor | None) -> None:
-        """Put the packed tensors in their places, once the collective is done."""
+    def _finish(self, staging: torch.Tensor | None, lane: Lane | None = None) -> None:
+        """Put the packed tensors in their places, once the collective is done; ``lane`` gets its memory back."""
         if staging is None:
             return
+        allocate_storage(self.full)
         rows = staging.view(self.layout.world_size, -1)
         if self._plain_copy:
             torch.split_with_sizes_copy(rows, self._sizes, dim=1, out=self._rows)
-            return
-        for (tensor, target), part in zip(self._packed, rows.split(self._sizes, dim=1), strict=True):
-            join_chunks(tensor, part, target)
+        else:
+            for (tensor, target), part in zip(self._packed, rows.split(self._sizes, dim=1), strict=True):
+                join_chunks(tensor, part, target)
+        if lane is not None:
+            lane.release(staging)
 
 
 def thin_rows(layout: Layout, rank: int, whole: torch.Tensor) -> list[torch.Tensor]:
@@ -176,22 +187,16 @@ class ShardedBuffer:
     def __init__(self, layout: Layout, local: torch.Tensor, comm: Comm, dtype: torch.dtype, device: torch.device):
         self.layout, self.local, self.comm = layout, local, comm
         self.dtype, self.device = dtype, device
+        #: Whether the gathered buffer is the local one: nothing to gather, cast or move.
+        self.is_identity = layout.world_size == 1 and local.dtype == dtype and local.device.type == device.type
+        #: Bytes that gathering it takes beside the shards.
+        self.gathered_bytes = 0 if self.is_identity else layout.full_numel * dtype.itemsize
+        self._casts = local.dtype != dtype or local.device != device
         self._full: torch.Tensor | None = None
         self._plan: GatherPlan | None = None
         self._staged_plan: GatherPlan | None = None
         self._resharded: tuple[Layout, Comm, GatherPlan] | None = None
         self._resharded_local: torch.Tensor | None = None
-
-    @property
-    def is_identity(self) -> bool:
-        """Whether the gathered buffer is the local one: nothing to gather, cast or move."""
-        local = self.local
-        return self.layout.world_size == 1 and local.dtype == self.dtype and local.device.type == self.device.type
-
-    @property
-    def gathered_bytes(self) -> int:
-        """That gathering it takes beside the shards."""
-        return 0 if self.is_identity else self.layout.full_numel * self.dtype.itemsize
 
     @property
     def full(self) -> torch.Tensor:
@@ -221,7 +226,7 @@ class ShardedBuffer:
     def shares_memory(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in the gathered buffer."""
         full = self._full
-        return full is not None and tensor.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
+        return full is not None and 0 <= tensor.data_ptr() - full.data_ptr() < full.nbytes
 
     def allocate(self) -> None:
         """Give the gathered buffer memory, if it has none."""
@@ -274,30 +279,32 @@ class ShardedBuffer:
 
     def start_staged_gather(self, allocate: Allocate) -> Gather:
         """`start_gather` through a staging buffer of the caller's; only where there is something to gather."""
-        self.allocate()
         if self._staged_plan is None:
+            self.allocate()  # to make views of it
             with not_inference():
                 rank, offsets = self.comm.rank, self._offsets()
                 self._staged_plan = GatherPlan(self.layout, rank, self.full, offsets, pack_all=True)
         return self._staged_plan.start_staged(self.local, allocate)
 
-    def start_gather(self) -> Gather:
-        """Allocate the gathered buffer and say how to fill it."""
-        self.allocate()
+    def start_gather(self, lane: Lane) -> Gather:
+        """Say how to fill the gathered buffer, which gets memory as soon as the gather needs it; staged in memory of
+        ``lane``."""
         if self._resharded_local is not None and self._resharded is not None:
-            return self._resharded[2].start(self._resharded_local)
+            return self._resharded[2].start(self._resharded_local, lane)
         source = self.local
         if self.is_identity:
             return Gather()
         if self.layout.world_size == 1:
+            self.allocate()
             return Gather(prepare=functools.partial(copy_each, [self.full], [source]))
         if self._plan is None:
+            self.allocate()
             with not_inference():
                 self._plan = GatherPlan(self.layout, self.comm.rank, self.full, self._offsets())
                 self._plan.keep(source)
-        if source.dtype != self.dtype or source.device != self.device:
-            return self._plan.start_cast(source)
-        return self._plan.start(source)
+        if self._casts:
+            return self._plan.start_cast(source, lane)
+        return self._plan.start(source, lane)
 
     @property
     def can_reshard(self) -> bool:

@@ -8,6 +8,7 @@ Others (NCCL, fake): one coalesced call.
 
 from __future__ import annotations
 
+import functools
 import math
 import uuid
 import weakref
@@ -412,6 +413,7 @@ def _reduce_scatter_single(output: torch.Tensor, input_: torch.Tensor, group: di
     return group._reduce_scatter_base(output, input_, _reduce_scatter_options(op))
 
 
+@functools.cache
 def _reduce_scatter_options(op: Any) -> Any:
     options = dist.ReduceScatterOptions()
     options.reduceOp = op

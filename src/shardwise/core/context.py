@@ -88,7 +88,12 @@ class FSDPCommContext:
         self.gather_lane.wait_event(event)
         if self.device.is_asynchronous:
             for group in first.groups:
-                group.prepare_unshard(event, self.device.mark)
+                group.prepare_unshard(self.gather_lane, event, self.device.mark)
+
+    def rest(self) -> None:
+        """Nothing is communicated for a while."""
+        self.gather_lane.rest()
+        self.reduce_lane.rest()
 
     def drop_prefetched(self) -> None:
         """Free what was gathered for units that then did not run."""
@@ -143,6 +148,7 @@ class FSDPCommContext:
                 for unit in units:
                     unit.forget_calls()
                 self.order.clear_backward()
+            self.rest()
 
     # -- After an exception
 
@@ -160,4 +166,5 @@ class FSDPCommContext:
         for unit in self.units:
             unit.reset()
         self.order.forget()
+        self.rest()
         self.forward_root, self._end_is_queued = None, False

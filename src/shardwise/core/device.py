@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 from torch import nn
@@ -78,6 +77,28 @@ class Lane(ABC):
     def wait_event(self, event: Any) -> None:
         """Let everything that is submitted from now on start after ``event``."""
 
+    keeps_staging = False
+    """Whether the staging memory released last is what is allocated next, if that is as large."""
+    _spare: torch.Tensor | None = None
+
+    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Staging memory for what is submitted next."""
+        spare, self._spare = self._spare, None
+        if spare is not None and spare.shape == size and spare.dtype == dtype:
+            return spare
+        del spare
+        with not_inference():
+            return torch.empty(size, dtype=dtype, device=device)
+
+    def release(self, staging: torch.Tensor) -> None:
+        """Nothing uses ``staging`` any more, which `allocate` gave."""
+        if self.keeps_staging:
+            self._spare = staging
+
+    def rest(self) -> None:
+        """Nothing is submitted for a while."""
+        self._spare = None
+
 
 class Device(ABC):
     """A compute device as the engine sees it."""
@@ -121,6 +142,10 @@ class _HostTicket:
 
 
 class _HostLane(Lane):
+    # The C library cannot put an aligned block where one of the same size was: each new one would be on cold pages,
+    # which it often gives back and has to fault in again.
+    keeps_staging = True
+
     def submit(self, *steps: Step, after: Sequence[Any] = ()) -> Ticket:
         return _HostTicket(steps)
 
@@ -231,7 +256,7 @@ def mesh_device(mesh: DeviceMesh) -> torch.device:
 def allocate_storage(tensor: torch.Tensor) -> None:
     """Give ``tensor`` memory again after `free_storage`; its views see it."""
     storage = tensor.untyped_storage()
-    if storage.size() == 0:
+    if storage.nbytes() == 0:
         storage.resize_(tensor.numel() * tensor.itemsize)
 
 
@@ -274,7 +299,7 @@ def host_memory(like: torch.Tensor, numel: int) -> torch.Tensor:
 
 def not_inference() -> contextlib.AbstractContextManager[Any]:
     """Tensors made inside are ordinary ones also under `torch.inference_mode`, so training can use them later."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING
 
 
 def chunk_cat(tensors: Sequence[torch.Tensor], world_size: int, out: torch.Tensor) -> None:
@@ -336,19 +361,31 @@ def wrap_local(
     local: torch.Tensor, spec: DTensorSpec, kind: type[DTensor] = DTensor, requires_grad: bool = False
 ) -> DTensor:
     """A DTensor (of class ``kind``) around ``local``, without a copy, a check or a new autograd node."""
-    # Not through the class: its `__init__` does nothing and costs more than the rest. And not around `local` itself:
-    # the DTensor would take over its storage offset, and torch can neither save nor copy one with an offset.
+    return _wrap_each([local], [spec], kind, requires_grad)[0]
+
+
+def _wrap_each(
+    locals_: Sequence[torch.Tensor], specs: Iterable[DTensorSpec], kind: type[DTensor], requires_grad: bool
+) -> list[DTensor]:
+    """DTensors around ``locals_``, which have one dtype and are on one device."""
+    made = []
+    # Not around `local` itself: the DTensor would take over its offset, and torch can neither save nor copy one with an
+    # offset. And not through the class: its `__init__` does nothing and costs more than the rest.
+    base = _at_offset_zero(locals_[0].dtype, locals_[0].device)
     with not_inference():
-        wrapped: DTensor = DTensor.__new__(
-            kind, _at_offset_zero(local.dtype, local.device), spec, requires_grad=requires_grad
-        )
-    wrapped._local_tensor = local
-    return wrapped
+        for local, spec in zip(locals_, specs, strict=True):
+            wrapped: DTensor = DTensor.__new__(kind, base, spec, requires_grad=requires_grad)
+            wrapped._local_tensor = local
+            made.append(wrapped)
+    return made
 
 
-def wrap_gradient(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """``local`` placed as ``parameter`` is, if that is a DTensor."""
-    return wrap_local(local, spec_of(parameter)) if isinstance(parameter, DTensor) else local
+def wrap_gradients(locals_: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """``locals_[i]``, all of one dtype and on one device, placed as ``parameters[i]`` is; themselves, if those are not
+    DTensors."""
+    if not parameters or not isinstance(parameters[0], DTensor):
+        return locals_
+    return _wrap_each(locals_, map(get_spec, parameters), DTensor, False)
 
 
 def spec_of(tensor: torch.Tensor) -> DTensorSpec:
@@ -433,19 +470,27 @@ call_without_torch_function: Callable[[Any, Any, Any, Any], Any] = torch._C._dis
 """``(func, types, args, kwargs)``: call ``func`` as torch does for a class whose ``__torch_function__`` is disabled."""
 
 
-def run_tensor_hooks(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """``gradient`` after the hooks that the user registered by ``parameter.register_hook``."""
-    hooks: dict[int, Callable[[torch.Tensor], torch.Tensor | None]] | None = parameter._backward_hooks
-    for hook in tuple(hooks.values()) if hooks else ():
+def run_tensor_hooks(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """``gradients[i]`` after the hooks that the user registered by ``parameters[i].register_hook``."""
+    return [
+        _changed(gradient, tuple(parameter._backward_hooks.values())) if parameter._backward_hooks else gradient
+        for parameter, gradient in zip(parameters, gradients, strict=True)
+    ]
+
+
+def _changed(gradient: torch.Tensor, hooks: Iterable[Callable[[torch.Tensor], torch.Tensor | None]]) -> torch.Tensor:
+    for hook in hooks:
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
     return gradient
 
 
-def post_accumulate_grad_hooks(parameter: torch.Tensor) -> Iterable[Callable[[torch.Tensor], None]]:
-    """Hooks that the user registered to run when ``parameter.grad`` is ready."""
-    hooks: dict[int, Callable[[torch.Tensor], None]] | None = parameter._post_accumulate_grad_hooks
-    return tuple(hooks.values()) if hooks else ()
+def post_accumulate_grad_hooks(
+    parameters: Sequence[torch.Tensor],
+) -> list[tuple[Callable[[torch.Tensor], None], torch.Tensor]]:
+    """Hooks that the user registered to run when the gradient of a parameter is ready, each with its parameter."""
+    with_hooks = [parameter for parameter in parameters if parameter._post_accumulate_grad_hooks]
+    return [(hook, parameter) for parameter in with_hooks for hook in parameter._post_accumulate_grad_hooks.values()]
 
 
 # -- Autograd and profiler -------------------------------------------------------------------------------------
@@ -477,14 +522,35 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
-_NO_LABEL = contextlib.nullcontext()
+_NOTHING = contextlib.nullcontext()
 
 
 def label(name: str, fqn: str) -> contextlib.AbstractContextManager[Any]:
     """A profiler range ``name (fqn)``; costs nothing while no profiler runs."""
     if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-        return _NO_LABEL
+        return _NOTHING
     return torch.profiler.record_function(f"{name} ({fqn})" if fqn else name)
+
+
+def labelled(name: str) -> Callable[[Callable[Concatenate[Any, P], R]], Callable[Concatenate[Any, P], R]]:
+    """Calls of a method of an object with a ``name`` are profiler ranges ``name (its name)``."""
+
+    def decorate(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+        @functools.wraps(method)
+        def run(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+            if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+                return method(self, *args, **kwargs)
+            with label(name, self.name):
+                return method(self, *args, **kwargs)
+
+        return cast(Callable[Concatenate[Any, P], R], run)
+
+    return decorate
+
+
+def no_grad() -> contextlib.AbstractContextManager[Any]:
+    """`torch.no_grad`, entered only where gradients are recorded."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
 def eager(function: Callable[P, R]) -> Callable[P, R]:
@@ -497,7 +563,7 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not _dynamo_is_active():
+        if get_eval_frame_callback() is None:  # nobody traces
             return function(*args, **kwargs)
         if not disabled:
             disabled.append(torch.compiler.disable(function))
@@ -532,10 +598,6 @@ def step_by_foreach(kind: type[torch.Tensor]) -> None:
     accelerator, which would else get several kernels for each parameter."""
     if kind not in _foreach_supported_types:
         _foreach_supported_types.append(kind)
-
-
-def _dynamo_is_active() -> bool:
-    return "torch._dynamo" in sys.modules and get_eval_frame_callback() is not None
 
 
 # -- Operators ---------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from .layout import Layout, flat
 from .mesh import DataParallelRanks
 from .parameter import Place, owner_of, remember_successor, retire, successor_of
 from .shards import Shards
-from .slot import GroupPolicy, Slot, check_dense
+from .slot import GroupPolicy, Slot, refuse_sparse
 from .tree import tensors_in
 
 
@@ -187,7 +187,7 @@ class FlatSlot(Slot):
     # -- The two faces
 
     def put_sharded(self) -> None:
-        """See `Slot.put_sharded`. What is registered does not change with the faces: only what the names give."""
+        """What is registered does not change with the faces: only what the names give."""
         if self.home is None:
             for place in self.parts[0].places:
                 place.withdraw()
@@ -209,7 +209,7 @@ class FlatSlot(Slot):
         self.put_sharded()
 
     def put_unsharded(self) -> Sequence[nn.Parameter]:
-        """See `Slot.put_unsharded`."""
+        """Let the names give the parts; gives the parameters that were made for that, the first time."""
         made: Sequence[nn.Parameter] = ()
         self._check_registered()
         requires_grad = self.sharded.requires_grad
@@ -218,7 +218,7 @@ class FlatSlot(Slot):
                 run = self.buffer.full_view(self.index)
                 # Of each a version counter of its own: modifying one must not count as modifying all.
                 self._faces = [nn.Parameter(view.data, requires_grad) for view in self.views(run)]
-            made = self._faces
+            made, self.was_unsharded = self._faces, True
         for part, face in zip(self.parts, self._faces, strict=True):
             if face.requires_grad != requires_grad:
                 face.requires_grad_(requires_grad)
@@ -253,14 +253,9 @@ class FlatSlot(Slot):
 
     def forget_unsharded(self) -> None:
         """See `Slot.forget_unsharded`."""
-        self._faces, self.accumulated = [], None
+        self._faces, self.accumulated, self.was_unsharded = [], None, False
 
     # -- Unsharded gradients
-
-    @property
-    def trains(self) -> bool:
-        """See `Slot.trains`."""
-        return bool(self._faces) and self.sharded.requires_grad
 
     @property
     def has_gradient(self) -> bool:
@@ -300,7 +295,8 @@ class FlatSlot(Slot):
         targets, sources = [], []
         for part, view, gradient in zip(self.parts, self.views(run), gradients, strict=True):
             if gradient is not None:
-                check_dense(part.name, gradient)
+                if gradient.layout is not torch.strided:
+                    refuse_sparse(part.name, gradient)
                 targets.append(view)
                 sources.append(gradient)
         copy_each(targets, sources)
@@ -454,6 +450,21 @@ class FlatShards(Shards):
                 if isinstance(value, nn.Parameter) and value is not run.sharded:
                     remember_successor(value, self.reference, position)
                     retire(value)
+
+    # -- The two faces
+
+    def put_sharded(self) -> None:
+        """See `Shards.put_sharded`."""
+        for slot in self.slots:
+            slot.put_sharded()
+
+    def put_unsharded(self) -> None:
+        """See `Shards.put_unsharded`."""
+        with without_torch_function():
+            for position, slot in enumerate(self.slots):
+                for made in slot.put_unsharded():
+                    # An optimizer made while it is registered must not step it: the shards are what counts.
+                    remember_successor(made, self.reference, position)
 
     # -- Whole values
 

@@ -7,6 +7,7 @@ their shards differently. It also tells of gradients of parameters that were lef
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -32,6 +33,7 @@ class Scale:
     after: float | None = None
 
 
+@functools.lru_cache
 def gradient_scale(
     dtype: torch.dtype, shard_size: int, replicate_size: int, factor: float | None, force_sum: bool
 ) -> Scale:
@@ -183,7 +185,7 @@ class GradientPlan:
         return [out.as_strided(*view) if flag else None for view, flag in zip(self._views, own, strict=True)]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Route:
     """The collectives that gradients take.
 
@@ -266,7 +268,9 @@ class Reduction:
         self._on_host = host_memory(like, self.out.numel()) if self.goes_to_host else None
         # Held like the inputs: a lane may read it long after it was replaced.
         self._added = plan.partial
-        staged = plan.stage(gradients, present, self.out, route.allocate)
+        self._lane = lane
+        self._staging: torch.Tensor | None = None
+        staged = plan.stage(gradients, present, self.out, self._allocate)
         # Staged gradients are freed before the collective takes memory of its own.
         gradients.clear()
         if route.scale.before not in (None, 1.0):
@@ -274,6 +278,12 @@ class Reduction:
                 tensor.div_(route.scale.before)
         self._staged: Staged | None = staged
         self._ticket: Ticket = lane.submit(*self._steps(staged))
+
+    def _allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if self.route.custom is not None:
+            return self.route.custom.allocate(size, dtype=dtype, device=device)
+        self._staging = self._lane.allocate(size, dtype=dtype, device=device)
+        return self._staging
 
     def _steps(self, staged: Staged) -> list[Step]:
         route, out, plan, on_host = self.route, self.out, self.plan, self._on_host
@@ -315,7 +325,9 @@ class Reduction:
         except RuntimeError as error:
             explain(error, f"reducing the gradients of unit {self.name!r}")
             raise
-        self._staged, self._added = None, None
+        if self._staging is not None:
+            self._lane.release(self._staging)
+        self._staged = self._added = self._staging = None
         if self.route.stop_after_shard:
             return
         out = self.out.to(self.like.dtype) if not self.goes_to_host else None
@@ -336,5 +348,5 @@ class Reduction:
     def abandon(self) -> None:
         """Wait and drop the result."""
         self._ticket.wait()
-        self._staged, self._added = None, None
+        self._staged = self._added = self._staging = None
         self.plan.partial = None

@@ -14,11 +14,11 @@ from torch import nn
 
 from .buffer import Gather, ShardedBuffer
 from .comm import StagedCollective
-from .device import Lane, Ticket, Waitable, label, local_of, make_spec, not_inference, without_torch_function
+from .device import Lane, Ticket, Waitable, labelled, local_of, make_spec, not_inference, without_torch_function
 from .errors import explain
 from .layout import per_parameter
 from .mesh import DataParallelMesh, DataParallelRanks
-from .parameter import make_sharded_parameter, remember_successor
+from .parameter import make_sharded_parameter
 from .reducer import GradientReducer
 from .shards import Shards
 from .slot import GroupOptions, Slot
@@ -38,8 +38,8 @@ class _Prepared:
     """A gather whose memory is allocated, the events that it has to wait for, and of which state of the shards."""
 
     gathers: Sequence[Gather]
-    after: tuple[Any, ...] = ()
-    stamp: tuple[int, ...] = ()
+    after: tuple[Any, ...]
+    stamp: tuple[int, ...]
 
 
 def _issue(reference: weakref.ref[ParamGroup], gathers: Sequence[Gather]) -> Sequence[Waitable]:
@@ -78,7 +78,7 @@ class ParamGroup:
         self._name = ""
         self._gather: tuple[Ticket | None, Sequence[Gather]] | None = None
         self._prepared: _Prepared | None = None
-        self._is_kept = self.mesh.strategy.keeps_unsharded
+        self._is_kept = self._keeps_unsharded = self.mesh.strategy.keeps_unsharded
 
     @property
     def name(self) -> str:
@@ -131,31 +131,37 @@ class ParamGroup:
             self._gather = None, ()
             return
         self.shards.check_materialized()
-        with torch.no_grad(), label("FSDP::all_gather", self.name):
-            prepared, self._prepared = self._prepared, None
-            if prepared is None:
-                prepared = _Prepared([self._start_gather(buffer) for buffer in self.shards.buffers])
-            # The event says nothing of what was written to the shards after it.
-            after = prepared.after if prepared.after and prepared.stamp == self.shards.stamp() else ()
-            works = any(gather.inputs or gather.prepare for gather in prepared.gathers)
-            issue = functools.partial(_issue, weakref.ref(self), prepared.gathers)
-            self._gather = lane.submit(issue, after=after) if works else None, prepared.gathers
+        self._submit_gather(lane)
 
-    def prepare_unshard(self, event: Any, mark: Callable[[], Any]) -> None:
+    @labelled("FSDP::all_gather")
+    def _submit_gather(self, lane: Lane) -> None:
+        prepared, self._prepared = self._prepared, None
+        after: tuple[Any, ...] = ()
+        if prepared is None:
+            gathers: Sequence[Gather] = [self._start_gather(buffer, lane) for buffer in self.shards.buffers]
+        else:
+            gathers = prepared.gathers
+            # The event says nothing of what was written to the shards after it.
+            after = prepared.after if prepared.stamp == self.shards.stamp() else ()
+        works = [gather for gather in gathers if gather.inputs or gather.prepare]
+        issue = functools.partial(_issue, weakref.ref(self), works)
+        self._gather = lane.submit(issue, after=after) if works else None, gathers
+
+    def prepare_unshard(self, lane: Lane, event: Any, mark: Callable[[], Any]) -> None:
         """Allocate what the next gather needs, which is then ordered after ``event`` and the allocation alone."""
         if self._gather is None and self.state is ShardState.SHARDED and self.shards.is_adopted:
             self.shards.check_materialized()
-            with torch.no_grad():
-                gathers = [self._start_gather(buffer) for buffer in self.shards.buffers]
+            gathers = [self._start_gather(buffer, lane) for buffer in self.shards.buffers]
             self._prepared = _Prepared(gathers, (event, mark()), self.shards.stamp())
 
     def _gathers_by(self, buffer: ShardedBuffer) -> StagedCollective | None:
-        staged = self.mesh.shard.size > 1 and not buffer.is_resharded
-        return self.options.custom_gather if staged else None
+        if (custom := self.options.custom_gather) is None or self.mesh.shard.size == 1 or buffer.is_resharded:
+            return None
+        return custom
 
-    def _start_gather(self, buffer: ShardedBuffer) -> Gather:
+    def _start_gather(self, buffer: ShardedBuffer, lane: Lane) -> Gather:
         custom = self._gathers_by(buffer)
-        return buffer.start_gather() if custom is None else buffer.start_staged_gather(custom.allocate)
+        return buffer.start_gather(lane) if custom is None else buffer.start_staged_gather(custom.allocate)
 
     def _issue_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
         first = self.shards.buffers[0]
@@ -182,20 +188,15 @@ class ParamGroup:
         if self.policy.offload:
             self.shards.read_by = ticket
         if gathers:
-            with torch.no_grad():
-                for gather in gathers:
-                    gather.finish()
+            for gather in gathers:
+                gather.finish()
             # Where parameters do not stay gathered the next use gathers again anyhow.
-            keeps = self.mesh.strategy.keeps_unsharded or not self.options.reshard_after_forward
+            keeps = self._keeps_unsharded or not self.options.reshard_after_forward
             self.shards.note_gathered(keeps=keeps)
         self._register_unsharded()
 
     def _register_unsharded(self) -> None:
-        with without_torch_function():
-            for position, slot in enumerate(self.slots):
-                for made in slot.put_unsharded():
-                    # An optimizer made while it is registered must not step it: the shards are what counts.
-                    remember_successor(made, self.shards.reference, position)
+        self.shards.put_unsharded()
         for buffer in self.shards.buffers:
             buffer.drop_resharded()
         self.state = ShardState.UNSHARDED
@@ -217,10 +218,9 @@ class ParamGroup:
         if self.state is ShardState.SHARDED and (keep or not (self._is_kept or self._prepared)):
             return
         self._prepared = None
-        for slot in self.slots:
-            slot.put_sharded()
+        self.shards.put_sharded()
         self.state = ShardState.SHARDED
-        self._is_kept = keep or self.mesh.strategy.keeps_unsharded
+        self._is_kept = keep or self._keeps_unsharded
         if self._is_kept:
             self.shards.watch()
         for buffer in self.shards.buffers:
@@ -249,7 +249,7 @@ class ParamGroup:
     def kept(self, output: torch.Tensor) -> torch.Tensor:
         """``output``, or a copy if it is an unsharded parameter or a view of one, whose memory resharding frees."""
         own = local_of(output)
-        if self.mesh.strategy.keeps_unsharded or type(own) not in (torch.Tensor, nn.Parameter):
+        if self._keeps_unsharded or type(own) not in (torch.Tensor, nn.Parameter):
             return output
-        freed = any(not buffer.is_identity and buffer.shares_memory(own) for buffer in self.shards.buffers)
+        freed = [buffer for buffer in self.shards.buffers if not buffer.is_identity and buffer.shares_memory(own)]
         return output.clone() if freed else output

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
 from typing import Any
@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .context import FSDPCommContext
-from .device import Lane, eager, in_backward, label, runs_in_this_backward, take_history
+from .device import Lane, eager, in_backward, label, labelled, no_grad, runs_in_this_backward, take_history
 from .errors import StateError
 from .group import ParamGroup
 from .parameter import owner_of
@@ -76,7 +76,7 @@ class Unit:
         self._recomputes = False
         self._recomputations = 0
         self._positions: list[int] = []
-        self._calls: Counter[int] = Counter()
+        self._calls: defaultdict[int, int] = defaultdict(int)
         self._nodes: dict[int, weakref.ref[Any]] = {}
         self.name = ""
         self.rename(name or "")
@@ -128,24 +128,27 @@ class Unit:
             self._refuse_unannounced()
         if not self._is_checked:
             self._check_unsharded()
-        with label("FSDP::pre_forward", self.name):
-            is_first = self.phase is not Phase.FORWARD
-            self._recomputes = in_backward()
-            if not self._to_run:
-                self._to_run = {id(member) for member in self.modules}
-            if is_first:
-                self.phase = Phase.FORWARD
-                args, kwargs = self._enter_pass(context, args, kwargs)
-            args, kwargs = self._cast_inputs(args, kwargs)
-            for group in self.groups:
-                group.unshard(context.gather_lane)
-            self._inside.append(id(module))
-            if is_first and torch.is_grad_enabled():
-                args, kwargs = self._register_post_backward(context, args, kwargs)
-            for group in self.groups:
-                group.wait_for_unshard()
-            if is_first:
-                self._prefetch_for_forward(context)
+        return self._enter_forward(context, module, args, kwargs)
+
+    @labelled("FSDP::pre_forward")
+    def _enter_forward(self, context: FSDPCommContext, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        is_first = self.phase is not Phase.FORWARD
+        self._recomputes = in_backward()
+        if not self._to_run:
+            self._to_run = {id(member) for member in self.modules}
+        if is_first:
+            self.phase = Phase.FORWARD
+            args, kwargs = self._enter_pass(context, args, kwargs)
+        args, kwargs = self._cast_inputs(args, kwargs)
+        for group in self.groups:
+            group.unshard(context.gather_lane)
+        self._inside.append(id(module))
+        if is_first and torch.is_grad_enabled():
+            args, kwargs = self._register_post_backward(context, args, kwargs)
+        for group in self.groups:
+            group.wait_for_unshard()
+        if is_first:
+            self._prefetch_for_forward(context)
         return args, kwargs
 
     def _check_unsharded(self) -> None:
@@ -206,7 +209,7 @@ class Unit:
     @property
     def gathered_bytes(self) -> int:
         """That its parameters take on this rank while they are gathered."""
-        return sum(buffer.gathered_bytes for group in self.groups for buffer in group.shards.buffers)
+        return sum([buffer.gathered_bytes for group in self.groups for buffer in group.shards.buffers])
 
     def prefetch(self, direction: str) -> None:
         """Start gathering for a use that is expected soon."""
@@ -227,16 +230,17 @@ class Unit:
             return self._cast_output(output)
         context = self.context
         assert context is not None
-        with label("FSDP::post_forward", self.name):
-            output = self._leave_forward(context, output)
+        output = self._leave_forward(context, output)
         if context.forward_root is self:
             for unit in reversed(context.units):
                 output = unit.complete_forward(output)
             context.forward_root = None
             if not context.order.matches:
                 context.drop_prefetched()
+            context.rest()
         return self._cast_output(output)
 
+    @labelled("FSDP::post_forward")
     def _leave_forward(self, context: FSDPCommContext, output: Any) -> Any:
         if not self._recomputes:
             for group in self.groups:
@@ -359,7 +363,7 @@ class Unit:
 
     def _register_pre_backward(self, output: Any) -> tuple[Any, bool]:
         tensors = tensors_requiring_grad(output)
-        if any(tensor._is_view() for tensor in tensors):
+        if [tensor for tensor in tensors if tensor._is_view()]:
             # A hook on a view is lost when the view is modified in place.
             replaced = iter(_PreBackward.apply(self, *tensors))  # type: ignore[no-untyped-call]
             output = map_tensors(output, lambda t: next(replaced) if t.requires_grad else t)
@@ -379,16 +383,18 @@ class Unit:
         context = self.context
         assert context is not None
         context.queue_end_of_backward()
-        if self.phase is Phase.PRE_BACKWARD:
-            return
-        with label("FSDP::pre_backward", self.name):
-            self.phase = Phase.PRE_BACKWARD
-            self._computes_backward = True
-            for group in self.groups:
-                if group.options.unshard_in_backward:
-                    group.unshard(context.gather_lane)
-                group.wait_for_unshard()
-            self._prefetch_for_backward(context)
+        if self.phase is not Phase.PRE_BACKWARD:
+            self._enter_backward(context)
+
+    @labelled("FSDP::pre_backward")
+    def _enter_backward(self, context: FSDPCommContext) -> None:
+        self.phase = Phase.PRE_BACKWARD
+        self._computes_backward = True
+        for group in self.groups:
+            if group.options.unshard_in_backward:
+                group.unshard(context.gather_lane)
+            group.wait_for_unshard()
+        self._prefetch_for_backward(context)
 
     def _prefetch_for_backward(self, context: FSDPCommContext) -> None:
         position = self._positions.pop() if self._positions else 0
@@ -414,25 +420,31 @@ class Unit:
 
     def _reduce(self, is_complete: bool) -> None:
         """Reshard; once the unit's backward is complete, reduce or keep its gradients."""
-        context = self.context
-        assert context is not None
         for group in self.groups:
-            with label("FSDP::post_backward_reshard", self.name):
-                if group.options.reshard_after_backward:
-                    group.reshard()
-            if not is_complete:
-                continue
-            reduces_now = context.is_last_backward or group.mesh.strategy.reduces_every_backward
-            if not (group.options.reduce_gradients and reduces_now):
-                group.gradients.accumulate()
-                continue
-            with label("FSDP::post_backward_reduce", self.name), torch.no_grad():
-                for slots, gradients in group.gradients.take():
-                    context.make_room_for_reduction()
-                    if (reduction := group.gradients.reduce(slots, gradients, context.reduce_lane)) is not None:
-                        context.add_reduction(reduction)
+            self._reshard_after_backward(group)
+            if is_complete:
+                self._reduce_group(group)
         if is_complete:
             self._computes_backward = False
+
+    @labelled("FSDP::post_backward_reshard")
+    def _reshard_after_backward(self, group: ParamGroup) -> None:
+        if group.options.reshard_after_backward:
+            group.reshard()
+
+    @labelled("FSDP::post_backward_reduce")
+    def _reduce_group(self, group: ParamGroup) -> None:
+        context = self.context
+        assert context is not None
+        reduces_now = context.is_last_backward or group.mesh.strategy.reduces_every_backward
+        if not (group.options.reduce_gradients and reduces_now):
+            group.gradients.accumulate()
+            return
+        with no_grad():
+            for slots, gradients in group.gradients.take():
+                context.make_room_for_reduction()
+                if (reduction := group.gradients.reduce(slots, gradients, context.reduce_lane)) is not None:
+                    context.add_reduction(reduction)
 
     def reduce_accumulated(self) -> None:
         """Reduce what backward passes without synchronization left."""
@@ -492,7 +504,7 @@ class _PostBackward(torch.autograd.Function):
     def forward(ctx: Any, unit: Unit, forward_pass: int, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.unit, ctx.forward_pass = unit, forward_pass
         # Not the inputs themselves: autograd forbids modifying those in place.
-        return tuple(tensor.detach() for tensor in inputs)
+        return tuple([tensor.detach() for tensor in inputs])
 
     @staticmethod
     @eager
@@ -507,7 +519,7 @@ class _PreBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, unit: Unit, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.unit = unit
-        return tuple(tensor.detach() for tensor in outputs)
+        return tuple([tensor.detach() for tensor in outputs])
 
     @staticmethod
     @eager

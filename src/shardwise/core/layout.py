@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 ALIGNMENT = 64
 """Elements: every tensor of a gathered buffer starts on a multiple, so at least on a 64-byte boundary.
@@ -26,7 +27,7 @@ CPU matrix kernels may give other last bits for other alignments, vector loads a
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TensorLayout:
     """One tensor cut over ``world_size`` ranks on tensor dim ``dim``, as ``torch.chunk`` cuts it.
 
@@ -42,17 +43,17 @@ class TensorLayout:
     packed: bool
     thin: bool = False
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of the whole tensor."""
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def chunk_length(self) -> int:
         """Size of the largest chunk along ``dim``."""
         return -(-self.shape[self.dim] // self.world_size)
 
-    @property
+    @cached_property
     def chunk_numel(self) -> int:
         """Elements of the largest chunk."""
         size = self.shape[self.dim]
@@ -67,12 +68,12 @@ class TensorLayout:
         """Elements that the gathered buffer reserves for this tensor."""
         return self.numel if self.thin else self.chunk_numel * self.world_size
 
-    @property
+    @cached_property
     def is_even(self) -> bool:
         """Whether all ranks hold equally much, so that nothing is padded."""
         return self.shape[self.dim] % self.world_size == 0
 
-    @property
+    @cached_property
     def is_contiguous_cut(self) -> bool:
         """Whether the gathered run has the elements in the tensor's own order."""
         return self.dim == 0 or self.world_size == 1
@@ -89,7 +90,7 @@ class TensorLayout:
         """Shape of ``rank``'s chunk."""
         return (*self.shape[: self.dim], self.length(rank), *self.shape[self.dim + 1 :])
 
-    @property
+    @cached_property
     def chunk_shape(self) -> tuple[int, ...]:
         """Shape of a chunk with its padding."""
         return (*self.shape[: self.dim], self.chunk_length, *self.shape[self.dim + 1 :])

@@ -32,7 +32,7 @@ class DataParallelRanks:
     shard: Comm
     replicate: tuple[Comm, ...]
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """Ranks that compute on different data."""
         size = self.shard.size

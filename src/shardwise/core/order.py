@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -30,7 +30,7 @@ class ExecutionOrder(Generic[T]):
         self._next: dict[tuple[weakref.ref[T], int], _Next[T]] = {}
         self._place: tuple[weakref.ref[T], int] | None = None
         self._first: weakref.ref[T] | None = None
-        self._runs: Counter[weakref.ref[T]] = Counter()
+        self._runs: defaultdict[weakref.ref[T], int] = defaultdict(int)
         self._matches = True
         self._backward: list[weakref.ref[T]] = []
 
@@ -65,7 +65,7 @@ class ExecutionOrder(Generic[T]):
 
     def ahead(self) -> Iterator[T]:
         """The units expected to run forward after the current one, the next first."""
-        place, met = self._place, Counter[weakref.ref[T]]()
+        place, met = self._place, defaultdict[weakref.ref[T], int](int)
         while place is not None:
             known = self._next.get(place)
             if known is None or not known.is_sure or known.unit is None or (unit := known.unit()) is None:

@@ -299,6 +299,25 @@ def successor_of(original: torch.Tensor) -> nn.Parameter | None:
     return None if group is None else group.slots[index].sharded
 
 
+class Registry(Protocol):
+    """Where a module's parameters are registered by name."""
+
+    def __setitem__(self, name: str, parameter: Any, /) -> None: ...
+
+
+class _Attributes:
+    """The registry of a module that registers in its own way."""
+
+    __slots__ = ("module",)
+
+    def __init__(self, module: weakref.ref[nn.Module]):
+        self.module = module
+
+    def __setitem__(self, name: str, parameter: Any, /) -> None:
+        if (module := self.module()) is not None:
+            setattr(module, name, parameter)
+
+
 class Place:
     """One name of one module under which a parameter is registered.
 
@@ -306,13 +325,14 @@ class Place:
     that override it (recurrent ones keep a second list of their weights).
     """
 
-    __slots__ = ("module", "name", "parameters")
+    __slots__ = ("module", "name", "registry")
 
     def __init__(self, module: nn.Module, name: str):
         self.module = weakref.ref(module)
         self.name = name
-        plain = type(module).__setattr__ is nn.Module.__setattr__
-        self.parameters: dict[str, Any] | None = module._parameters if plain else None
+        self.registry: Registry = module._parameters
+        if type(module).__setattr__ is not nn.Module.__setattr__:
+            self.registry = _Attributes(self.module)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Place) and (self.module, self.name) == (other.module, other.name)
@@ -332,7 +352,7 @@ class Place:
         module = self.module()
         if module is None:
             return
-        if self.parameters is None and isinstance(tensor, nn.Parameter):
+        if isinstance(self.registry, _Attributes) and isinstance(tensor, nn.Parameter):
             registered = module._parameters.pop(self.name, None)
             setattr(module, self.name, tensor)
             del module._parameters[self.name]
@@ -352,7 +372,4 @@ class Place:
 
     def put(self, parameter: nn.Parameter) -> None:
         """Register ``parameter``."""
-        if self.parameters is not None:
-            self.parameters[self.name] = parameter
-        elif (module := self.module()) is not None:
-            setattr(module, self.name, parameter)
+        self.registry[self.name] = parameter

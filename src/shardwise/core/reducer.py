@@ -8,15 +8,17 @@ from collections.abc import Sequence
 
 import torch
 
+from .buffer import ShardedBuffer
 from .device import (
     Lane,
     add_each,
     is_elsewhere,
     local_of,
+    no_grad,
     post_accumulate_grad_hooks,
     run_tensor_hooks,
     without_torch_function,
-    wrap_gradient,
+    wrap_gradients,
 )
 from .errors import StateError
 from .gradient import Deliver, GradientPlan, Reduction, Route, Scale, gradient_scale
@@ -42,8 +44,9 @@ class GradientReducer:
     def __init__(self, slots: Sequence[Slot], mesh: DataParallelRanks, policy: GroupPolicy, options: GroupOptions):
         self.slots, self.mesh, self.policy, self.options = slots, mesh, policy, options
         self.unit_name = ""
-        self._plans: dict[tuple[tuple[int, ...], int, torch.dtype, bool], GradientPlan] = {}
+        self._plans: dict[tuple[tuple[Slot, ...], int, torch.dtype, bool], GradientPlan] = {}
         self._absences: Counter[Slot] = Counter()
+        """Of the parameters that had no gradient on any rank when they were reduced last."""
 
     def forget_plans(self) -> None:
         """The buffers of the slots were made anew."""
@@ -60,7 +63,7 @@ class GradientReducer:
 
     def _trainable(self) -> list[Slot]:
         with without_torch_function():
-            return [slot for slot in self.slots if slot.trains]
+            return [slot for slot in self.slots if slot.was_unsharded and slot.sharded.requires_grad]
 
     def has_any(self) -> bool:
         """Whether an unsharded gradient waits for its reduction."""
@@ -81,12 +84,10 @@ class GradientReducer:
 
     def take(self) -> list[tuple[list[Slot], list[torch.Tensor | None]]]:
         """Remove the unsharded gradients of the trainable parameters, those of one buffer together."""
-        by_buffer: dict[int, tuple[list[Slot], list[torch.Tensor | None]]] = {}
+        by_buffer: dict[ShardedBuffer, list[Slot]] = {}
         for slot in self._trainable():
-            slots, gradients = by_buffer.setdefault(id(slot.buffer), ([], []))
-            slots.append(slot)
-            gradients.append(slot.take_gradient())
-        return list(by_buffer.values())
+            by_buffer.setdefault(slot.buffer, []).append(slot)
+        return [(slots, [slot.take_gradient() for slot in slots]) for slots in by_buffer.values()]
 
     def reduce(self, slots: Sequence[Slot], gradients: list[torch.Tensor | None], lane: Lane) -> Reduction | None:
         """Start reducing unsharded ``gradients`` (emptied) of ``slots``; None if they are theirs already."""
@@ -96,11 +97,12 @@ class GradientReducer:
                 self._zeros(s, s.buffer.dtype) if g is None else g for s, g in zip(slots, gradients, strict=True)
             ]
             present = [True] * len(slots)
-        offloaded = is_elsewhere(slots[0].buffer.local, self.mesh.device)
-        if self.mesh.size == 1 and self.options.all_reduce_hook is None and not offloaded:
+        if self.mesh.size == 1 and self.options.all_reduce_hook is None and not self._is_offloaded(slots[0]):
             self._deliver_own(slots, gradients)
             return None
-        idle = [slot for slot in slots if self._absences[slot] >= IDLE_AFTER] if self._may_leave_out() else []
+        idle: list[Slot] = []
+        if self._absences and self._may_leave_out():
+            idle = [slot for slot in slots if self._absences[slot] >= IDLE_AFTER]
         if not idle:
             return self._start(slots, gradients, lane, present, functools.partial(self._deliver_and_note, slots))
         active = [slot for slot in slots if slot not in idle]
@@ -122,11 +124,16 @@ class GradientReducer:
     ) -> None:
         """Deliver the shards of the first slots that were told of, and count absences of all."""
         self._deliver(told[: len(shards)], shards)
+        if all(exist) and not self._absences:
+            return
         for slot, exists in zip(told, exist, strict=True):
             if not exists:
                 self._absences[slot] += 1
             elif slot in self._absences:
                 del self._absences[slot]
+
+    def _is_offloaded(self, slot: Slot) -> bool:
+        return is_elsewhere(slot.buffer.local, self.mesh.device)
 
     def _may_leave_out(self) -> bool:
         """Whether the next reduction is complete in itself: sums kept for a later all-reduce must all be alike."""
@@ -151,12 +158,13 @@ class GradientReducer:
         like = (slots[0] if slots else self.slots[0]).buffer
         dtypes = {gradient.dtype for gradient in gradients if gradient is not None}
         dtype = self._reduce_dtype(next(iter(dtypes), like.dtype))
-        filled: list[torch.Tensor] = []
-        for slot, gradient in zip(slots, gradients, strict=True):
-            if gradient is None:
-                gradient = self._zeros(slot, next(iter(dtypes), dtype))
-            filled.append(gradient if len(dtypes) <= 1 and slot.buffer.dtype != dtype else gradient.to(dtype))
+        filled = [
+            self._zeros(slot, next(iter(dtypes), dtype)) if gradient is None else gradient
+            for slot, gradient in zip(slots, gradients, strict=True)
+        ]
         gradients.clear()
+        if len(dtypes) > 1 or (dtypes != {dtype} and like.dtype == dtype):
+            filled = [gradient.to(dtype) for gradient in filled]
         known = [True] * len(slots) if present is None else present
         plan = self._plan(slots, len(known), dtype)
         self._check_partial_sums(plan)
@@ -196,7 +204,7 @@ class GradientReducer:
         packs_all = shard.size == 1 or self.options.custom_reduce_scatter is not None
         # Not whether these gradients need a cast: accumulated ones do not, and their partial sums must find the plan.
         cast = bool(slots) and slots[0].buffer.dtype != dtype
-        key = (tuple(id(slot) for slot in slots), flags, dtype, packs_all)
+        key = (tuple(slots), flags, dtype, packs_all)
         if (plan := self._plans.get(key)) is None:
             if len(self._plans) >= MOST_PLANS and all(plan.partial is None for plan in self._plans.values()):
                 self._plans.clear()
@@ -224,23 +232,17 @@ class GradientReducer:
         """Add ``shards`` to the sharded parameters' gradients."""
         new: list[torch.Tensor] = []
         old: list[torch.Tensor] = []
-        with torch.no_grad(), without_torch_function():
-            for slot, shard in zip(slots, shards, strict=True):
-                if shard is None:
-                    continue
-                reduced = run_tensor_hooks(slot.sharded, wrap_gradient(shard, slot.sharded))
-                if (gradient := slot.sharded.grad) is None:
-                    slot.sharded.grad = reduced
+        parameters = [slot.sharded for slot, shard in zip(slots, shards, strict=True) if shard is not None]
+        with no_grad(), without_torch_function():
+            gradients = wrap_gradients([shard for shard in shards if shard is not None], parameters)
+            for parameter, gradient in zip(parameters, run_tensor_hooks(parameters, gradients), strict=True):
+                if parameter.grad is None:
+                    parameter.grad = gradient
                 else:
-                    old.append(local_of(gradient))
-                    new.append(local_of(reduced))
+                    old.append(local_of(parameter.grad))
+                    new.append(local_of(gradient))
             if old:
                 add_each(old, new)
-            hooks = [
-                (hook, slot.sharded)
-                for slot, shard in zip(slots, shards, strict=True)
-                if shard is not None
-                for hook in post_accumulate_grad_hooks(slot.sharded)
-            ]
-        for hook, parameter in hooks:
-            hook(parameter)
+            hooks = post_accumulate_grad_hooks(parameters)
+        for hook, reached in hooks:
+            hook(reached)

@@ -22,6 +22,7 @@ from .model_parallel import describe
 from .parameter import (
     OwnerReference,
     Place,
+    Registry,
     adopt_parameter,
     make_sharded_parameter,
     mark_replaced,
@@ -53,7 +54,7 @@ class Shards(ABC):
         self.read_by: Ticket | None = None
         """Copies from offloaded shards that may still be under way."""
         self._writes = 0
-        self._gathered_writes = -1
+        self._gathered_writes = self._has_values_since = -1
         self._versions: list[int] | None = None
 
     @property
@@ -80,6 +81,14 @@ class Shards(ABC):
         Raises:
             StateError: naming a parameter that is not sharded, or tied to another since it was sharded.
         """
+
+    @abstractmethod
+    def put_sharded(self) -> None:
+        """Register the sharded faces."""
+
+    @abstractmethod
+    def put_unsharded(self) -> None:
+        """Register the unsharded faces, which require gradients where the sharded ones do."""
 
     # -- Making
 
@@ -124,7 +133,10 @@ class Shards(ABC):
         Raises:
             StateError: naming the parameters that are still on the meta device.
         """
+        if self._has_values_since == self._writes:
+            return
         if all(slot.has_values for slot in self.slots) and not any(buffer.local.is_meta for buffer in self.buffers):
+            self._has_values_since = self._writes
             return
         names = [slot.name for slot in self.slots if slot.buffer.local.is_meta or not slot.has_values]
         raise StateError(
@@ -189,6 +201,8 @@ class ParameterShards(Shards):
     def __init__(self, parameters: Sequence[ManagedParameter], mesh: DataParallelMesh, policy: GroupPolicy):
         super().__init__(mesh, policy)
         self._waits_for_others = False
+        self._faces: list[tuple[Registry, str, nn.Parameter, nn.Parameter]] = []
+        """For each place its registry and name, and what is registered there: sharded, and unsharded."""
         by_dtype: dict[torch.dtype, list[ManagedParameter]] = defaultdict(list)
         for parameter in parameters:
             by_dtype[parameter.value.dtype].append(parameter)
@@ -221,6 +235,32 @@ class ParameterShards(Shards):
             for place in member.places:
                 place.put(sharded)
 
+    # -- The two faces
+
+    def put_sharded(self) -> None:
+        """See `Shards.put_sharded`."""
+        for registry, name, sharded, _ in self._faces:
+            registry[name] = sharded
+
+    def put_unsharded(self) -> None:
+        """See `Shards.put_unsharded`."""
+        with without_torch_function():
+            wanted = [sharded.requires_grad for _, _, sharded, _ in self._faces]
+            if not wanted or wanted != [unsharded.requires_grad for *_, unsharded in self._faces]:
+                self._make_faces()
+        for registry, name, _, unsharded in self._faces:
+            registry[name] = unsharded
+
+    def _make_faces(self) -> None:
+        self._faces = []
+        for position, slot in enumerate(self.slots):
+            if (unsharded := slot.unsharded) is None:
+                unsharded = slot.make_unsharded()
+                # An optimizer made while it is registered must not step it: the shards are what counts.
+                remember_successor(unsharded, self.reference, position)
+            unsharded.requires_grad_(slot.sharded.requires_grad)
+            self._faces += [(place.registry, place.name, slot.sharded, unsharded) for place in slot.places]
+
     # -- Making them again
 
     @property
@@ -231,6 +271,7 @@ class ParameterShards(Shards):
     def leave_meta(self) -> list[Slot]:
         """See `Shards.leave_meta`."""
         waiting: list[Slot] = []
+        self._faces = []
         with torch.no_grad(), not_inference():
             for position, old in enumerate(self.buffers):
                 if not old.local.is_meta:
@@ -255,7 +296,7 @@ class ParameterShards(Shards):
     def adopt_registered(self, *, is_loading: bool = False) -> bool:
         """See `Shards.adopt_registered`."""
         self.mark_stale()
-        self._waits_for_others = False
+        self._waits_for_others, self._faces = False, []
         rebuilt = False
         for buffer in list(self.buffers):
             slots = [slot for slot in self.slots if slot.buffer is buffer]

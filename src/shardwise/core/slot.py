@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -51,6 +52,8 @@ class Slot:
     sharded: nn.Parameter
     parallel: ModelParallel | None = None
     unsharded: nn.Parameter | None = None
+    was_unsharded: bool = False
+    """Whether there is an unsharded face, which gradients may come for."""
     accumulated: torch.Tensor | None = None
     """Unsharded gradient in the reduction's dtype, summed over backward passes without synchronization."""
     has_values: bool = True
@@ -61,40 +64,24 @@ class Slot:
         """This rank's chunk, without padding, in the chunk's shape."""
         return self.buffer.local_view(self.index)
 
-    # -- The two faces
+    # -- The unsharded face
 
-    def put_sharded(self) -> None:
-        """Register the sharded face."""
-        for place in self.places:
-            place.put(self.sharded)
-
-    def put_unsharded(self) -> Sequence[nn.Parameter]:
-        """Register the unsharded face; gives the parameters that were made for it, the first time."""
-        made: tuple[nn.Parameter, ...] = ()
-        requires_grad = self.sharded.requires_grad
-        if self.unsharded is None:
-            with not_inference():
-                value = self.buffer.full_view(self.index)
-                if self.parallel is not None:
-                    value = self.parallel.unsharded(value)
-                self.unsharded = nn.Parameter(value, requires_grad=requires_grad)
-            made = (self.unsharded,)
-        elif self.unsharded.requires_grad != requires_grad:
-            self.unsharded.requires_grad_(requires_grad)
-        for place in self.places:
-            place.put(self.unsharded)
-        return made
+    def make_unsharded(self) -> nn.Parameter:
+        """The unsharded face, whose values come and go with the gathered buffer's."""
+        with not_inference():
+            value = self.buffer.full_view(self.index)
+            if self.parallel is not None:
+                value = self.parallel.unsharded(value)
+            self.unsharded = nn.Parameter(value, requires_grad=self.sharded.requires_grad)
+        self.was_unsharded = True
+        return self.unsharded
 
     def forget_unsharded(self) -> None:
         """The buffer is another: the unsharded face is made anew."""
         self.unsharded = self.accumulated = None
+        self.was_unsharded = False
 
     # -- Unsharded gradients
-
-    @property
-    def trains(self) -> bool:
-        """Whether a gradient may come."""
-        return self.unsharded is not None and self.sharded.requires_grad
 
     @property
     def has_gradient(self) -> bool:
@@ -137,7 +124,8 @@ class Slot:
             return None
         if self.parallel is not None:
             gradient = self.parallel.local_gradient(gradient)
-        check_dense(self.name, gradient)
+        if gradient.layout is not torch.strided:
+            refuse_sparse(self.name, gradient)
         return gradient.contiguous()
 
     # -- Values
@@ -160,16 +148,15 @@ def reduction_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dty
     return wanted if wanted is not None and dtype.is_floating_point else dtype
 
 
-def check_dense(name: str, gradient: torch.Tensor) -> None:
+def refuse_sparse(name: str, gradient: torch.Tensor) -> NoReturn:
     """
     Raises:
-        StateError: if the gradient of parameter ``name`` is sparse.
+        StateError: the gradient of parameter ``name`` is sparse.
     """
-    if gradient.layout is not torch.strided:
-        raise StateError(
-            f"parameter {name!r} got a {gradient.layout} gradient, which cannot be reduced to shards: "
-            "use dense gradients (nn.Embedding(sparse=False))"
-        )
+    raise StateError(
+        f"parameter {name!r} got a {gradient.layout} gradient, which cannot be reduced to shards: "
+        "use dense gradients (nn.Embedding(sparse=False))"
+    )
 
 
 @dataclass
