@@ -26,6 +26,7 @@ from .lightning import lightning_tables
 from .loading import loading_tables
 from .memory import memory_tables
 from .optimizer import optimizer_tables
+from .paced import paced_tables
 from .ranks import BenchError
 from .report import Table, environment, write
 from .settings import setting_tables
@@ -45,6 +46,7 @@ BENCHES: dict[str, tuple[str, Callable[[bool], list[Table]]]] = {
     "steps": ("Step time", step_tables),
     "settings": ("Step time in other settings", setting_tables),
     "network": ("Communication that a step does not hide", exposed_tables),
+    "paced": ("Step time over a slow link", paced_tables),
     "gpu": ("On one GPU", gpu_tables),
     "lightning": ("A Trainer's step", lightning_tables),
     "checkpoints": ("Checkpoints", checkpoint_tables),

@@ -3,45 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TypeVar
 
+from .preload import NoCompilerError, preloaded
+
+__all__ = ["Meter", "NoCompilerError", "preloaded_meter"]
 T = TypeVar("T")
-SOURCE = Path(__file__).with_name("allocations.c")
 
 
-class NoCompilerError(RuntimeError):
-    """This machine cannot build the meter."""
-
-
-@contextmanager
-def preloaded_meter() -> Iterator[None]:
+def preloaded_meter() -> AbstractContextManager[None]:
     """Processes started inside can make a `Meter`."""
-    compiler = shutil.which("cc")
-    if compiler is None or not sys.platform.startswith("linux"):
-        raise NoCompilerError("counting allocations needs Linux with glibc and a C compiler named cc")
-    with tempfile.TemporaryDirectory() as directory:
-        library = Path(directory) / "allocations.so"
-        command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(SOURCE)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        if done.returncode:
-            raise NoCompilerError(f"cc could not build {SOURCE.name}: {done.stderr.strip().splitlines()[-1:]}")
-        others = os.environ.get("LD_PRELOAD")
-        os.environ["LD_PRELOAD"] = f"{library} {others}" if others else str(library)
-        try:
-            yield
-        finally:
-            if others is None:
-                del os.environ["LD_PRELOAD"]
-            else:
-                os.environ["LD_PRELOAD"] = others
+    return preloaded(Path(__file__).with_name("allocations.c"))
 
 
 class Meter:
