@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import MixedPrecisionPolicy, Placements, fully_shard
-from shardwise.core.device import Lane, owns_memory
+from shardwise.core.device import MAPPED_BYTES, Lane, allocate_storage, free_storage, owns_memory
 from shardwise.core.gradient import GradientPlan
 from shardwise.core.module import unit_of
 
@@ -46,6 +48,21 @@ def test_memory_has_one_owner_until_something_else_refers_to_it(refer: Callable[
 def test_part_of_a_memory_is_not_owned() -> None:
     assert not owns_memory(torch.randn(6)[:3])
     assert not owns_memory(torch.randn(2, 3).t())
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no kernel with huge pages")
+def test_gathered_memory_that_is_mapped_anew_asks_for_huge_pages() -> None:
+    tensor = torch.empty(MAPPED_BYTES // 4 + 1024)
+    free_storage(tensor)
+    allocate_storage(tensor)
+    where, found = tensor.data_ptr() + tensor.nbytes // 2, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            found = int(bounds[1], 16) <= where < int(bounds[2], 16)
+        elif found and line.startswith("VmFlags:"):
+            assert "hg" in line.split()
+            return
+    raise AssertionError("the memory is in no mapping")
 
 
 class Collectives(TorchDispatchMode):

@@ -9,7 +9,10 @@ for it, so the caching allocator never reuses a block early.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
+import mmap
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -253,11 +256,25 @@ def mesh_device(mesh: DeviceMesh) -> torch.device:
 # -- Memory ------------------------------------------------------------------------------------------------
 
 
+MAPPED_BYTES = 32 * 2**20
+"""glibc takes larger blocks from the kernel each time, so that every page of theirs faults when it is written."""
+
+
 def allocate_storage(tensor: torch.Tensor) -> None:
     """Give ``tensor`` memory again after `free_storage`; its views see it."""
     storage = tensor.untyped_storage()
     if storage.nbytes() == 0:
         storage.resize_(tensor.numel() * tensor.itemsize)
+        if tensor.device.type == "cpu" and storage.nbytes() > MAPPED_BYTES:
+            _ask_for_huge_pages(storage.data_ptr(), storage.nbytes())
+
+
+def _ask_for_huge_pages(address: int, size: int) -> None:
+    """Let fresh memory consist of pages 512 times as large, of which fewer fault; a hint, which kernels may ignore."""
+    if sys.platform == "linux":
+        start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+        madvise = ctypes.CDLL(None).madvise
+        madvise(ctypes.c_void_p(start), ctypes.c_size_t(address + size - start), mmap.MADV_HUGEPAGE)
 
 
 def free_storage(tensor: torch.Tensor) -> None:
