@@ -145,8 +145,8 @@ class _HostTicket:
 
 
 class _HostLane(Lane):
-    # The C library cannot put an aligned block where one of the same size was: each new one would be on cold pages,
-    # which it often gives back and has to fault in again.
+    # Freed and allocated again for each unit it would often be on pages that the C library gave back in between, and
+    # fault them in again.
     keeps_staging = True
 
     def submit(self, *steps: Step, after: Sequence[Any] = ()) -> Ticket:
