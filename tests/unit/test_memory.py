@@ -169,6 +169,12 @@ def test_staging_memory_is_used_again_within_a_pass(fake_mesh: Mesh, monkeypatch
         model(torch.ones(2, 4))
     assert len(staged) == 6
     assert all(reference.expired() for reference in staged)
+    model[0].unshard()  # type: ignore[operator]
+    handle = model[1].unshard(async_op=True)  # type: ignore[operator]
+    handle.wait()
+    model[1].reshard()  # type: ignore[operator]
+    assert len(staged) == 8
+    assert all(reference.expired() for reference in staged)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8, 64, 1024])

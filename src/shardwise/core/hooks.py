@@ -483,6 +483,11 @@ class Unit:
         for group in self.groups:
             group.wait_for_unshard()
 
+    def rest(self) -> None:
+        """Keep no staging memory for what comes next: the user gathers, and not a pass through the tree."""
+        if self.context is not None:
+            self.context.rest()
+
     def reset(self) -> None:
         """Drop everything of an iteration that failed."""
         for group in self.groups:

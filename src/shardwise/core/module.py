@@ -118,12 +118,14 @@ class FSDPModule(torch_fsdp.FSDPModule):
         if async_op:
             return handle
         handle.wait()
+        unit.rest()
         return None
 
     def reshard(self) -> None:
         """Register the sharded parameters of this module's own unit and free the gathered ones."""
         for group in self._unit.groups:
             group.reshard()
+        self._unit.rest()
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         units = list(self._units(recurse=True))
