@@ -195,4 +195,20 @@ def test_whole_values_and_flat_optimizer() -> None:
             optimizer.zero_grad()
     whole = shardwise.full_state_dict(model, rank0_only=False)
     for (name, ours), theirs in zip(whole.items(), plain.parameters(), strict=True):
+        assert ours.untyped_storage().nbytes() == ours.nbytes
         assert torch.equal(ours, theirs.full_tensor()), name  # type: ignore[operator]
+
+
+@on_ranks(2, 3)
+def test_ranks_that_own_nothing_notice_what_is_moved() -> None:
+    """A unit is laid out anew on all ranks or on none: else they would no longer agree what is reduced."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = nn.Linear(5, 1)
+    model.unused = nn.Parameter(torch.ones(1, 3))
+    shardwise.fully_shard(model, mesh=mesh)
+    for step in range(8):
+        model(torch.ones(2, 5)).sum().backward()
+        assert model.unused.grad is None
+        model.zero_grad()
+        if step == 3:
+            model._apply(lambda tensor: tensor.clone())

@@ -175,6 +175,9 @@ def test_staging_memory_is_used_again_within_a_pass(fake_mesh: Mesh, monkeypatch
     model[1].reshard()  # type: ignore[operator]
     assert len(staged) == 8
     assert all(reference.expired() for reference in staged)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.ones(2, 5))
+    assert all(reference.expired() for reference in staged)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8, 64, 1024])

@@ -462,3 +462,16 @@ def test_profiler_labels(fake_mesh: Mesh) -> None:
 
 def test_transformer_alone_is_no_fsdp_module() -> None:
     shardwise.register_fsdp_forward_method(Transformer(), "forward")  # nothing to do, no error
+
+
+def test_a_divide_factor_may_be_a_tensor_that_changes(fake_mesh: Callable[..., DeviceMesh]) -> None:
+    model = fully_shard(nn.Linear(4, 4, bias=False), mesh=fake_mesh(2))
+    factor = torch.tensor(2.0)
+    model.set_gradient_divide_factor(factor)  # type: ignore[arg-type]
+    found = []
+    for value in (2.0, 4.0):
+        factor.fill_(value)
+        model(torch.ones(1, 4)).sum().backward()
+        found.append(model.weight.grad.to_local()[0, 0].item())  # type: ignore[operator, union-attr]
+        model.zero_grad()
+    assert found == [0.5, 0.25]

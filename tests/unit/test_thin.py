@@ -78,6 +78,15 @@ def test_a_block_is_gathered_and_reduced_by_one_sum_each(fake_mesh: Mesh) -> Non
     assert live_bytes(model) == before
 
 
+def test_gradients_lie_as_the_parameters_do(fake_mesh: Mesh) -> None:
+    """So that an optimizer on flat shards steps a unit as one tensor."""
+    model = build(fake_mesh(WORLD_SIZE))
+    loss_of(model, make_tokens(SHAPE)).backward()
+    for block in model.blocks:
+        shards = [(p.to_local(), p.grad.to_local()) for p in block.parameters()]  # type: ignore[operator, union-attr]
+        assert len({own.data_ptr() - gradient.data_ptr() for own, gradient in shards if own.numel()}) == 1
+
+
 def test_small_worlds_are_gathered_as_ever(fake_mesh: Mesh) -> None:
     model, tokens = build(fake_mesh(8)), make_tokens(SHAPE)
     with OperationCounter() as counter:

@@ -10,7 +10,7 @@ import torch
 
 from .comm import Comm
 from .device import Lane, allocate_storage, copy_each, free_storage, not_inference
-from .layout import ALIGNMENT, Layout, TensorLayout
+from .layout import Layout, TensorLayout
 
 Allocate = Callable[..., torch.Tensor]
 """``allocate(size, dtype=..., device=...)``."""
@@ -265,7 +265,8 @@ class ShardedBuffer:
 
     def _unite(self, tensor: TensorLayout) -> torch.Tensor:
         """A thin tensor, whole, in memory of its own."""
-        reserved = -(-tensor.numel // ALIGNMENT) * ALIGNMENT
+        per_word = max(4 // self.local.itemsize, 1)
+        reserved = -(-tensor.numel // per_word) * per_word
         whole = torch.zeros(reserved, dtype=self.local.dtype, device=self.device)
         start, size = tensor.start(self.comm.rank) * tensor.chunk_numel, tensor.chunk_numel
         if tensor.length(self.comm.rank):

@@ -14,6 +14,7 @@ import functools
 import mmap
 import sys
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -80,27 +81,28 @@ class Lane(ABC):
     def wait_event(self, event: Any) -> None:
         """Let everything that is submitted from now on start after ``event``."""
 
-    keeps_staging = False
-    """Whether the staging memory released last is what is allocated next, if that is as large."""
-    _spare: torch.Tensor | None = None
+    spares = 0
+    """How much of the staging memory released last is allocated again, where that is as large."""
+
+    def __init__(self) -> None:
+        self._spare: deque[torch.Tensor] = deque(maxlen=self.spares)
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Staging memory for what is submitted next."""
-        spare, self._spare = self._spare, None
-        if spare is not None and spare.shape == size and spare.dtype == dtype:
-            return spare
-        del spare
+        while self._spare:
+            spare = self._spare.popleft()
+            if spare.shape == size and spare.dtype == dtype:
+                return spare
         with not_inference():
             return torch.empty(size, dtype=dtype, device=device)
 
     def release(self, staging: torch.Tensor) -> None:
         """Nothing uses ``staging`` any more, which `allocate` gave."""
-        if self.keeps_staging:
-            self._spare = staging
+        self._spare.append(staging)
 
     def rest(self) -> None:
         """Nothing is submitted for a while."""
-        self._spare = None
+        self._spare.clear()
 
 
 class Device(ABC):
@@ -147,7 +149,7 @@ class _HostTicket:
 class _HostLane(Lane):
     # Freed and allocated again for each unit it would often be on pages that the C library gave back in between, and
     # fault them in again.
-    keeps_staging = True
+    spares = 2  # of the unit that computes and the next
 
     def submit(self, *steps: Step, after: Sequence[Any] = ()) -> Ticket:
         return _HostTicket(steps)
@@ -194,6 +196,7 @@ class _StreamTicket:
 
 class _StreamLane(Lane):
     def __init__(self, module: Any, device: torch.device):
+        super().__init__()
         self.module, self.device = module, device
         # High priority: its kernels are short and computation waits for them.
         self.stream = module.Stream(device=device, priority=-1)
@@ -707,6 +710,7 @@ class RecordingDevice(Device):
 
 class _RecordingLane(Lane):
     def __init__(self, device: RecordingDevice, stream: int):
+        super().__init__()
         self.device, self.stream = device, stream
 
     def submit(self, *steps: Step, after: Sequence[Any] = ()) -> Ticket:

@@ -108,25 +108,29 @@ class GradientPlan:
             cast or packs_all or shard.packs(tensor.chunk_numel * dtype.itemsize) or not tensor.is_even
             for tensor in tensors
         ]
-        # Flags first, so that the shards of gradients lie as those of the parameters do. Where anything is summed whole
-        # the flags are too, instead of once for every rank.
+        # Where anything is summed whole the flags are too, instead of once for every rank. They are at the start or at
+        # the end, so that the shards of gradients lie as those of the parameters do.
+        count, self.sums_flags = flags or len(tensors), any(thin)
+        front = 0 if self.sums_flags else 1
         layout = for_gradients(
-            [(world_size, flags or len(tensors)), *(tensor.shape for tensor in tensors)],
-            [0, *(tensor.dim for tensor in tensors)],
+            [(world_size, count)][:front] + [tensor.shape for tensor in tensors],
+            [0][:front] + [tensor.dim for tensor in tensors],
             world_size,
-            [not any(thin), *packed],
-            [False, *thin],
+            [True][:front] + packed,
+            [False][:front] + thin,
         )
         self.layout: Layout = layout
-        self.flags, *self.tensors = layout.tensors
+        self.tensors = layout.tensors[front:]
+        held = layout.local_numel(shard.rank)
+        self.flags = slice(0, count) if front else slice(held, held + count)
+        self.numel = held if front else held + count
         self.partial: torch.Tensor | None = None
-        self.numel = layout.local_numel(shard.rank)
-        self._views = [local_strides(tensor, shard.rank, self.numel) for tensor in self.tensors]
+        self._views = [local_strides(tensor, shard.rank, held) for tensor in self.tensors]
         self._all_present: torch.Tensor | None = None
 
     def _flag_rows(self, present: Sequence[bool], like: torch.Tensor) -> torch.Tensor:
         """One row of ones and zeros for every rank, or for all: which gradients this rank has."""
-        rows = self.world_size if self.flags.packed else 1
+        rows = 1 if self.sums_flags else self.world_size
         if not all(present):
             return like.new_tensor([float(flag) for flag in present]).expand(rows, -1)
         if self._all_present is None or self._all_present.dtype != like.dtype:
@@ -140,7 +144,7 @@ class GradientPlan:
         thin: list[tuple[int, torch.Tensor]] = []
         outputs, inputs = [], []
         flags = self._flag_rows(present, gradients[0] if gradients else out)
-        rows = [flags] if self.flags.packed else []
+        rows = [] if self.sums_flags else [flags]
         for tensor, gradient in zip(self.tensors, gradients, strict=True):
             if not tensor.chunk_numel:
                 continue
@@ -159,7 +163,7 @@ class GradientPlan:
             staging = allocate((packed * self.world_size,), dtype=out.dtype, device=out.device)
             chunk_cat(rows, self.world_size, staging.view(self.world_size, -1))
             outputs, inputs = [out[:packed], *outputs], [staging, *inputs]
-        if self.flags.packed:
+        if not self.sums_flags:
             return Staged(outputs, inputs)
         parts = [gradient for _, gradient in sorted(thin, key=itemgetter(0))]
         whole = out.new_empty(self.layout.full_numel + flags.numel())
@@ -168,16 +172,14 @@ class GradientPlan:
 
     def keep_own(self, thin: torch.Tensor, out: torch.Tensor) -> None:
         """Copy this rank's rows, and the flags, out of the summed run of thin tensors."""
-        rows, flags = thin_rows(self.layout, self.rank, thin), thin[self.layout.full_numel :]
-        own = out[self.layout.even_numel :].split([*map(torch.numel, rows)]) if rows else ()
-        copy_each([*own, out[self.flags.local_offset :][: flags.numel()]], [*rows, flags])
+        parts = [*thin_rows(self.layout, self.rank, thin), thin[self.layout.full_numel :]]
+        copy_each(out[self.layout.even_numel :].split([*map(torch.numel, parts)]), parts)
 
     def exist(self, out: torch.Tensor, present: Sequence[bool]) -> Sequence[bool]:
         """Which of the parameters told of have a gradient on any rank."""
         if all(present):
             return present
-        start = self.flags.local_offset
-        return [flag != 0 for flag in out[start : start + len(present)].tolist()]
+        return [flag != 0 for flag in out[self.flags].tolist()]
 
     def unstage(self, out: torch.Tensor, exist: Sequence[bool]) -> list[torch.Tensor | None]:
         """Shards of the reduced gradients in their shapes; None for a parameter that no rank had a gradient for."""

@@ -243,7 +243,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the next forward's first gather start after ``event``, recorded behind the optimizer's step, instead of
-        after all computation that is queued by then. Its memory is taken now."""
+        after all computation that is queued by then. The memory that it receives in is taken now."""
         context = self._context()
         context.gather_after(event, next((unit for unit in context.units if unit.is_root), self._unit))
 
@@ -268,7 +268,8 @@ class FSDPModule(torch_fsdp.FSDPModule):
 
     def set_custom_all_gather(self, comm: StagedCollective) -> None:  # type: ignore[override]
         """Gather this unit's parameters by ``comm``: it allocates the staging buffer and is called with
-        ``output_tensor``, ``input_tensor`` (this rank's part of it), ``group`` and ``async_op``.
+        ``output_tensor``, ``input_tensor`` (this rank's part of it), ``group`` and ``async_op``. Not those that are
+        laid out without padding, in large worlds: parameters with fewer rows than ranks, which are summed over ranks.
 
         Raises:
             ValueError: if the unit has parameters on several meshes.
@@ -277,7 +278,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
 
     def set_custom_reduce_scatter(self, comm: StagedCollective) -> None:  # type: ignore[override]
         """Reduce this unit's gradients by ``comm``: it allocates the buffers and is called with ``output_tensor``,
-        ``input_tensor``, ``group`` and ``op``.
+        ``input_tensor``, ``group`` and ``op``. Not those of the parameters that `set_custom_all_gather` excepts.
 
         Raises:
             ValueError: if the unit has parameters on several meshes.

@@ -178,7 +178,9 @@ class GradientReducer:
         if options.divisors is not None:
             scale = Scale(before=options.divisors[0], after=options.divisors[1])
         else:
-            scale = gradient_scale(dtype, self.mesh.shard.size, size, options.divide_factor, options.force_sum)
+            # A number, since a tensor may hold another one by the next time.
+            factor = None if options.divide_factor is None else float(options.divide_factor)
+            scale = gradient_scale(dtype, self.mesh.shard.size, size, factor, options.force_sum)
         return Route(
             options.reduce_comm or self.mesh.shard,
             replicate,

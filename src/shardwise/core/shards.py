@@ -14,7 +14,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .buffer import ShardedBuffer
-from .device import Ticket, local_of, make_spec, not_inference, pins_memory, set_local, spec_of, without_torch_function
+from .device import (
+    Ticket,
+    local_of,
+    make_spec,
+    not_inference,
+    pins_memory,
+    set_local,
+    shares_storage,
+    spec_of,
+    without_torch_function,
+)
 from .errors import StateError
 from .layout import Layout, per_parameter, worth_thinning
 from .mesh import DataParallelMesh, DataParallelRanks
@@ -252,14 +262,15 @@ class ParameterShards(Shards):
             registry[name] = unsharded
 
     def _make_faces(self) -> None:
-        self._faces = []
+        faces: list[tuple[Registry, str, nn.Parameter, nn.Parameter]] = []
         for position, slot in enumerate(self.slots):
             if (unsharded := slot.unsharded) is None:
                 unsharded = slot.make_unsharded()
                 # An optimizer made while it is registered must not step it: the shards are what counts.
                 remember_successor(unsharded, self.reference, position)
             unsharded.requires_grad_(slot.sharded.requires_grad)
-            self._faces += [(place.registry, place.name, slot.sharded, unsharded) for place in slot.places]
+            faces += [(place.registry, place.name, slot.sharded, unsharded) for place in slot.places]
+        self._faces = faces
 
     # -- Making them again
 
@@ -271,11 +282,11 @@ class ParameterShards(Shards):
     def leave_meta(self) -> list[Slot]:
         """See `Shards.leave_meta`."""
         waiting: list[Slot] = []
-        self._faces = []
         with torch.no_grad(), not_inference():
             for position, old in enumerate(self.buffers):
                 if not old.local.is_meta:
                     continue
+                self._faces = []
                 local = self._new_local(old.layout, old.local.dtype, self.mesh.device)
                 buffer = ShardedBuffer(old.layout, local, old.comm, old.dtype, old.device)
                 self.buffers[position] = buffer
@@ -307,6 +318,7 @@ class ParameterShards(Shards):
                 untouched = all(
                     new is slot.sharded
                     and local.data_ptr() == buffer.local_view(slot.index).data_ptr()
+                    and shares_storage(local, buffer.local)  # empty shards have no address, and all ranks have to agree
                     and local.dtype == buffer.local.dtype
                     and local.device == buffer.local.device
                     and not local.is_meta
