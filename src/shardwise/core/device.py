@@ -149,7 +149,7 @@ class _HostTicket:
 class _HostLane(Lane):
     # Freed and allocated again for each unit it would often be on pages that the C library gave back in between, and
     # fault them in again.
-    spares = 2  # of the unit that computes and the next
+    spares = 1
 
     def submit(self, *steps: Step, after: Sequence[Any] = ()) -> Ticket:
         return _HostTicket(steps)
