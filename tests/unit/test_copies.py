@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from bench.counts import CopyCounter
 from bench.model import Shape, Transformer, loss_of, make_tokens
 from shardwise import fully_shard
+from shardwise.core import device
 from shardwise.core.layout import Layout
 from shardwise.core.module import unit_of
 
@@ -74,3 +78,27 @@ def test_mixed_precision_casts_once_each_way(fake_mesh: Mesh, world_size: int) -
     with CopyCounter() as of_the_model:
         loss_of(plain, make_tokens(SHAPE)).backward()
     assert copied == casts + of_the_model.bytes
+
+
+def test_what_is_padded_is_copied_once() -> None:
+    large, small = torch.randn(1025, 300), torch.randn(8, 3)
+    assert large.nbytes >= device.PADDED_BY_COPY_BYTES
+    staging = torch.empty(8, 129 * 300 + 3)
+    with CopyCounter() as copies:
+        device.chunk_cat([large, small], 8, staging)
+    assert copies.bytes == large.nbytes + small.nbytes
+
+
+@given(
+    shapes=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=1, max_size=4),
+    world_size=st.integers(1, 12),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_chunks_are_torchs(shapes: list[list[int]], world_size: int, dtype: torch.dtype) -> None:
+    tensors = [torch.randn(shape) for shape in shapes]
+    sizes = [-(-shape[0] // world_size) * tensor[0].numel() for shape, tensor in zip(shapes, tensors, strict=True)]
+    found, expected = torch.full((2, world_size, sum(sizes)), torch.nan, dtype=dtype)
+    with patch.object(device, "PADDED_BY_COPY_BYTES", 0):
+        device.chunk_cat(tensors, world_size, found)
+    torch._chunk_cat(tensors, 0, world_size, out=expected)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -71,7 +71,7 @@ def test_other_dims_are_cut_there_and_always_packed() -> None:
 
 
 def test_gradients_are_tight_even_on_one_rank() -> None:
-    layout = for_gradients([(3,), (5, 2)], [0, 0], 1, [True, True], [False, False])
+    layout = for_gradients([((3,), 0, True, False), ((5, 2), 0, True, False)], 1)
     assert layout.local_numel(0) == layout.packed_numel == 13
 
 

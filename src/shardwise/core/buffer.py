@@ -14,10 +14,7 @@ from .layout import Layout, TensorLayout
 
 Allocate = Callable[..., torch.Tensor]
 """``allocate(size, dtype=..., device=...)``."""
-
-
-def _nothing() -> None:
-    pass
+Release = Callable[[torch.Tensor], None]
 
 
 @dataclass(slots=True)
@@ -36,7 +33,7 @@ class Gather:
     inputs: list[torch.Tensor] = field(default_factory=list)
     thin: torch.Tensor | None = None
     prepare: Callable[[], None] | None = None
-    finish: Callable[[], None] = _nothing
+    finish: Callable[[], None] | None = None
 
 
 class GatherPlan:
@@ -92,37 +89,26 @@ class GatherPlan:
         size = (self._run * self.layout.world_size,)
         return allocate(size, dtype=self.full.dtype, device=self.full.device) if self._packed else None
 
-    def start(self, source: torch.Tensor, lane: Lane) -> Gather:
-        """Gather ``source``, whose dtype and device are those of the gathered buffer."""
+    def start(self, source: torch.Tensor, allocate: Allocate, release: Release | None = None, *, casts: bool) -> Gather:
+        """Gather ``source`` with staging memory of ``allocate``, which ``release`` gets back.
+
+        A source of another dtype or device (``casts``) is cast straight to where this rank's part goes.
+        """
         self._allocate_direct()
-        inputs, staging = self.inputs(source), self._staging(lane.allocate)
+        staging = self._staging(allocate)
         outputs = self._outputs if staging is None else [staging, *self._outputs]
-        prepare = None if self._thin is None else functools.partial(self._prepare, [], [], source)
-        return Gather(outputs, inputs, self._thin, prepare, functools.partial(self._finish, staging, lane))
+        inputs, prepare = self.inputs(source), None
+        if casts:
+            own = [output.view(self.layout.world_size, -1)[self.rank] for output in outputs]
+            inputs, prepare = own, functools.partial(self._prepare, source, own, inputs)
+        elif self._thin is not None:
+            prepare = functools.partial(self._prepare, source)
+        finish = None if staging is None else functools.partial(self._finish, staging, release)
+        return Gather(outputs, inputs, self._thin, prepare, finish)
 
-    def start_cast(self, source: torch.Tensor, lane: Lane) -> Gather:
-        """Gather a source of another dtype or device: it is cast straight to where this rank's part goes."""
-        self._allocate_direct()
-        outputs, staging = self._outputs, self._staging(lane.allocate)
-        own = [target.view(self.layout.world_size, -1)[self.rank] for target in outputs]
-        if staging is not None:
-            own, outputs = [self._own_part(staging), *own], [staging, *outputs]
-        prepare = functools.partial(self._prepare, own, self.inputs(source), source)
-        return Gather(outputs, own, self._thin, prepare, functools.partial(self._finish, staging, lane))
-
-    def start_staged(self, source: torch.Tensor, allocate: Allocate) -> Gather:
-        """Like `start_cast`, for a plan that packs all, in a staging buffer of the caller's."""
-        self._allocate_direct()
-        if (staging := self._staging(allocate)) is None:
-            return Gather([], [], self._thin, functools.partial(self._prepare, [], [], source))
-        own = self._own_part(staging)
-        prepare = functools.partial(self._prepare, [own], [source[: self._run]], source)
-        return Gather([staging], [own], self._thin, prepare, functools.partial(self._finish, staging))
-
-    def _own_part(self, staging: torch.Tensor) -> torch.Tensor:
-        return staging[self.rank * self._run : (self.rank + 1) * self._run]
-
-    def _prepare(self, own: list[torch.Tensor], inputs: list[torch.Tensor], source: torch.Tensor) -> None:
+    def _prepare(
+        self, source: torch.Tensor, own: Sequence[torch.Tensor] = (), inputs: Sequence[torch.Tensor] = ()
+    ) -> None:
         """Put ``inputs`` into ``own``, and this rank's rows of thin tensors among zeros."""
         if self._thin is not None:
             self._thin.zero_()
@@ -131,10 +117,8 @@ class GatherPlan:
         if own:
             copy_each(own, inputs)
 
-    def _finish(self, staging: torch.Tensor | None, lane: Lane | None = None) -> None:
-        """Put the packed tensors in their places, once the collective is done; ``lane`` gets its memory back."""
-        if staging is None:
-            return
+    def _finish(self, staging: torch.Tensor, release: Release | None) -> None:
+        """Put the packed tensors in their places, once the collective is done."""
         allocate_storage(self.full)
         rows = staging.view(self.layout.world_size, -1)
         if self._plain_copy:
@@ -142,8 +126,8 @@ class GatherPlan:
         else:
             for (tensor, target), part in zip(self._packed, rows.split(self._sizes, dim=1), strict=True):
                 join_chunks(tensor, part, target)
-        if lane is not None:
-            lane.release(staging)
+        if release is not None:
+            release(staging)
 
 
 def thin_rows(layout: Layout, rank: int, whole: torch.Tensor) -> list[torch.Tensor]:
@@ -187,10 +171,10 @@ class ShardedBuffer:
     def __init__(self, layout: Layout, local: torch.Tensor, comm: Comm, dtype: torch.dtype, device: torch.device):
         self.layout, self.local, self.comm = layout, local, comm
         self.dtype, self.device = dtype, device
-        #: Whether the gathered buffer is the local one: nothing to gather, cast or move.
         self.is_identity = layout.world_size == 1 and local.dtype == dtype and local.device.type == device.type
-        #: Bytes that gathering it takes beside the shards.
+        """Whether the gathered buffer is the local one: nothing to gather, cast or move."""
         self.gathered_bytes = 0 if self.is_identity else layout.full_numel * dtype.itemsize
+        """Bytes that gathering it takes beside the shards."""
         self._casts = local.dtype != dtype or local.device != device
         self._full: torch.Tensor | None = None
         self._plan: GatherPlan | None = None
@@ -285,13 +269,13 @@ class ShardedBuffer:
             with not_inference():
                 rank, offsets = self.comm.rank, self._offsets()
                 self._staged_plan = GatherPlan(self.layout, rank, self.full, offsets, pack_all=True)
-        return self._staged_plan.start_staged(self.local, allocate)
+        return self._staged_plan.start(self.local, allocate, casts=True)
 
     def start_gather(self, lane: Lane) -> Gather:
         """Say how to fill the gathered buffer, which gets memory as soon as the gather needs it; staged in memory of
         ``lane``."""
         if self._resharded_local is not None and self._resharded is not None:
-            return self._resharded[2].start(self._resharded_local, lane)
+            return self._resharded[2].start(self._resharded_local, lane.allocate, lane.release, casts=False)
         source = self.local
         if self.is_identity:
             return Gather()
@@ -303,9 +287,7 @@ class ShardedBuffer:
             with not_inference():
                 self._plan = GatherPlan(self.layout, self.comm.rank, self.full, self._offsets())
                 self._plan.keep(source)
-        if self._casts:
-            return self._plan.start_cast(source, lane)
-        return self._plan.start(source, lane)
+        return self._plan.start(source, lane.allocate, lane.release, casts=self._casts)
 
     @property
     def can_reshard(self) -> bool:

@@ -14,7 +14,6 @@ import functools
 import mmap
 import sys
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -81,28 +80,29 @@ class Lane(ABC):
     def wait_event(self, event: Any) -> None:
         """Let everything that is submitted from now on start after ``event``."""
 
-    spares = 0
-    """How much of the staging memory released last is allocated again, where that is as large."""
+    keeps_staging = False
+    """Whether the staging memory released last is allocated again, where that is as large."""
 
     def __init__(self) -> None:
-        self._spare: deque[torch.Tensor] = deque(maxlen=self.spares)
+        self._spare: torch.Tensor | None = None
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Staging memory for what is submitted next."""
-        while self._spare:
-            spare = self._spare.popleft()
-            if spare.shape == size and spare.dtype == dtype:
-                return spare
+        spare, self._spare = self._spare, None
+        if spare is not None and spare.shape == size and spare.dtype == dtype:
+            return spare
+        del spare
         with not_inference():
             return torch.empty(size, dtype=dtype, device=device)
 
     def release(self, staging: torch.Tensor) -> None:
         """Nothing uses ``staging`` any more, which `allocate` gave."""
-        self._spare.append(staging)
+        if self.keeps_staging:
+            self._spare = staging
 
     def rest(self) -> None:
         """Nothing is submitted for a while."""
-        self._spare.clear()
+        self._spare = None
 
 
 class Device(ABC):
@@ -149,7 +149,7 @@ class _HostTicket:
 class _HostLane(Lane):
     # Freed and allocated again for each unit it would often be on pages that the C library gave back in between, and
     # fault them in again.
-    spares = 1
+    keeps_staging = True
 
     def submit(self, *steps: Step, after: Sequence[Any] = ()) -> Ticket:
         return _HostTicket(steps)
@@ -325,7 +325,31 @@ def not_inference() -> contextlib.AbstractContextManager[Any]:
 def chunk_cat(tensors: Sequence[torch.Tensor], world_size: int, out: torch.Tensor) -> None:
     """Cut each tensor on dim 0 into ``world_size`` chunks, padded with zeros, and lay rank ``r``'s chunks of all of
     them one after the other into row ``r`` of ``out`` (world size x sum of chunks), casting to its dtype."""
-    torch._chunk_cat(list(tensors), 0, world_size, out=out)
+    if out.device.type != "cpu" or not any(_is_padded_by_copy(tensor, world_size) for tensor in tensors):
+        torch._chunk_cat(list(tensors), 0, world_size, out=out)
+        return
+    lengths = [-(-len(tensor) // world_size) for tensor in tensors]
+    sizes = [length * tensor[:1].numel() for length, tensor in zip(lengths, tensors, strict=True)]
+    for tensor, length, columns in zip(tensors, lengths, out.split(sizes, dim=1), strict=True):
+        _cut_into(columns, tensor, length)
+
+
+PADDED_BY_COPY_BYTES = 2**20
+"""On the CPU torch copies what it has to pad to fresh memory first; from this size on that takes longer than to call
+it for each tensor."""
+
+
+def _is_padded_by_copy(tensor: torch.Tensor, world_size: int) -> bool:
+    return tensor.nbytes >= PADDED_BY_COPY_BYTES and len(tensor) % world_size != 0
+
+
+def _cut_into(rows: torch.Tensor, tensor: torch.Tensor, length: int) -> None:
+    """Chunks of ``length`` rows of ``tensor``, one in each of ``rows``, and zeros behind them."""
+    count = len(tensor) // length
+    rows[:count].copy_(tensor[: count * length].reshape(count, -1))
+    rest = tensor[count * length :].reshape(-1)
+    rows[count:].zero_()
+    rows[count : count + 1, : rest.numel()].copy_(rest)
 
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

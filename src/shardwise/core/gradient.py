@@ -18,7 +18,7 @@ from .buffer import Allocate, cut_chunks, local_strides, thin_rows
 from .comm import Comm, StagedCollective, reduce_op
 from .device import Lane, Step, Ticket, Waitable, chunk_cat, copy_each, host_memory, is_elsewhere
 from .errors import explain
-from .layout import Layout, TensorLayout, for_gradients
+from .layout import Cut, TensorLayout, for_gradients
 
 
 @dataclass(frozen=True)
@@ -103,23 +103,16 @@ class GradientPlan:
     ):
         world_size = shard.size
         self.dtype, self.world_size, self.rank = dtype, world_size, shard.rank
-        thin = [tensor.thin for tensor in tensors]
-        packed = [
-            cast or packs_all or shard.packs(tensor.chunk_numel * dtype.itemsize) or not tensor.is_even
-            for tensor in tensors
-        ]
+        count, self.sums_flags = flags or len(tensors), any(tensor.thin for tensor in tensors)
         # Where anything is summed whole the flags are too, instead of once for every rank. They are at the start or at
         # the end, so that the shards of gradients lie as those of the parameters do.
-        count, self.sums_flags = flags or len(tensors), any(thin)
-        front = 0 if self.sums_flags else 1
-        layout = for_gradients(
-            [(world_size, count)][:front] + [tensor.shape for tensor in tensors],
-            [0][:front] + [tensor.dim for tensor in tensors],
-            world_size,
-            [True][:front] + packed,
-            [False][:front] + thin,
-        )
-        self.layout: Layout = layout
+        cuts: list[Cut] = [] if self.sums_flags else [((world_size, count), 0, True, False)]
+        front = len(cuts)
+        for tensor in tensors:
+            is_small = shard.packs(tensor.chunk_numel * dtype.itemsize)
+            packed = cast or packs_all or is_small or not tensor.is_even
+            cuts.append((tensor.shape, tensor.dim, packed, tensor.thin))
+        self.layout = layout = for_gradients(cuts, world_size)
         self.tensors = layout.tensors[front:]
         held = layout.local_numel(shard.rank)
         self.flags = slice(0, count) if front else slice(held, held + count)

@@ -189,7 +189,8 @@ class ParamGroup:
             self.shards.read_by = ticket
         if gathers:
             for gather in gathers:
-                gather.finish()
+                if gather.finish is not None:
+                    gather.finish()
             # Where parameters do not stay gathered the next use gathers again anyhow.
             keeps = self._keeps_unsharded or not self.options.reshard_after_forward
             self.shards.note_gathered(keeps=keeps)

@@ -187,15 +187,14 @@ def flat(totals: Sequence[int], world_size: int, packed: Sequence[bool] | None =
     return per_parameter(padded, [0] * len(padded), world_size, packed)
 
 
-def for_gradients(
-    shapes: Sequence[tuple[int, ...]],
-    dims: Sequence[int],
-    world_size: int,
-    packed: Sequence[bool],
-    thin: Sequence[bool],
-) -> Layout:
+Cut = tuple[tuple[int, ...], int, bool, bool]
+"""Shape, dim, and whether packed or thin."""
+
+
+def for_gradients(tensors: Sequence[Cut], world_size: int) -> Layout:
     """Like `per_parameter`, for reduced gradients: nothing is aligned, and only the thin ones are whole somewhere, in
     the order of the local buffer."""
+    shapes, dims, packed, thin = zip(*tensors, strict=True)
     cuts = _cuts(shapes, dims, world_size, packed, thin)
     full_offsets, full_numel = _offsets([cut.numel if cut.thin else 0 for cut in cuts], 1, _local_order(cuts))
     return _rank_major(cuts, world_size, full_offsets, full_numel)
