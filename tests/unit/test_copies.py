@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -80,13 +80,14 @@ def test_mixed_precision_casts_once_each_way(fake_mesh: Mesh, world_size: int) -
     assert copied == casts + of_the_model.bytes
 
 
-def test_what_is_padded_is_copied_once() -> None:
-    large, small = torch.randn(1025, 300), torch.randn(8, 3)
-    assert large.nbytes >= device.PADDED_BY_COPY_BYTES
-    staging = torch.empty(8, 129 * 300 + 3)
+def test_what_is_padded_is_copied_once(fake_mesh: Mesh) -> None:
+    model = nn.Linear(512, 513, bias=False)
+    assert device.PADDED_BYTES <= 4 * 512 * 513
+    fully_shard(model, mesh=fake_mesh(8))
     with CopyCounter() as copies:
-        device.chunk_cat([large, small], 8, staging)
-    assert copies.bytes == large.nbytes + small.nbytes
+        model(torch.randn(1, 512)).sum().backward()
+    flags = 8
+    assert copies.bytes == 4 * (512 * 513 + flags)
 
 
 @given(
@@ -98,7 +99,6 @@ def test_chunks_are_torchs(shapes: list[list[int]], world_size: int, dtype: torc
     tensors = [torch.randn(shape) for shape in shapes]
     sizes = [-(-shape[0] // world_size) * tensor[0].numel() for shape, tensor in zip(shapes, tensors, strict=True)]
     found, expected = torch.full((2, world_size, sum(sizes)), torch.nan, dtype=dtype)
-    with patch.object(device, "PADDED_BY_COPY_BYTES", 0):
-        device.chunk_cat(tensors, world_size, found)
+    device.pad_chunks(tensors, world_size, found)
     torch._chunk_cat(tensors, 0, world_size, out=expected)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -325,31 +325,24 @@ def not_inference() -> contextlib.AbstractContextManager[Any]:
 def chunk_cat(tensors: Sequence[torch.Tensor], world_size: int, out: torch.Tensor) -> None:
     """Cut each tensor on dim 0 into ``world_size`` chunks, padded with zeros, and lay rank ``r``'s chunks of all of
     them one after the other into row ``r`` of ``out`` (world size x sum of chunks), casting to its dtype."""
-    if out.device.type != "cpu" or not any(_is_padded_by_copy(tensor, world_size) for tensor in tensors):
-        torch._chunk_cat(list(tensors), 0, world_size, out=out)
-        return
-    lengths = [-(-len(tensor) // world_size) for tensor in tensors]
-    sizes = [length * tensor[:1].numel() for length, tensor in zip(lengths, tensors, strict=True)]
-    for tensor, length, columns in zip(tensors, lengths, out.split(sizes, dim=1), strict=True):
-        _cut_into(columns, tensor, length)
+    torch._chunk_cat(list(tensors), 0, world_size, out=out)
 
 
-PADDED_BY_COPY_BYTES = 2**20
+PADDED_BYTES = 2**20
 """On the CPU torch copies what it has to pad to fresh memory first; from this size on that takes longer than to call
 it for each tensor."""
 
 
-def _is_padded_by_copy(tensor: torch.Tensor, world_size: int) -> bool:
-    return tensor.nbytes >= PADDED_BY_COPY_BYTES and len(tensor) % world_size != 0
-
-
-def _cut_into(rows: torch.Tensor, tensor: torch.Tensor, length: int) -> None:
-    """Chunks of ``length`` rows of ``tensor``, one in each of ``rows``, and zeros behind them."""
-    count = len(tensor) // length
-    rows[:count].copy_(tensor[: count * length].reshape(count, -1))
-    rest = tensor[count * length :].reshape(-1)
-    rows[count:].zero_()
-    rows[count : count + 1, : rest.numel()].copy_(rest)
+def pad_chunks(tensors: Sequence[torch.Tensor], world_size: int, out: torch.Tensor) -> None:
+    """`chunk_cat`, tensor by tensor, each copied once."""
+    lengths = [-(-len(tensor) // world_size) for tensor in tensors]
+    sizes = [length * tensor[:1].numel() for length, tensor in zip(lengths, tensors, strict=True)]
+    for tensor, length, rows in zip(tensors, lengths, out.split(sizes, dim=1), strict=True):
+        count = len(tensor) // length
+        rows[:count].copy_(tensor[: count * length].reshape(count, -1))
+        rest = tensor[count * length :].reshape(-1)
+        rows[count:].zero_()
+        rows[count : count + 1, : rest.numel()].copy_(rest)
 
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -16,7 +16,18 @@ import torch
 
 from .buffer import Allocate, cut_chunks, local_strides, thin_rows
 from .comm import Comm, StagedCollective, reduce_op
-from .device import Lane, Step, Ticket, Waitable, chunk_cat, copy_each, host_memory, is_elsewhere
+from .device import (
+    PADDED_BYTES,
+    Lane,
+    Step,
+    Ticket,
+    Waitable,
+    chunk_cat,
+    copy_each,
+    host_memory,
+    is_elsewhere,
+    pad_chunks,
+)
 from .errors import explain
 from .layout import Cut, TensorLayout, for_gradients
 
@@ -113,6 +124,8 @@ class GradientPlan:
             packed = cast or packs_all or is_small or not tensor.is_even
             cuts.append((tensor.shape, tensor.dim, packed, tensor.thin))
         self.layout = layout = for_gradients(cuts, world_size)
+        padded = (tensor.numel for tensor in layout.tensors if tensor.packed and not tensor.is_even)
+        self._pads_much = max(padded, default=0) * dtype.itemsize >= PADDED_BYTES
         self.tensors = layout.tensors[front:]
         held = layout.local_numel(shard.rank)
         self.flags = slice(0, count) if front else slice(held, held + count)
@@ -154,7 +167,8 @@ class GradientPlan:
             return Staged([], [])
         if rows:
             staging = allocate((packed * self.world_size,), dtype=out.dtype, device=out.device)
-            chunk_cat(rows, self.world_size, staging.view(self.world_size, -1))
+            cut = pad_chunks if self._pads_much and staging.device.type == "cpu" else chunk_cat
+            cut(rows, self.world_size, staging.view(self.world_size, -1))
             outputs, inputs = [out[:packed], *outputs], [staging, *inputs]
         if not self.sums_flags:
             return Staged(outputs, inputs)
