@@ -63,7 +63,9 @@ class ShardedParameter(DTensor):
         if (effect := _effects.get(func)) is None:
             effect = _effects[func] = _effect_of(func)
         if effect is _Effect.WRITES:
-            for parameter in _sharded_in((args[:1], kwargs)):
+            # Optimizers write parameter by parameter.
+            alone = bool(args) and isinstance(args[0], ShardedParameter)
+            for parameter in args[:1] if alone else _sharded_in((args[:1], kwargs)):
                 if (owner := owner_of(parameter)) is not None:
                     owner.note_write()
         try:
