@@ -76,15 +76,19 @@ class Overlap:
     Args:
         gathers: of the next unit, beside the computation of one; else each is waited for where it is issued.
         reductions: of one unit beside the backward of the next; else likewise.
+        early: whether a unit's gather is issued before the wait for the one before it, else after.
     """
 
     gathers: bool = True
     reductions: bool = True
+    early: bool = False
 
 
 def overlap_of(name: str, device: str) -> Overlap:
     """That an engine can reach: torch FSDP2 leaves waiting to streams, and a CPU has none."""
-    if device != "cpu" or name == SHARDWISE:
+    if name == SHARDWISE:
+        return Overlap(early=True)
+    if device != "cpu":
         return Overlap()
     return Overlap(gathers=name == FSDP2_ASYNC, reductions=False)
 
@@ -152,23 +156,33 @@ def predicted_seconds(plan: Plan, overlap: Overlap) -> float:
         clock.sleep_until(before)
         return issue(REDUCE_SCATTER, next(reductions), overlap.reductions)
 
-    def through(parts: Sequence[Part], reduces: bool) -> float:
+    def gather_around(awaited: float) -> float:
+        """Wait until ``awaited``, and issue the next gather before or after that; gives when it ends."""
+        if overlap.early:
+            end = gather()
+            clock.sleep_until(awaited)
+            return end
+        clock.sleep_until(awaited)
+        return gather()
+
+    def through(parts: Sequence[Part], reduces: bool, awaited: float) -> float:
         """The blocks, between what comes before and after them; gives when the last reduction ends."""
-        gathered, reduced = gather(), 0.0
+        gathered, reduced = gather_around(awaited), 0.0
         for block in range(blocks):
             clock.advance(parts[block].computes)
             reduced = reduce(reduced) if reduces and block > 0 else reduced
-            clock.sleep_until(gathered)
+            if block < blocks - 1:
+                gathered = gather_around(gathered)
+            else:
+                clock.sleep_until(gathered)
             clock.advance(parts[block].installs)
-            gathered = gather() if block < blocks - 1 else gathered
         clock.advance(parts[blocks].computes)
         reduced = reduce(reduced) if reduces else reduced
         clock.advance(parts[blocks + 1].computes)
         return reduced
 
-    clock.sleep_until(gather())
-    through(plan.parts[: blocks + 2], reduces=False)
-    clock.sleep_until(reduce(through(plan.parts[blocks + 2 :], reduces=True)))
+    through(plan.parts[: blocks + 2], reduces=False, awaited=gather())
+    clock.sleep_until(reduce(through(plan.parts[blocks + 2 :], reduces=True, awaited=0.0)))
     return clock.now()
 
 

@@ -34,12 +34,32 @@ class RankError(AssertionError):
     """A rank failed; the message has its traceback."""
 
 
+def _use_one_gloo_thread() -> None:
+    """Give each gloo group of this process one worker thread, of torch's two.
+
+    After a collective each assigns its name to one string of the group, without a lock: of those whose name is on the
+    heap (a DTensor's all-gather: ALLGATHER_COALESCED) two at once free it twice, and the heap is corrupt (torch 2.13).
+    """
+    import torch.distributed as dist
+
+    gloo: Any = dist.ProcessGroupGloo
+    make = gloo.__init__
+
+    def make_with_one_thread(self: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        options = gloo._Options()
+        options._devices, options._threads, options._timeout = [gloo.create_default_device()], 1, timeout
+        make(self, store, rank, size, options)
+
+    gloo.__init__ = make_with_one_thread
+
+
 def _serve(connection: Connection, rank: int, world_size: int) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    _use_one_gloo_thread()
     connection.send(("ready", None))
     while True:
         module, name, rendezvous, arguments = connection.recv()

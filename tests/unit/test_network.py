@@ -333,7 +333,7 @@ def test_next_unit_is_gathered_while_one_computes(clock: ScheduleClock) -> None:
     for transfers, begun in ((following, starts), (behind, backward_starts)):
         assert len(transfers) == blocks - 1
         for transfer, (start, end) in zip(transfers, itertools.pairwise(begun), strict=True):
-            assert transfer.issued == start
+            assert transfer.issued <= start  # before the wait for the one that begins then
             assert transfer.arrived == end
 
 

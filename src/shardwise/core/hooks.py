@@ -145,10 +145,11 @@ class Unit:
         self._inside.append(id(module))
         if is_first and torch.is_grad_enabled():
             args, kwargs = self._register_post_backward(context, args, kwargs)
+        if is_first:
+            # Before the wait, so that a link that all wait for is never idle.
+            self._prefetch_for_forward(context)
         for group in self.groups:
             group.wait_for_unshard()
-        if is_first:
-            self._prefetch_for_forward(context)
         return args, kwargs
 
     def _check_unsharded(self) -> None:
@@ -395,8 +396,9 @@ class Unit:
         for group in self.groups:
             if group.options.unshard_in_backward:
                 group.unshard(context.gather_lane)
-            group.wait_for_unshard()
         self._prefetch_for_backward(context)
+        for group in self.groups:
+            group.wait_for_unshard()
 
     def _prefetch_for_backward(self, context: FSDPCommContext) -> None:
         position = self._positions.pop() if self._positions else 0
