@@ -49,6 +49,7 @@ def clip_grad_norm_(
         gradients = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
     if not gradients:
         return torch.tensor(0.0)
+    norm_type = float(norm_type)  # "inf", as torch takes it
     norm = total_norm(gradients, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(

@@ -667,6 +667,54 @@ def test_loading_changes_nothing_of_the_callers() -> None:
 
 
 @on_ranks(2)
+def test_hooks_see_the_whole_state() -> None:
+    """As those on the plain optimizer: what a state dict has, and what loads."""
+    mine, oss, plain, optimizer = pair(Adam, {"lr": 0.1})
+    train_both(mine, oss, plain, optimizer, range(2))
+
+    def marked(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {**state_dict, "state": {key: {**value, "marked": 1} for key, value in state_dict["state"].items()}}
+
+    def changed(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {
+            **state_dict,
+            "state": {key: {**v, "exp_avg": v["exp_avg"] + 1} for key, v in state_dict["state"].items()},
+        }
+
+    seen: list[int] = []
+    for one in (oss, optimizer):
+        one.register_state_dict_post_hook(marked)
+        one.register_load_state_dict_pre_hook(changed)
+        one.register_load_state_dict_post_hook(lambda loaded: seen.append(len(loaded.state)))
+    given = optimizer.state_dict()
+    assert_same_state(oss.state_dict(all_ranks=True), given)
+    for one in (oss, optimizer):
+        one.load_state_dict(given)
+    owned = sum(owner == dist.get_rank() for owner in oss.owners().values())
+    assert seen == [owned, len(list(plain.parameters()))]
+    train_both(mine, oss, plain, optimizer, range(1))
+    assert_same(mine.parameters(), plain.parameters())
+
+
+@on_ranks(2)
+def test_adding_a_group_changes_nothing_of_the_others() -> None:
+    mine, plain = model_of(), model_of()
+    *first, last = mine.parameters()
+    *others, its_last = plain.parameters()
+    oss, optimizer = OSS(first, optim=SGD, lr=1.0), SGD(others, lr=1.0)
+    for one, added in ((oss, last), (optimizer, its_last)):
+        scheduler = torch.optim.lr_scheduler.StepLR(one, 1, 0.1)
+        give_gradients(first if one is oss else others, 1)
+        one.step()
+        scheduler.step()
+        one.param_groups[0]["momentum"] = 0.5
+        one.add_param_group({"params": [added], "lr": 0.3})
+    assert [group["lr"] for group in oss.param_groups] == [0.1, 0.3]
+    train_both(mine, oss, plain, optimizer, range(2, 4))
+    assert_same(mine.parameters(), plain.parameters())
+
+
+@on_ranks(2)
 def test_a_state_of_other_param_groups_is_refused() -> None:
     mine, oss, plain, optimizer = pair(Adam, {"lr": 0.1})
     train_both(mine, oss, plain, optimizer, range(1))

@@ -517,6 +517,37 @@ def test_objects_with_a_state_and_ranks_that_differ() -> None:
             load(directory, extra={"other": own})
 
 
+class Counting(torch.optim.SGD):
+    """A state dict with more than state and param groups."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.counted, self.sums = 0, torch.zeros(2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "counted": {"steps": self.counted}, "sums": self.sums}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.counted, self.sums = state_dict["counted"]["steps"], state_dict["sums"]
+        super().load_state_dict(state_dict)
+
+
+@on_ranks(2)
+def test_optimizers_with_more_in_their_state_dict() -> None:
+    model = sharded()
+    optimizer = Counting(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.counted, optimizer.sums = 3, torch.tensor([1.0, 2.0])
+    with shared_directory() as directory:
+        save(directory, model=model, optimizer=optimizer)
+        again = Counting(model.parameters(), lr=0.5, momentum=0.9)
+        load(directory, model=model, optimizer=again)
+        assert again.param_groups[0]["lr"] == 0.1
+        assert again.counted == 3
+        assert torch.equal(again.sums, optimizer.sums)
+        with pytest.raises(ValueError, match=r"two optimizers, one of them Counting, have 'counted', 'sums'"):
+            save(directory / "two", model=model, optimizer=[optimizer, again])
+
+
 @on_ranks(4)
 def test_random_numbers_at_another_world_size() -> None:
     names: list[Any] = [tempfile.mkdtemp()]

@@ -41,22 +41,32 @@ def optimizers_in(value: Optimizer | Iterable[Optimizer] | Mapping[Any, Optimize
 
 
 def optimizer_state(optimizers: Sequence[Optimizer], names: Names) -> dict[str, Any]:
-    """State by parameter name, and the param groups of all ``optimizers`` one after the other.
+    """State by parameter name, the param groups of all ``optimizers`` one after the other, and what else their state
+    dicts have.
 
     Raises:
-        ValueError: naming the optimizer, if it has parameters that the model does not have.
+        ValueError: naming the optimizer, if it has parameters that the model does not have; or the key that two of them
+            have beside state and param groups.
     """
     state: dict[Any, Any] = {}
     groups: list[dict[str, Any]] = []
+    others: dict[str, Any] = {}
     for optimizer in optimizers:
         own = optimizer.state_dict()
+        more = {key: value for key, value in own.items() if key not in (STATE, GROUPS)}
+        if both := sorted(more.keys() & others.keys()):
+            raise ValueError(
+                f"the state dicts of two optimizers, one of them {type(optimizer).__name__}, have {listed(both)}, of "
+                "which only one can be saved: save the optimizers in checkpoints of their own"
+            )
+        others.update(more)
         name_of: dict[Any, str] = {}
         for group, packed in zip(optimizer.param_groups, own[GROUPS], strict=True):
             own_names = _names_of(optimizer, group[PARAMETERS], names)
             name_of.update(zip(packed[PARAMETERS], own_names, strict=True))
             groups.append({**packed, PARAMETERS: own_names})
         state.update({name_of.get(key, key): value for key, value in own[STATE].items()})
-    return {STATE: state, GROUPS: groups}
+    return {STATE: state, GROUPS: groups, **others}
 
 
 def _names_of(optimizer: Optimizer, parameters: Sequence[torch.Tensor], names: Names) -> list[str]:
@@ -71,7 +81,8 @@ def _names_of(optimizer: Optimizer, parameters: Sequence[torch.Tensor], names: N
 
 
 def optimizer_paths(stored: StoredData, preferred: Sequence[str]) -> dict[str, Path]:
-    """Keys of a checkpoint's optimizer, and where they are in its tree, from "state" or "param_groups" on.
+    """Keys of a checkpoint's optimizer, and where they are in its tree, from "state" or "param_groups" on (or from
+    another key, where the optimizer is not all of the checkpoint).
 
     Args:
         stored: the checkpoint's data.
@@ -86,15 +97,20 @@ def optimizer_paths(stored: StoredData, preferred: Sequence[str]) -> dict[str, P
         raise ValueError(f"the checkpoint has no optimizer; it has {stored.tops()}")
     if not known and len(found) > 1:
         raise ValueError(f"the checkpoint has optimizers under {listed(found)}, none of them called 'optimizer'")
-    below = stored.below((known or [*found])[0])
-    return {key: path for key, path in below.items() if path and str(path[0]).partition(".")[0] in (STATE, GROUPS)}
+    prefix = (known or [*found])[0]
+    below = {key: path for key, path in stored.below(prefix).items() if path}
+    return {key: path for key, path in below.items() if prefix or _kind(path) in (STATE, GROUPS)}
+
+
+def _kind(path: Path) -> str:
+    return str(path[0]).partition(".")[0]
 
 
 class SavedOptimizer:
     """What a checkpoint has of optimizers.
 
     Args:
-        paths: where each of its keys is in the saved tree, from "state" or "param_groups" on.
+        paths: where each of its keys is in the saved tree, from "state", "param_groups" or another key on.
         objects: values of the keys that are not tensors.
         tensors: what is known about the others.
         names: of the model's parameters.
@@ -112,9 +128,12 @@ class SavedOptimizer:
         self._objects, self._tensors = objects, tensors
         self._state_paths: dict[str, Path] = {}
         self._group_paths: dict[str, Path] = {}
+        self._other_paths: dict[str, Path] = {}
         for key, path in paths.items():
             if path[0] in (STATE, GROUPS):
                 (self._state_paths if path[0] == STATE else self._group_paths)[key] = path[1:]
+            elif _kind(path) not in (STATE, GROUPS):
+                self._other_paths[key] = path
             elif isinstance(path[0], str):
                 self._add_flattened(key, *path[0].partition("."))
 
@@ -199,7 +218,7 @@ class SavedOptimizer:
         for optimizer in optimizers:
             held.update(optimizer.state)
         found = {}
-        for key, path in (*self._state_paths.items(), *self._group_paths.items()):
+        for key, path in (*self._state_paths.items(), *self._group_paths.items(), *self._other_paths.items()):
             if key in self._tensors:
                 parameter = self._parameters.get(str(path[0])) if key in self._state_paths else None
                 current = held.get(parameter, {}) if parameter is not None else {}
@@ -212,8 +231,9 @@ class SavedOptimizer:
         values = {**self._objects, **tensors}
         state = tree_of((path, values[key]) for key, path in self._state_paths.items()) if self._state_paths else {}
         by_parameter = {self._parameters.get(name, name): value for name, value in state.items()}
+        others = tree_of((path, values[key]) for key, path in self._other_paths.items()) if self._other_paths else {}
         for optimizer, groups in zip(optimizers, self._matching(optimizers, values), strict=True):
-            _load(optimizer, groups, by_parameter)
+            _load(optimizer, groups, by_parameter, others)
 
 
 def _target(
@@ -231,7 +251,9 @@ def _target(
     return wrap_local(empty, respec(spec_of(like), dtype=dtype)) if isinstance(like, DTensor) else empty
 
 
-def _load(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]) -> None:
+def _load(
+    optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any], more: Mapping[str, Any]
+) -> None:
     packed_groups, packed_state, position = [], {}, 0
     for group, settings in zip(optimizer.param_groups, groups, strict=True):
         count = len(group[PARAMETERS])
@@ -242,7 +264,7 @@ def _load(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], state: Mapp
                 packed_state[index] = state[parameter]
         position += count
     others = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
-    optimizer.load_state_dict({STATE: {**packed_state, **others}, GROUPS: packed_groups})
+    optimizer.load_state_dict({STATE: {**packed_state, **others}, GROUPS: packed_groups, **more})
     _undo_casts(optimizer, state)
 
 

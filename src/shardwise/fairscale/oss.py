@@ -150,7 +150,8 @@ class OSS(Optimizer):
         self._plan = None
         if "optim" in self.__dict__:
             self.optim.add_param_group(self._part(self.rank, first=len(self._owners) - 1)[0])
-            _copy_settings(self.optim.param_groups, self.param_groups)
+            # Only the new group: what was set in the others since the last step is not in `optim` yet.
+            _copy_settings(self.optim.param_groups[-1:], self.param_groups[-1:])
 
     def refresh_trainable(self) -> None:
         """Parameters were frozen or unfrozen. Every step looks by itself, so this need not be called."""
@@ -338,10 +339,19 @@ class OSS(Optimizer):
                 "OSS.state_dict(): the optimizer state has not been consolidated on this rank, which has only its own "
                 "part; call consolidate_state_dict(recipient_rank) on all ranks first, or state_dict(all_ranks=True)"
             )
-        state_dict: dict[str, Any] = super().state_dict()
         others = sorted(key for key in self._consolidated if isinstance(key, int))
         keys = [*others, *(key for key in self._consolidated if not isinstance(key, int))]
-        state_dict["state"] = {key: self._consolidated[key] for key in keys}
+        whole = {key: self._consolidated[key] for key in keys}
+
+        def fill(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+            return {**state_dict, "state": whole}
+
+        # Before the hooks that users registered, which are to see all of it.
+        handle = self.register_state_dict_post_hook(fill, prepend=True)
+        try:
+            state_dict: dict[str, Any] = super().state_dict()
+        finally:
+            handle.remove()
         return state_dict
 
     @torch.no_grad()
@@ -355,9 +365,29 @@ class OSS(Optimizer):
         Raises:
             ValueError: if its param groups do not have as many parameters as these.
         """
+        given: dict[str, Any] = {}
+
+        def keep(_: Optimizer, whole: dict[str, Any]) -> dict[str, Any]:
+            given.update(whole)
+            return {**whole, "state": {}}
+
+        def load(_: Optimizer) -> None:
+            self._load_owned(given)
+
+        # After the users' hooks of the one kind and before those of the other, as if torch itself loaded the state.
+        handles = [
+            self.register_load_state_dict_pre_hook(keep),
+            self.register_load_state_dict_post_hook(load, prepend=True),
+        ]
+        try:
+            super().load_state_dict(dict(state_dict))
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _load_owned(self, state_dict: Mapping[str, Any]) -> None:
+        """Give ``optim`` this rank's part."""
         saved_groups = state_dict["param_groups"]
-        # Checks, hyper-parameters and the hooks that users registered here; the state is loaded below.
-        super().load_state_dict({**state_dict, "state": {}})
         saved = [key for group in saved_groups for key in group["params"]]
         local = {saved[number]: index for index, number in enumerate(_owned_numbers(self._owners, self.rank))}
         states = state_dict["state"]

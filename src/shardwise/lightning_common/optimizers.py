@@ -101,7 +101,7 @@ def load_full_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any]) ->
         )
     state = cut_state(optimizer, saved)
     with not_inference():
-        optimizer.load_state_dict({"state": state["state"], "param_groups": list(saved["param_groups"])})
+        optimizer.load_state_dict({**state, "param_groups": list(saved["param_groups"])})
 
 
 @torch.no_grad()
