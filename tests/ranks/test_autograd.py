@@ -1960,3 +1960,33 @@ def test_helpers_see_none() -> None:
     with pytest.raises(AssertionError, match="None"):
         assert_tensors("x", None, torch.zeros(1), bitwise=False)
     assert gradients_of(Layer())["gate"] is None
+
+
+TRANSFORMS: dict[str, Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "grad": lambda model, x, _: torch.func.grad(lambda value: model(value).sum())(x),
+    "vjp": lambda model, x, y: torch.func.vjp(model, x)[1](y)[0],
+    "jvp": lambda model, x, y: torch.func.jvp(model, (x,), (y,))[1],
+    "jacrev": lambda model, x, _: torch.func.jacrev(model)(x[0]),
+    "vmap": lambda model, x, _: torch.no_grad()(torch.vmap(model))(x),
+}
+
+
+@on_ranks(1, 2, 3, transform=list(TRANSFORMS))
+def test_transforms_of_torch_func(transform: str) -> None:
+    """Of a new model and of one that has run; training goes on after."""
+    run = TRANSFORMS[transform]
+
+    def make() -> nn.Module:
+        torch.manual_seed(4)
+        return Stack([Layer(), Layer()], WIDTH)
+
+    plain, model = make(), wrap(make(), shardwise.fully_shard)
+    for step in range(2):
+        x, y = batch(step, 0, 4, WIDTH), batch(step, 1, 4, WIDTH)
+        torch.testing.assert_close(run(model, x, y), run(plain, x, y))
+        for one in (plain, model):
+            one.zero_grad()
+            one(x).square().sum().backward()
+        found = gradients_of(model)
+        for name, gradient in gradients_of(plain).items():
+            torch.testing.assert_close(found[name], gradient)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import shardwise
 
@@ -104,3 +105,60 @@ def test_left_out_parameters_of_low_precision_come_back() -> None:
             assert (gradient is not None) == (index in anywhere), step
             assert gradient is None or (gradient.dtype is torch.float32 and bool((gradient.full_tensor() != 0).any()))
         model.zero_grad()
+
+
+class Pair(nn.Module):
+    """Two units, of which one's output may be dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: torch.Tensor, drops: bool = False) -> torch.Tensor:
+        kept, maybe = self.first(x), self.second(x)
+        return self.head(kept if drops else kept + maybe)
+
+
+def pair(verb: Any = None, **options: Any) -> Any:
+    torch.manual_seed(5)
+    model = Pair()
+    for module in (model.first, model.second, model) if verb else ():
+        verb(module, **options)
+    return model
+
+
+@on_ranks(
+    2, 3, preset=["zero1", "zero2", "zero3", "ddp"], announces=["set_requires_gradient_sync", "set_is_last_backward"]
+)
+def test_a_unit_left_out_of_the_last_micro_batch(preset: str, announces: str) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model, single = pair(shardwise.fully_shard, placements=preset), pair()
+    for step in range(2):
+        for part, drops in enumerate([False, True]):
+            getattr(model, announces)(part == 1)
+            model(batch(2 * step + part, rank, 4, WIDTH), drops).square().sum().backward()
+            for other in range(ranks):
+                (single(batch(2 * step + part, other, 4, WIDTH), drops).square().sum() / ranks).backward()
+        expected, found = gradients_of(single), gradients_of(model)
+        for name, gradient in expected.items():
+            assert gradient is not None
+            torch.testing.assert_close(found[name], gradient)
+        model.zero_grad()
+        single.zero_grad()
+
+
+@on_ranks(2)
+def test_zeros_for_a_unit_that_took_no_part() -> None:
+    """Like FSDP2, also where another rank's backward does go through the unit."""
+    models = [pair(verb, reshard_after_forward=False) for verb in (shardwise.fully_shard, torch_fully_shard)]
+    for used_by in ({}, {0}, {0, 1}):
+        for model in models:
+            model.set_reduce_scatter_unused_params(True)
+            model(batch(1, dist.get_rank(), 4, WIDTH), dist.get_rank() not in used_by).square().sum().backward()
+        ours, theirs = (gradients_of(model) for model in models)
+        for name, gradient in theirs.items():
+            assert gradient is not None
+            torch.testing.assert_close(ours[name], gradient, rtol=0, atol=0)
+        for model in models:
+            model.zero_grad()

@@ -191,11 +191,12 @@ class SavedOptimizer:
     def _mismatch(self, optimizer: Optimizer, index: int, saved: Sequence[Mapping[str, Any]]) -> str:
         own = {self._names[parameter][0] for parameter in optimizer.param_groups[index][PARAMETERS]}
         nearest = max((set(group[PARAMETERS]) for group in saved), key=lambda names: len(own & names), default=set())
+        lacks, more = listed(sorted(own - nearest)), listed(sorted(nearest - own))
+        differs = " and ".join([*([f"lacks {lacks}"] if lacks else []), *([f"also has {more}"] if more else [])])
         return (
             f"param group {index} of {type(optimizer).__name__} has other parameters than any of the {len(saved)} "
-            f"groups that were saved; the nearest one lacks {listed(sorted(own - nearest)) or 'nothing'} and also has "
-            f"{listed(sorted(nearest - own)) or 'nothing'}: make the optimizer with the param groups that it was saved "
-            "with"
+            f"groups that were saved; the nearest one {differs}: make the optimizer with the param groups that it was "
+            "saved with"
         )
 
     # -- Loading

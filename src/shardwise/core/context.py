@@ -139,9 +139,9 @@ class FSDPCommContext:
             units = self.units
             for unit in units:
                 unit.end_of_backward()
-            if self.is_last_backward:
-                while self._reductions:
-                    self._finish_oldest()
+            # Before the last one too: who reads gradients between micro-batches finds all of them.
+            while self._reductions:
+                self._finish_oldest()
             while self._landing:
                 self._landing.popleft().land()
             if self.is_last_backward:

@@ -590,6 +590,38 @@ def no_grad() -> contextlib.AbstractContextManager[Any]:
     return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
+transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether a transform of `torch.func` runs, `outside_transforms` or not."""
+_transforms_hidden: Callable[[], bool] = functools.partial(
+    torch._C._dispatch_tls_is_dispatch_key_excluded, torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
+)
+
+
+def outside_transforms() -> contextlib.AbstractContextManager[Any]:
+    """Operators see plain tensors inside, within the transforms of `torch.func` too."""
+    return torch._C._DisableFuncTorch()
+
+
+def transform_in_the_way() -> bool:
+    """Whether `outside_transforms` would change anything; to be asked where `transforms_active`."""
+    return not _transforms_hidden()
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor inside one that transforms of `torch.func` have wrapped."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply(*args)``; where no transform of `torch.func` runs without what that prepares for them, which
+    takes longer than the rest."""
+    if transforms_active():
+        return function.apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
 def eager(function: Callable[P, R]) -> Callable[P, R]:
     """``function``, never traced by `torch.compile`.
 

@@ -14,7 +14,20 @@ from torch import nn
 
 from .buffer import Gather, ShardedBuffer
 from .comm import StagedCollective
-from .device import Lane, Ticket, Waitable, labelled, local_of, make_spec, not_inference, without_torch_function
+from .device import (
+    Lane,
+    Ticket,
+    Waitable,
+    labelled,
+    local_of,
+    make_spec,
+    not_inference,
+    outside_transforms,
+    transform_in_the_way,
+    transforms_active,
+    unwrapped,
+    without_torch_function,
+)
 from .errors import explain
 from .layout import per_parameter
 from .mesh import DataParallelMesh, DataParallelRanks
@@ -99,6 +112,10 @@ class ParamGroup:
 
     def adopt_registered(self, *, is_loading: bool = False) -> None:
         """`Shards.adopt_registered`, between uses."""
+        if transforms_active() and transform_in_the_way():
+            with outside_transforms():
+                self.adopt_registered(is_loading=is_loading)
+            return
         assert self.state is ShardState.SHARDED
         self._prepared = None
         if self.shards.adopt_registered(is_loading=is_loading):
@@ -118,6 +135,10 @@ class ParamGroup:
 
     def unshard(self, lane: Lane) -> None:
         """Start gathering; does nothing if the parameters are gathered or on their way."""
+        if transforms_active() and transform_in_the_way():
+            with outside_transforms():
+                self.unshard(lane)
+            return
         if self._gather is not None:
             return
         if not self.shards.is_adopted:
@@ -175,6 +196,10 @@ class ParamGroup:
 
     def wait_for_unshard(self) -> None:
         """Wait for the gather and register the unsharded parameters."""
+        if transforms_active() and transform_in_the_way():
+            with outside_transforms():
+                self.wait_for_unshard()
+            return
         if self._gather is None:
             return
         ticket, gathers = self._gather
@@ -209,6 +234,10 @@ class ParamGroup:
             keep: do not free the gathered ones; the next `unshard` gathers only if the shards were written. Frees them
                 all the same where writes may go unnoticed.
         """
+        if transforms_active() and transform_in_the_way():
+            with outside_transforms():
+                self.reshard(after_forward=after_forward, keep=keep)
+            return
         keep = keep and self.shards.sees_writes
         if self._gather is not None:
             self.wait_for_unshard()
@@ -251,7 +280,7 @@ class ParamGroup:
 
     def kept(self, output: torch.Tensor) -> torch.Tensor:
         """``output``, or a copy if it is an unsharded parameter or a view of one, whose memory resharding frees."""
-        own = local_of(output)
+        own = local_of(unwrapped(output) if transforms_active() else output)
         if self._keeps_unsharded or type(own) not in (torch.Tensor, nn.Parameter):
             return output
         freed = [buffer for buffer in self.shards.buffers if not buffer.is_identity and buffer.shares_memory(own)]

@@ -13,7 +13,17 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .context import FSDPCommContext
-from .device import Lane, eager, in_backward, label, labelled, no_grad, runs_in_this_backward, take_history
+from .device import (
+    Lane,
+    apply_function,
+    eager,
+    in_backward,
+    label,
+    labelled,
+    no_grad,
+    runs_in_this_backward,
+    take_history,
+)
 from .errors import StateError
 from .group import ParamGroup
 from .parameter import owner_of
@@ -351,8 +361,9 @@ class Unit:
         self._calls[forward_pass] += 1
         if not inputs:
             return args, kwargs
-        aliases = _PostBackward.apply(self, forward_pass, *inputs)  # type: ignore[no-untyped-call]
-        self._nodes.setdefault(forward_pass, weakref.ref(aliases[0].grad_fn))
+        aliases = apply_function(_PostBackward, self, forward_pass, *inputs)
+        if (node := aliases[0].grad_fn) is not None:  # under a transform of `torch.func` it may be
+            self._nodes.setdefault(forward_pass, weakref.ref(node))
         self._passed = [(old, new, old._version) for old, new in zip(inputs, aliases, strict=True)]
         replaced = iter(aliases)
         return map_tensors((args, kwargs), lambda t: next(replaced) if t.requires_grad else t)  # type: ignore[no-any-return]
@@ -368,7 +379,7 @@ class Unit:
         tensors = tensors_requiring_grad(output)
         if [tensor for tensor in tensors if tensor._is_view()]:
             # A hook on a view is lost when the view is modified in place.
-            replaced = iter(_PreBackward.apply(self, *tensors))  # type: ignore[no-untyped-call]
+            replaced = iter(apply_function(_PreBackward, self, 0, *tensors))
             output = map_tensors(output, lambda t: next(replaced) if t.requires_grad else t)
         else:
             for tensor in tensors:
@@ -459,7 +470,10 @@ class Unit:
         """Do what no gradient triggered: inputs without gradients, parameters unused, calls that took no part."""
         if self._inside and not self._recomputes:
             return  # backward was called inside this forward
-        if self._computes_backward or (self._to_run and any(group.gradients.has_any() for group in self.groups)):
+        took_part = self.phase is Phase.POST_BACKWARD and not self._to_run
+        if self._computes_backward or (
+            not took_part and any(group.gradients.awaits_reduction() for group in self.groups)
+        ):
             self._reduce(is_complete=True)
         else:
             for group in self.groups:
@@ -502,18 +516,31 @@ class Unit:
         self.forget_calls()
 
 
-class _PostBackward(torch.autograd.Function):
-    """Identity on a unit's inputs whose backward says that the unit's backward is complete.
+class _Announcing(torch.autograd.Function):
+    """Identity on tensors that says when backward reaches it; also within the transforms of `torch.func`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(unit: Unit, forward_pass: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # Not the tensors themselves: autograd forbids modifying those in place.
+        return tuple([tensor.detach() for tensor in tensors])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.unit, ctx.forward_pass = inputs[:2]
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, __: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tangents
+
+
+class _PostBackward(_Announcing):
+    """On a unit's inputs: the unit's backward is complete.
 
     Of all nodes of the unit it was made first, and autograd runs the latest first, so everything that contributes
     gradients to the unit's parameters is done.
     """
-
-    @staticmethod
-    def forward(ctx: Any, unit: Unit, forward_pass: int, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.unit, ctx.forward_pass = unit, forward_pass
-        # Not the inputs themselves: autograd forbids modifying those in place.
-        return tuple([tensor.detach() for tensor in inputs])
 
     @staticmethod
     @eager
@@ -522,16 +549,11 @@ class _PostBackward(torch.autograd.Function):
         return (None, None, *gradients)
 
 
-class _PreBackward(torch.autograd.Function):
-    """Identity on a unit's outputs whose backward says that the unit's backward begins."""
-
-    @staticmethod
-    def forward(ctx: Any, unit: Unit, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.unit = unit
-        return tuple([tensor.detach() for tensor in outputs])
+class _PreBackward(_Announcing):
+    """On a unit's outputs: the unit's backward begins."""
 
     @staticmethod
     @eager
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         ctx.unit.pre_backward()
-        return (None, *gradients)
+        return (None, None, *gradients)

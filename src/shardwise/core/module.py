@@ -161,8 +161,8 @@ class FSDPModule(torch_fsdp.FSDPModule):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the iteration's last micro-batch.
 
-        Before the last one, reductions under way are not waited for, and strategies with partial or replicated
-        gradients (ZeRO-1, DDP) do not reduce.
+        Before the last one the order recorded for backward is kept, and strategies with partial or replicated gradients
+        (ZeRO-1, DDP) do not reduce. Gradients that were reduced are there after every backward.
         """
         self._context().is_last_backward = is_last_backward
 

@@ -69,6 +69,10 @@ class GradientReducer:
         """Whether an unsharded gradient waits for its reduction."""
         return any(slot.has_gradient for slot in self.slots)
 
+    def awaits_reduction(self) -> bool:
+        """Whether a backward that took no part has to reduce: what earlier ones accumulated, or zeros."""
+        return self.has_any() or (self.options.zeros_for_unused and self.trains())
+
     def trains(self) -> bool:
         """Whether any parameter requires a gradient."""
         return bool(self._trainable())

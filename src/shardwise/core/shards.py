@@ -268,7 +268,8 @@ class ParameterShards(Shards):
                 unsharded = slot.make_unsharded()
                 # An optimizer made while it is registered must not step it: the shards are what counts.
                 remember_successor(unsharded, self.reference, position)
-            unsharded.requires_grad_(slot.sharded.requires_grad)
+            if unsharded.requires_grad != slot.sharded.requires_grad:
+                unsharded.requires_grad_(slot.sharded.requires_grad)
             faces += [(place.registry, place.name, slot.sharded, unsharded) for place in slot.places]
         self._faces = faces
 
