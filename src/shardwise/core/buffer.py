@@ -66,38 +66,29 @@ class GatherPlan:
         self._source: torch.Tensor | None = None
         self._inputs: list[torch.Tensor] = []
 
-    def inputs(self, source: torch.Tensor) -> list[torch.Tensor]:
+    def _runs(self, source: torch.Tensor) -> list[torch.Tensor]:
         """Runs of ``source`` (a rank-major buffer) to send: the packed one first, where there is one."""
-        if source is self._source:
-            return self._inputs
         runs = [source[: self._run]] if self._packed else []
         runs += [source[t.local_offset : t.local_offset + t.chunk_numel] for t, _ in self._direct]
         return runs
 
     def keep(self, source: torch.Tensor) -> None:
         """Remember the runs of a source that will be sent many times."""
-        self._inputs = self.inputs(source)
-        self._source = source
-
-    def _allocate_direct(self) -> None:
-        """Memory for what is received in its place. Packed tensors need theirs only once they are there: what is
-        gathered ahead takes no more than its staging."""
-        if self._outputs or self._thin is not None:
-            allocate_storage(self.full)
-
-    def _staging(self, allocate: Allocate) -> torch.Tensor | None:
-        size = (self._run * self.layout.world_size,)
-        return allocate(size, dtype=self.full.dtype, device=self.full.device) if self._packed else None
+        self._source, self._inputs = source, self._runs(source)
 
     def start(self, source: torch.Tensor, allocate: Allocate, release: Release | None = None, *, casts: bool) -> Gather:
         """Gather ``source`` with staging memory of ``allocate``, which ``release`` gets back.
 
         A source of another dtype or device (``casts``) is cast straight to where this rank's part goes.
         """
-        self._allocate_direct()
-        staging = self._staging(allocate)
-        outputs = self._outputs if staging is None else [staging, *self._outputs]
-        inputs, prepare = self.inputs(source), None
+        # Packed tensors need their memory only once they are there: what is gathered ahead takes no more than staging.
+        if self._outputs or self._thin is not None:
+            allocate_storage(self.full)
+        outputs, staging = self._outputs, None
+        if self._packed:
+            staging = allocate((self._run * self.layout.world_size,), dtype=self.full.dtype, device=self.full.device)
+            outputs = [staging, *outputs]
+        inputs, prepare = self._inputs if source is self._source else self._runs(source), None
         if casts:
             own = [output.view(self.layout.world_size, -1)[self.rank] for output in outputs]
             inputs, prepare = own, functools.partial(self._prepare, source, own, inputs)

@@ -223,7 +223,8 @@ class ParamGroup:
 
     def _register_unsharded(self) -> None:
         self.shards.put_unsharded()
-        self._drop_resharded()
+        if self.policy.reshard_to is not None:
+            self._drop_resharded()
         self.state = ShardState.UNSHARDED
 
     def reshard(self, *, after_forward: bool = False, keep: bool = False) -> None:
@@ -252,12 +253,13 @@ class ParamGroup:
         self._is_kept = keep or self._keeps_unsharded
         if self._is_kept:
             self.shards.watch()
-        self._drop_resharded()
+        if self.policy.reshard_to is not None:
+            self._drop_resharded()
         for buffer in () if self._is_kept else self.shards.buffers:
             buffer.free()
 
     def _drop_resharded(self) -> None:
-        for buffer in () if self.policy.reshard_to is None else self.shards.buffers:
+        for buffer in self.shards.buffers:
             buffer.drop_resharded()
 
     def _reshard_to(self, smaller: DataParallelMesh) -> None:

@@ -14,7 +14,6 @@ from .device import (
     add_each,
     is_elsewhere,
     local_of,
-    no_grad,
     post_accumulate_grad_hooks,
     run_tensor_hooks,
     without_torch_function,
@@ -239,7 +238,8 @@ class GradientReducer:
         new: list[torch.Tensor] = []
         old: list[torch.Tensor] = []
         parameters = [slot.sharded for slot, shard in zip(slots, shards, strict=True) if shard is not None]
-        with no_grad(), without_torch_function():
+        assert not torch.is_grad_enabled()
+        with without_torch_function():
             gradients = wrap_gradients([shard for shard in shards if shard is not None], parameters)
             for parameter, gradient in zip(parameters, run_tensor_hooks(parameters, gradients), strict=True):
                 if parameter.grad is None:
