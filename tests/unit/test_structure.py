@@ -211,7 +211,13 @@ def test_private_torch_apis_have_one_place() -> None:
 @pytest.mark.parametrize(
     "path",
     [
+        "torch._C._are_functorch_transforms_active",
         "torch._C._current_graph_task_id",
+        "torch._C._DisableFuncTorch",
+        "torch._C._dispatch_tls_is_dispatch_key_excluded",
+        "torch._C._functorch.get_unwrapped",
+        "torch._C._functorch.is_functorch_wrapped_tensor",
+        "torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode",
         "torch._C.DisableTorchFunctionSubclass",
         "torch._C._disabled_torch_function_impl",
         "torch._C._storage_Use_Count",
