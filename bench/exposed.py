@@ -17,7 +17,18 @@ from torch import Tensor
 
 from .contenders import FSDP2, SHARDWISE, UNSHARDED, Contender, make_contender
 from .model import Shape
-from .network import GATHER, INSTANT, REDUCE_SCATTER, Clock, Network, TimerLink, Transfer, Wires, modelled_network
+from .network import (
+    ALL_REDUCE,
+    GATHER,
+    INSTANT,
+    REDUCE_SCATTER,
+    Clock,
+    Network,
+    TimerLink,
+    Transfer,
+    Wires,
+    modelled_network,
+)
 from .ranks import BenchError, run_on_fake
 from .report import NONE, Table, number, ratio
 from .timing import interleave, median, spread
@@ -187,17 +198,38 @@ def predicted_seconds(plan: Plan, overlap: Overlap) -> float:
 
 
 def per_unit(transfers: Sequence[Transfer], network: Network, kind: str, units: int) -> list[Collective]:
-    """What the collectives of ``kind`` of a step would take on ``network``; each unit has the same number of them.
+    """What the collectives of ``kind`` of a step would take on ``network``; each unit has the same number of them, or
+    one and, where it has tensors of fewer rows than ranks, an all-reduce or that alone.
 
     Raises:
         BenchError: if they cannot be told apart.
     """
-    found = [transfer for transfer in transfers if transfer.kind == kind]
-    each, rest = divmod(len(found), units)
-    if rest or not each:
-        raise BenchError(f"{len(found)} collectives ({kind}) for {units} units")
-    runs = [found[place * each : (place + 1) * each] for place in range(units)]
+    if any(transfer.kind == ALL_REDUCE for transfer in transfers):
+        runs = _with_all_reduces(transfers, kind)
+    else:
+        found = [transfer for transfer in transfers if transfer.kind == kind]
+        each = max(len(found) // units, 1)
+        runs = [found[start : start + each] for start in range(0, len(found), each)]
+    if len(runs) != units:
+        raise BenchError(f"{len(runs)} collectives ({kind}) for {units} units")
     return [Collective(sum(network.seconds(one.sent) for one in run), sum(one.copied for one in run)) for run in runs]
+
+
+def _with_all_reduces(transfers: Sequence[Transfer], kind: str) -> list[list[Transfer]]:
+    """Collectives of ``kind``, each with the all-reduce that follows it. One without is a gather if nothing was reduced
+    before, as the root's in forward is, and else a reduction."""
+    runs: list[list[Transfer]] = []
+    for transfer in transfers:
+        if transfer.kind == ALL_REDUCE and runs and runs[-1][-1].kind != ALL_REDUCE:
+            runs[-1].append(transfer)
+        else:
+            runs.append([transfer])
+    found, alone = [], GATHER
+    for run in runs:
+        alone = REDUCE_SCATTER if run[0].kind == REDUCE_SCATTER else alone
+        if (alone if run[0].kind == ALL_REDUCE else run[0].kind) == kind:
+            found.append(run)
+    return found
 
 
 def part_between(start: float, end: float, transfers: Sequence[Transfer], starts_unit: bool) -> Part:

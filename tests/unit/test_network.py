@@ -32,7 +32,17 @@ from bench.exposed import (
     predicted_seconds,
 )
 from bench.model import Shape
-from bench.network import GATHER, INSTANT, REDUCE_SCATTER, Network, TimerLink, Transfer, Wires, modelled_network
+from bench.network import (
+    ALL_REDUCE,
+    GATHER,
+    INSTANT,
+    REDUCE_SCATTER,
+    Network,
+    TimerLink,
+    Transfer,
+    Wires,
+    modelled_network,
+)
 from bench.ranks import BenchError
 
 SHAPE = Shape(blocks=4, width=128, batch=1, length=8)
@@ -264,6 +274,17 @@ def test_collectives_that_fit_no_schedule() -> None:
     for units, kind in ((4, GATHER), (3, REDUCE_SCATTER)):
         with pytest.raises(BenchError, match="collectives"):
             per_unit(transfers, SLOW, kind, units)
+
+
+def test_collectives_of_thin_tensors_are_their_units() -> None:
+    """The root has nothing else, in forward before all others and in backward after them."""
+    sent = {GATHER: 1e6, REDUCE_SCATTER: 1e6, ALL_REDUCE: 2e6}
+    block, reduced, root = [GATHER, ALL_REDUCE], [REDUCE_SCATTER, ALL_REDUCE], [ALL_REDUCE]
+    kinds = [*root, *block, *block, *block, *reduced, *block, *reduced, *root]
+    transfers = [Transfer(kind, sent[kind], 0) for kind in kinds]
+    both, alone = Collective(SLOW.seconds(1e6) + SLOW.seconds(2e6), 0.0), Collective(SLOW.seconds(2e6), 0.0)
+    assert per_unit(transfers, SLOW, GATHER, 5) == [alone, both, both, both, both]
+    assert per_unit(transfers, SLOW, REDUCE_SCATTER, 3) == [both, both, alone]
 
 
 def make_computing(name: str, clock: ScheduleClock) -> Stepper:
