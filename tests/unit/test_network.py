@@ -356,6 +356,7 @@ def test_next_unit_is_gathered_while_one_computes(clock: ScheduleClock) -> None:
         for transfer, (start, end) in zip(transfers, itertools.pairwise(begun), strict=True):
             assert transfer.issued <= start  # before the wait for the one that begins then
             assert transfer.arrived == end
+        assert any(transfer.issued < start for transfer, start in zip(transfers, begun, strict=False))
 
 
 def test_one_reduction_is_under_way(clock: ScheduleClock) -> None:

@@ -590,21 +590,17 @@ def no_grad() -> contextlib.AbstractContextManager[Any]:
     return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
-transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-"""Whether a transform of `torch.func` runs, `outside_transforms` or not."""
-_transforms_hidden: Callable[[], bool] = functools.partial(
-    torch._C._dispatch_tls_is_dispatch_key_excluded, torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
-)
+def outside_transforms(function: Callable[P, R]) -> Callable[P, R]:
+    """``function``, whose operators see plain tensors within the transforms of `torch.func` too."""
 
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch._C._are_functorch_transforms_active():
+            return function(*args, **kwargs)
+        with torch._C._DisableFuncTorch():
+            return function(*args, **kwargs)
 
-def outside_transforms() -> contextlib.AbstractContextManager[Any]:
-    """Operators see plain tensors inside, within the transforms of `torch.func` too."""
-    return torch._C._DisableFuncTorch()
-
-
-def transform_in_the_way() -> bool:
-    """Whether `outside_transforms` would change anything; to be asked where `transforms_active`."""
-    return not _transforms_hidden()
+    return run
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
@@ -617,7 +613,7 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     """``function.apply(*args)``; where no transform of `torch.func` runs without what that prepares for them, which
     takes longer than the rest."""
-    if transforms_active():
+    if torch._C._are_functorch_transforms_active():
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 

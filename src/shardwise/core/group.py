@@ -23,8 +23,6 @@ from .device import (
     make_spec,
     not_inference,
     outside_transforms,
-    transform_in_the_way,
-    transforms_active,
     unwrapped,
     without_torch_function,
 )
@@ -110,12 +108,9 @@ class ParamGroup:
             buffer.comm = ranks.shard
         self.gradients.forget_plans()
 
+    @outside_transforms
     def adopt_registered(self, *, is_loading: bool = False) -> None:
         """`Shards.adopt_registered`, between uses."""
-        if transforms_active() and transform_in_the_way():
-            with outside_transforms():
-                self.adopt_registered(is_loading=is_loading)
-            return
         assert self.state is ShardState.SHARDED
         self._prepared = None
         if self.shards.adopt_registered(is_loading=is_loading):
@@ -133,12 +128,9 @@ class ParamGroup:
         """Whether a gather was started that nobody waited for."""
         return self._gather is not None
 
+    @outside_transforms
     def unshard(self, lane: Lane) -> None:
         """Start gathering; does nothing if the parameters are gathered or on their way."""
-        if transforms_active() and transform_in_the_way():
-            with outside_transforms():
-                self.unshard(lane)
-            return
         if self._gather is not None:
             return
         if not self.shards.is_adopted:
@@ -194,12 +186,9 @@ class ParamGroup:
         ]
         return [work for work in works if work is not None]
 
+    @outside_transforms
     def wait_for_unshard(self) -> None:
         """Wait for the gather and register the unsharded parameters."""
-        if transforms_active() and transform_in_the_way():
-            with outside_transforms():
-                self.wait_for_unshard()
-            return
         if self._gather is None:
             return
         ticket, gathers = self._gather
@@ -223,10 +212,11 @@ class ParamGroup:
 
     def _register_unsharded(self) -> None:
         self.shards.put_unsharded()
-        if self.policy.reshard_to is not None:
-            self._drop_resharded()
+        for buffer in self.shards.buffers:
+            buffer.drop_resharded()
         self.state = ShardState.UNSHARDED
 
+    @outside_transforms
     def reshard(self, *, after_forward: bool = False, keep: bool = False) -> None:
         """Register the sharded parameters and free the gathered ones, unless the strategy keeps them.
 
@@ -235,10 +225,6 @@ class ParamGroup:
             keep: do not free the gathered ones; the next `unshard` gathers only if the shards were written. Frees them
                 all the same where writes may go unnoticed.
         """
-        if transforms_active() and transform_in_the_way():
-            with outside_transforms():
-                self.reshard(after_forward=after_forward, keep=keep)
-            return
         keep = keep and self.shards.sees_writes
         if self._gather is not None:
             self.wait_for_unshard()
@@ -253,14 +239,10 @@ class ParamGroup:
         self._is_kept = keep or self._keeps_unsharded
         if self._is_kept:
             self.shards.watch()
-        if self.policy.reshard_to is not None:
-            self._drop_resharded()
-        for buffer in () if self._is_kept else self.shards.buffers:
-            buffer.free()
-
-    def _drop_resharded(self) -> None:
         for buffer in self.shards.buffers:
             buffer.drop_resharded()
+            if not self._is_kept:
+                buffer.free()
 
     def _reshard_to(self, smaller: DataParallelMesh) -> None:
         for buffer in self.shards.buffers:
@@ -282,7 +264,7 @@ class ParamGroup:
 
     def kept(self, output: torch.Tensor) -> torch.Tensor:
         """``output``, or a copy if it is an unsharded parameter or a view of one, whose memory resharding frees."""
-        own = local_of(unwrapped(output) if transforms_active() else output)
+        own = unwrapped(local_of(output))
         if self._keeps_unsharded or type(own) not in (torch.Tensor, nn.Parameter):
             return output
         freed = [buffer for buffer in self.shards.buffers if not buffer.is_identity and buffer.shares_memory(own)]

@@ -74,8 +74,6 @@ class Unit:
         self.reference: weakref.ref[Unit] = weakref.ref(self)
         self.phase = Phase.IDLE
         self.is_root = False
-        self.gathered_bytes = 0
-        """When it was measured last."""
         self.prefetch_forward: list[weakref.ref[Unit]] = []
         self.prefetch_backward: list[weakref.ref[Unit]] = []
         self._modules = [weakref.ref(module) for module in modules]
@@ -219,10 +217,10 @@ class Unit:
                 return
             unit.prefetch(direction)
 
-    def measure(self) -> int:
-        """Note what its parameters take on this rank while they are gathered, as they are now; gives that."""
-        self.gathered_bytes = sum([buffer.gathered_bytes for group in self.groups for buffer in group.shards.buffers])
-        return self.gathered_bytes
+    @property
+    def gathered_bytes(self) -> int:
+        """That its parameters take on this rank while they are gathered."""
+        return sum([buffer.gathered_bytes for group in self.groups for buffer in group.shards.buffers])
 
     def prefetch(self, direction: str) -> None:
         """Start gathering for a use that is expected soon."""

@@ -20,25 +20,24 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
     """
     if isinstance(value, torch.Tensor):
         return function(value)
+    if isinstance(value, dict):
+        items = {key: map_tensors(item, function) for key, item in value.items()}
+        return value if _same(items.values(), value.values()) else _rebuilt_dict(value, items)
     if isinstance(value, (list, tuple)):
-        # Its tensors without one more call: this runs for every unit's inputs and outputs.
-        parts = [function(item) if isinstance(item, torch.Tensor) else map_tensors(item, function) for item in value]
-        if all(map(operator.is_, parts, value)):
+        parts = [map_tensors(item, function) for item in value]
+        if _same(parts, value):
             return value
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if isinstance(value, dict):
-        if not value:
-            return value
-        items = {key: map_tensors(item, function) for key, item in value.items()}
-        unchanged = all(map(operator.is_, items.values(), value.values()))
-        return value if unchanged else _rebuilt_dict(value, items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
         old = [getattr(value, name) for name in names]
         new = [map_tensors(item, function) for item in old]
-        unchanged = all(map(operator.is_, new, old))
-        return value if unchanged else _rebuilt_dataclass(value, dict(zip(names, new, strict=True)))
+        return value if _same(new, old) else _rebuilt_dataclass(value, dict(zip(names, new, strict=True)))
     return value
+
+
+def _same(new: Any, old: Any) -> bool:
+    return all(map(operator.is_, new, old))
 
 
 def _rebuilt_dict(value: dict[Any, Any], items: dict[Any, Any]) -> Any:
