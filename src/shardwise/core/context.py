@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .device import Device, device_for, label, queue_end_of_backward
+from .device import Device, backward_number, device_for, label, queue_end_of_backward
 from .gradient import Reduction
 from .order import ExecutionOrder
 
@@ -43,6 +43,9 @@ class FSDPCommContext:
         self._reductions: deque[Reduction] = deque()
         self._landing: deque[Reduction] = deque()
         self._end_is_queued = False
+        self._backward = -1
+        self._creates_graph = False
+        self._unannounced: list[weakref.ref[Unit]] = []
 
     def use_device(self, device: Device) -> None:
         """Run communication on lanes of ``device``; before anything ran."""
@@ -102,11 +105,28 @@ class FSDPCommContext:
 
     # -- Backward
 
-    def queue_end_of_backward(self) -> None:
+    def queue_end_of_backward(self, *, creates_graph: bool = False) -> None:
         """Finish this backward pass when autograd has done everything else; any number of calls."""
         if not self._end_is_queued:
             self._end_is_queued = True
+            self._backward = backward_number()
             queue_end_of_backward(self._end_of_backward)
+        # Not one inside the pass whose end is queued.
+        if creates_graph and not self._creates_graph and backward_number() == self._backward:
+            self._creates_graph = True
+            for unit in self.units:
+                unit.guard_gradients()
+
+    def note_unannounced(self, unit: weakref.ref[Unit]) -> None:
+        """No gradient of an input of ``unit`` will say when its backward is differentiated."""
+        if unit not in self._unannounced:
+            self._unannounced.append(unit)
+
+    def gather_unannounced(self) -> None:
+        """Some unit's backward is differentiated: so may those be that were noted."""
+        for reference in self._unannounced:
+            if (unit := reference()) is not None and unit.is_idle:
+                unit.pre_backward()
 
     def add_reduction(self, reduction: Reduction) -> None:
         """Let ``reduction`` run beside the computation."""
@@ -134,17 +154,22 @@ class FSDPCommContext:
 
     def _end_of_backward(self) -> None:
         with label("FSDP::root_post_backward_callback", ""), torch.no_grad():
+            creates_graph, self._creates_graph = self._creates_graph, False
             self._end_is_queued = False
             self.forward_root = None
             units = self.units
             for unit in units:
-                unit.end_of_backward()
+                if creates_graph:
+                    unit.end_of_differentiable_backward()
+                else:
+                    unit.end_of_backward()
             # Before the last one too: who reads gradients between micro-batches finds all of them.
             while self._reductions:
                 self._finish_oldest()
             while self._landing:
                 self._landing.popleft().land()
-            if self.is_last_backward:
+            # Other forwards may wait for the backward that differentiates this one.
+            if self.is_last_backward and not (creates_graph and any(unit.awaits_backward for unit in units)):
                 for unit in units:
                     unit.forget_calls()
                 self.order.clear_backward()
@@ -167,4 +192,4 @@ class FSDPCommContext:
             unit.reset()
         self.order.forget()
         self.rest()
-        self.forward_root, self._end_is_queued = None, False
+        self.forward_root, self._end_is_queued, self._creates_graph = None, False, False

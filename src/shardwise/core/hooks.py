@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.hooks import RemovableHandle
 
 from .context import FSDPCommContext
 from .device import (
@@ -88,6 +90,9 @@ class Unit:
         self._positions: list[int] = []
         self._calls: defaultdict[int, int] = defaultdict(int)
         self._nodes: dict[int, weakref.ref[Any]] = {}
+        self._differentiated: set[Any] = set()
+        """Calls whose first backward this one differentiates, and which it did not leave yet."""
+        self._guards: list[RemovableHandle] = []
         self.name = ""
         self.rename(name or "")
         self.context = context
@@ -379,7 +384,7 @@ class Unit:
         tensors = tensors_requiring_grad(output)
         if [tensor for tensor in tensors if tensor._is_view()]:
             # A hook on a view is lost when the view is modified in place.
-            replaced = iter(apply_function(_PreBackward, self, 0, *tensors))
+            replaced = iter(apply_function(_PreBackward, self, None, *tensors))
             output = map_tensors(output, lambda t: next(replaced) if t.requires_grad else t)
         else:
             for tensor in tensors:
@@ -392,11 +397,18 @@ class Unit:
     def _pre_backward_hook(self, gradient: torch.Tensor) -> None:
         self.pre_backward()
 
-    def pre_backward(self) -> None:
-        """Gather unless prefetched, prefetch the unit expected next."""
+    def pre_backward(self, call: Any = None) -> None:
+        """Gather unless prefetched, prefetch the unit expected next.
+
+        Args:
+            call: the `_PostBackward` of the call whose first backward is differentiated, if one is.
+        """
         context = self.context
         assert context is not None
-        context.queue_end_of_backward()
+        context.queue_end_of_backward(creates_graph=torch.is_grad_enabled())
+        if call is not None:
+            self._differentiated.add(call)
+            context.gather_unannounced()
         if self.phase is not Phase.PRE_BACKWARD:
             self._enter_backward(context)
 
@@ -415,14 +427,20 @@ class Unit:
         position = self._positions.pop() if self._positions else 0
         self._prefetch("backward", self.prefetch_backward, context.order.behind(position), context.largest_unit)
 
-    def post_backward(self, forward_pass: int) -> None:
-        """The gradients of one forward call's inputs are complete."""
+    def post_backward(self, forward_pass: int, call: Any) -> None:
+        """The gradients of the inputs of one forward ``call`` are complete."""
         assert self.context is not None
+        creates_graph = torch.is_grad_enabled()
         # Nothing announced this backward if only some of the unit's modules ran.
-        self.context.queue_end_of_backward()
-        self.phase = Phase.POST_BACKWARD
+        self.context.queue_end_of_backward(creates_graph=creates_graph)
         self._calls[forward_pass] -= 1
-        self._reduce(is_complete=self._calls[forward_pass] <= 0 and not self._awaits_others(forward_pass))
+        if self._differentiated:
+            self._differentiated.discard(call)
+            if self._differentiated:
+                return  # gradients flow into the middle of those calls, which no output announces
+        self.phase = Phase.POST_BACKWARD
+        is_complete = self._calls[forward_pass] <= 0 and not self._awaits_others(forward_pass)
+        self._reduce(is_complete=is_complete and not creates_graph)
 
     def _awaits_others(self, forward_pass: int) -> bool:
         """Whether this backward goes on to another forward pass, whose gradients autograd adds before it gives any."""
@@ -481,7 +499,51 @@ class Unit:
                     group.reshard()
         self._forget_forward()
 
+    def end_of_differentiable_backward(self) -> None:
+        """Nothing to reduce, and what its derivative needs stays gathered where no input will announce it."""
+        if self._inside and not self._recomputes:
+            return
+        if self.phase is Phase.PRE_BACKWARD:
+            assert self.context is not None
+            self.context.note_unannounced(self.reference)
+            for group in self.groups:
+                group.shards.watch()
+        self._computes_backward = False
+        self._forget_forward()
+
+    def guard_gradients(self) -> None:
+        """A backward creates a graph: `_check_arrival` from now on, whenever a parameter gets its gradient."""
+        for guard in self._guards:
+            guard.remove()
+        hook = functools.partial(_check_arrival, self.reference)
+        faces = [slot.unsharded for group in self.groups for slot in group.slots if slot.unsharded is not None]
+        self._guards = [face.register_post_accumulate_grad_hook(hook) for face in faces if face.requires_grad]
+
+    def check_arrival(self) -> None:
+        """
+        Raises:
+            StateError: if the gradient has a graph, which its shard would lose, or was computed without parameters.
+        """
+        if torch.is_grad_enabled():
+            raise StateError(
+                f"unit {self.name!r}: backward(create_graph=True) reached its parameters, whose gradients are reduced "
+                "to shards without their graph: take the gradients to be differentiated by torch.autograd.grad(output, "
+                "inputs, create_graph=True) and call backward() on a loss that is made of them"
+            )
+        if self.phase is not Phase.IDLE:
+            return
+        if any(group.options.unshard_in_backward and not group.is_unsharded for group in self.groups):
+            raise StateError(
+                f"unit {self.name!r}: backward differentiated gradients of tensors inside of it after another backward "
+                "had resharded its parameters: run both as one backward, take gradients of the unit's inputs, or keep "
+                "the parameters by set_reshard_after_backward(False)"
+            )
+        assert self.context is not None
+        self.context.queue_end_of_backward()
+        self._computes_backward = True
+
     def _forget_forward(self) -> None:
+        self._differentiated.clear()
         self._to_run, self._inside, self._passed, self.phase = set(), [], [], Phase.IDLE
 
     def forget_calls(self) -> None:
@@ -491,6 +553,16 @@ class Unit:
         self._positions.clear()
 
     # -- Anywhere
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is in no forward and no backward."""
+        return self.phase is Phase.IDLE
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a forward of it, as far as is known, was not followed by a backward yet."""
+        return bool(self._positions)
 
     def unshard(self) -> None:
         """Gather and register the unsharded parameters now."""
@@ -516,19 +588,24 @@ class Unit:
         self.forget_calls()
 
 
+def _check_arrival(reference: weakref.ref[Unit], _: torch.Tensor) -> None:
+    if (unit := reference()) is not None:
+        unit.check_arrival()
+
+
 class _Announcing(torch.autograd.Function):
     """Identity on tensors that says when backward reaches it; also within the transforms of `torch.func`."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(unit: Unit, forward_pass: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(unit: Unit, call: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # Not the tensors themselves: autograd forbids modifying those in place.
         return tuple([tensor.detach() for tensor in tensors])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.unit, ctx.forward_pass = inputs[:2]
+        ctx.unit, ctx.call = inputs[:2]
 
     @staticmethod
     def jvp(ctx: Any, _: None, __: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -545,15 +622,19 @@ class _PostBackward(_Announcing):
     @staticmethod
     @eager
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        ctx.unit.post_backward(ctx.forward_pass)
+        ctx.unit.post_backward(ctx.call, ctx)
+        if torch.is_grad_enabled() and (inner := [gradient for gradient in gradients if gradient.requires_grad]):
+            # Where this backward ended, that of its gradients begins.
+            replaced = iter(apply_function(_PreBackward, ctx.unit, ctx, *inner))
+            gradients = tuple([next(replaced) if gradient.requires_grad else gradient for gradient in gradients])
         return (None, None, *gradients)
 
 
 class _PreBackward(_Announcing):
-    """On a unit's outputs: the unit's backward begins."""
+    """On a unit's outputs, or on its inputs' gradients: the unit's backward, or that of its backward, begins."""
 
     @staticmethod
     @eager
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        ctx.unit.pre_backward()
+        ctx.unit.pre_backward(ctx.call)
         return (None, None, *gradients)
