@@ -594,18 +594,21 @@ def _check_arrival(reference: weakref.ref[Unit], _: torch.Tensor) -> None:
 
 
 class _Announcing(torch.autograd.Function):
-    """Identity on tensors that says when backward reaches it; also within the transforms of `torch.func`."""
+    """Identity on tensors that tells a unit when backward reaches it, and of what: a forward pass, or a call.
+
+    Also within the transforms of `torch.func`.
+    """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(unit: Unit, call: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(unit: Unit, what: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # Not the tensors themselves: autograd forbids modifying those in place.
         return tuple([tensor.detach() for tensor in tensors])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.unit, ctx.call = inputs[:2]
+        ctx.unit, ctx.what = inputs[:2]
 
     @staticmethod
     def jvp(ctx: Any, _: None, __: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -622,11 +625,10 @@ class _PostBackward(_Announcing):
     @staticmethod
     @eager
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        ctx.unit.post_backward(ctx.call, ctx)
-        if torch.is_grad_enabled() and (inner := [gradient for gradient in gradients if gradient.requires_grad]):
-            # Where this backward ended, that of its gradients begins.
-            replaced = iter(apply_function(_PreBackward, ctx.unit, ctx, *inner))
-            gradients = tuple([next(replaced) if gradient.requires_grad else gradient for gradient in gradients])
+        ctx.unit.post_backward(ctx.what, ctx)
+        if torch.is_grad_enabled():
+            # Where this backward ends that of its gradients begins.
+            gradients = apply_function(_PreBackward, ctx.unit, ctx, *gradients)
         return (None, None, *gradients)
 
 
@@ -636,5 +638,5 @@ class _PreBackward(_Announcing):
     @staticmethod
     @eager
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        ctx.unit.pre_backward(ctx.call)
+        ctx.unit.pre_backward(ctx.what)
         return (None, None, *gradients)

@@ -75,6 +75,8 @@ class ShardedParameter(DTensor):
                 result.__dict__["_shardwise_owner"] = args[0].__dict__.get("_shardwise_owner")
             return result
         except RuntimeError as error:
+            if func is torch.autograd.grad and "not have been used in the graph" in str(error):
+                raise StateError(_not_in_graph(_sharded_in((args, kwargs)))) from error
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
             writes_sharded = bool(args) and bool(_sharded_in(args[0]))
@@ -147,6 +149,16 @@ def _used_while_sharded(operator: str, writes_sharded: bool, parameters: Sequenc
             )
         return message
     return "a sharded parameter, whose unit no longer exists, was mixed with plain tensors"
+
+
+def _not_in_graph(parameters: Sequence[ShardedParameter]) -> str:
+    names = [owner.name_of(one) for one in parameters if (owner := owner_of(one)) is not None]
+    named = ", ".join([f"{name!r} of unit {unit!r}" for name, unit in names[:3]] + ["…"] * (len(names) > 3))
+    return (
+        f"torch.autograd.grad was asked for gradients of sharded parameters ({named}), which forward does not compute "
+        "with: call backward() on the loss, or take gradients of what model.parameters() gives between forward and "
+        "backward where fully_shard(..., reshard_after_forward=False) keeps the unsharded parameters"
+    )
 
 
 def owner_of(parameter: torch.Tensor) -> Owner | None:
