@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -92,6 +93,17 @@ def of_two_forwards(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     return loss
 
 
+def of_two_forwards_at_once(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    """The same, where the second backward is in the middle of all calls at the same time."""
+    x, y = data(step, rank), data(50 + step, rank)
+    outputs = [model(x).sum(), model(y).sum()]
+    penalty = sum(gradient_of(output, each).square().sum() for output, each in zip(outputs, (x, y), strict=True))
+    loss = (penalty + model(batch(70 + step, rank, 4, WIDTH)).mean()) / 10
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return loss
+
+
 def backward_to_inputs(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     """The first gradients by ``backward`` restricted to inputs."""
     x = data(step, rank)
@@ -150,6 +162,7 @@ ITERATIONS: list[Iteration] = [
     retained,
     of_critic,
     of_two_forwards,
+    of_two_forwards_at_once,
     backward_to_inputs,
     third,
     of_product,
@@ -216,7 +229,7 @@ def test_unit_that_is_linear(iteration: str) -> None:
     check(lambda: Stack([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)], WIDTH), run, against_torch=False)
 
 
-@on_ranks(2, iteration=["with_loss", "alone", "of_two_forwards", "of_critic", "third"], reshard=[True, False])
+@on_ranks(2, iteration=["with_loss", "alone", "of_two_forwards_at_once", "of_critic", "third"], reshard=[True, False])
 def test_repeated_unit(iteration: str, reshard: bool) -> None:
     run = next(each for each in ITERATIONS if each.__name__ == iteration)
     check(Repeats, run, steps=2, against_torch=False, reshard_after_forward=reshard)
@@ -321,6 +334,21 @@ def test_gradients_of_a_tensor_inside_the_only_unit() -> None:
     check(Keeps, of_middle, against_torch=False, wrapping=lambda model, verb: verb(model, reshard_after_forward=True))
 
 
+@on_ranks(2)
+def test_kept_parameters_are_refreshed() -> None:
+    """Those that nothing will announce stay unsharded after the first backward; then their shards are written."""
+    torch.manual_seed(4)
+    model, x = Keeps(), batch(0, 0, 4, WIDTH)
+    twice = copy.deepcopy(model)
+    shardwise.fully_shard(model, reshard_after_forward=True)
+    shards = [parameter.to_local().detach() for parameter in model.parameters()]
+    gradient_of(model(x).sum(), model.middle)
+    with torch.no_grad():
+        for each in (*shards, *twice.parameters()):
+            each.mul_(2)
+    torch.testing.assert_close(model(x), twice(x))
+
+
 class Potential(nn.Module):
     """Forces are gradients taken inside forward, as models of atoms do."""
 
@@ -353,6 +381,19 @@ def test_gradients_inside_forward(iteration: Any, reshard: bool) -> None:
     check(Potential, iteration, against_torch=False, reshard_after_forward=reshard)
 
 
+class CheckpointedPotential(Potential):
+    """The backward that creates a graph is inside one that does not, which computes forward again."""
+
+    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        energy, forces = checkpoint(super().forward, positions, use_reentrant=False)
+        return energy, forces
+
+
+@on_ranks(2, iteration=[fit_forces, fit_forces_alone], reshard=[True, False])
+def test_gradients_inside_recomputed_forward(iteration: Any, reshard: bool) -> None:
+    check(CheckpointedPotential, iteration, against_torch=False, reshard_after_forward=reshard)
+
+
 class Checkpointed(Stack):
     """Layers that are computed again in backward."""
 
@@ -372,7 +413,7 @@ class InnerCheckpointed(nn.Module):
         return checkpoint(self.layer, x, use_reentrant=False)
 
 
-@on_ranks(2, iteration=["with_loss", "alone", "after_loss", "of_two_forwards"], reshard=[True, False])
+@on_ranks(2, iteration=["with_loss", "alone", "after_loss", "of_two_forwards_at_once"], reshard=[True, False])
 def test_activation_checkpointing(iteration: str, reshard: bool) -> None:
     run = next(each for each in ITERATIONS if each.__name__ == iteration)
     options = {"steps": 2, "against_torch": False, "reshard_after_forward": reshard}
@@ -482,6 +523,10 @@ def test_collectives() -> None:
     with counted() as after:
         ordinary(model, 3, rank)
     assert before == after
+    gradient_of(model(x).square().mean(), x)
+    with counted() as other:
+        model(x, stop_after=0).square().mean().backward()
+    assert len(other["reduce_scatter"]) == 1  # of the root, the only unit that took part
     assert len(before["reduce_scatter"]) == 3
     assert first["reduce_scatter"] == []
     assert len(second["reduce_scatter"]) == 3
