@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
+from shardwise.fairscale import FullyShardedDataParallel
 
 from ..models import Block, Stack, Transformer, wrap
 from .harness import on_ranks
@@ -220,6 +221,33 @@ def test_strategies(preset: str) -> None:
     check(layers, with_loss, steps=2, against_torch=False, placements=preset)
 
 
+@on_ranks(2, flatten=[True, False], iteration=["with_loss", "alone", "of_critic"])
+def test_fairscale(flatten: bool, iteration: str) -> None:
+    """By its adapter, with parameters that are joined to one run, or not."""
+    run = next(each for each in ITERATIONS if each.__name__ == iteration)
+
+    def make() -> nn.Module:
+        torch.manual_seed(4)
+        return Stack([Layer(), Layer()], WIDTH)
+
+    plain, model = make(), make()
+    for index in range(2):
+        model.layers[index] = FullyShardedDataParallel(model.layers[index], flatten_parameters=flatten)
+    wrapped = FullyShardedDataParallel(model, flatten_parameters=flatten)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    run(wrapped, 0, dist.get_rank())
+    optimizer.step()
+    for rank in range(dist.get_world_size()):
+        run(plain, 0, rank)
+    with wrapped.summon_full_params(), torch.no_grad():
+        for ours, truth in zip(wrapped.parameters(), plain.parameters(), strict=True):
+            gradient = torch.zeros_like(truth) if truth.grad is None else truth.grad
+            torch.testing.assert_close(ours, truth - 0.1 * gradient / dist.get_world_size())
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=r"unit .* backward\(create_graph=True\)"):
+        wrapped(data(1, dist.get_rank())).square().sum().backward(create_graph=True)
+
+
 @on_ranks(2, 3, iteration=["alone", "with_loss", "after_loss"])
 def test_unit_that_is_linear(iteration: str) -> None:
     """Nothing flows back to its output in the second backward."""
@@ -382,11 +410,15 @@ def test_gradients_inside_forward(iteration: Any, reshard: bool) -> None:
 
 
 class CheckpointedPotential(Potential):
-    """The backward that creates a graph is inside one that does not, which computes forward again."""
+    """The backward that creates a graph is inside one that does not, which computes forward again; what it is given
+    requires no gradient, so that the root's gradients are reduced at the end."""
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        energy, forces = checkpoint(super().forward, positions, use_reentrant=False)
+        energy, forces = checkpoint(self.predict, positions.detach(), use_reentrant=False)
         return energy, forces
+
+    def predict(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().forward(positions.requires_grad_())
 
 
 @on_ranks(2, iteration=[fit_forces, fit_forces_alone], reshard=[True, False])

@@ -251,6 +251,11 @@ class FlatSlot(Slot):
         pieces = run[: self.total].split([part.numel for part in self.parts])
         return [piece.view(part.shape) for piece, part in zip(pieces, self.parts, strict=True)]
 
+    @property
+    def faces(self) -> Sequence[nn.Parameter]:
+        """See `Slot.faces`."""
+        return self._faces
+
     def forget_unsharded(self) -> None:
         """See `Slot.forget_unsharded`."""
         self._faces, self.accumulated, self.was_unsharded = [], None, False

@@ -516,7 +516,7 @@ class Unit:
         for guard in self._guards:
             guard.remove()
         hook = functools.partial(_check_arrival, self.reference)
-        faces = [slot.unsharded for group in self.groups for slot in group.slots if slot.unsharded is not None]
+        faces = [face for group in self.groups for slot in group.slots for face in slot.faces]
         self._guards = [face.register_post_accumulate_grad_hook(hook) for face in faces if face.requires_grad]
 
     def check_arrival(self) -> None:

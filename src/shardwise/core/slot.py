@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -75,6 +75,11 @@ class Slot:
             self.unsharded = nn.Parameter(value, requires_grad=self.sharded.requires_grad)
         self.was_unsharded = True
         return self.unsharded
+
+    @property
+    def faces(self) -> Sequence[nn.Parameter]:
+        """All parameters that the unsharded face consists of; none before it was made."""
+        return () if self.unsharded is None else (self.unsharded,)
 
     def forget_unsharded(self) -> None:
         """The buffer is another: the unsharded face is made anew."""
