@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise
 from shardwise.fairscale import FullyShardedDataParallel
 
-from ..models import Block, Stack, Transformer, wrap
+from ..models import Block, ConvNet, Stack, Transformer, wrap
 from .harness import on_ranks
 from .test_autograd import Layer, Repeats, counted
 from .truth import Iteration, assert_resharded, assert_tensors, batch, check, gradients_of, simple_iteration, whole
@@ -219,6 +219,71 @@ def test_sharded_parameters_are_in_no_graph() -> None:
 @on_ranks(2, preset=["ddp", "zero1", "zero2"])
 def test_strategies(preset: str) -> None:
     check(layers, with_loss, steps=2, against_torch=False, placements=preset)
+
+
+def several_as_one(model: nn.Module, verb: Callable[..., Any]) -> None:
+    verb([model.first, model.last])
+    verb(list(model.layers))
+    verb(model)
+
+
+def without_root(model: nn.Module, verb: Callable[..., Any]) -> None:
+    context = shardwise.FSDPCommContext("cpu")
+    for name in ("first", "layers.0", "layers.1", "last"):
+        verb(model.get_submodule(name), comm_ctx=context, module_fqn=name)
+
+
+def offloaded(model: nn.Module, verb: Callable[..., Any]) -> None:
+    wrap(model, verb, offload_policy=shardwise.CPUOffloadPolicy(pin_memory=False))
+
+
+@on_ranks(2, wrapping=[several_as_one, without_root, offloaded])
+def test_wrappings(wrapping: Any) -> None:
+    check(layers, with_loss, steps=2, against_torch=False, wrapping=wrapping)
+    check(layers, of_critic, steps=2, against_torch=False, wrapping=wrapping)
+
+
+class Halves(nn.Module):
+    """A unit whose outputs are a view and a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.up = Layer(2 * WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.layer(self.up(x))
+        return {"left": y[:, :WIDTH], "right": y[:, WIDTH:].clone()}
+
+
+class ChangesHalves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Halves(), Halves()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            halves = layer(x)
+            x = halves["left"].mul_(0.5) * halves["right"]
+        return x
+
+
+@on_ranks(2, reshard=[True, False])
+def test_outputs_that_are_views(reshard: bool) -> None:
+    check(ChangesHalves, with_loss, steps=2, against_torch=False, reshard_after_forward=reshard)
+    check(ChangesHalves, of_two_forwards_at_once, steps=2, against_torch=False, reshard_after_forward=reshard)
+
+
+def of_images(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    x = batch(step, rank, 4, 3, 6, 6).requires_grad_()
+    out = model(x).square().mean()
+    loss = out + gradient_of(out, x).square().sum()
+    loss.backward()
+    return loss
+
+
+@on_ranks(2)
+def test_convolutions() -> None:
+    check(ConvNet, of_images, steps=2, against_torch=False)
 
 
 @on_ranks(2, flatten=[True, False], iteration=["with_loss", "alone", "of_critic"])
