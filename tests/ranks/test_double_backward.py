@@ -322,10 +322,10 @@ def test_unit_that_is_linear(iteration: str) -> None:
     check(lambda: Stack([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)], WIDTH), run, against_torch=False)
 
 
-@on_ranks(2, iteration=["with_loss", "alone", "of_two_forwards_at_once", "of_critic", "third"], reshard=[True, False])
-def test_repeated_unit(iteration: str, reshard: bool) -> None:
+@on_ranks(2, iteration=["with_loss", "alone", "of_two_forwards_at_once", "of_critic", "third"])
+def test_repeated_unit(iteration: str) -> None:
     run = next(each for each in ITERATIONS if each.__name__ == iteration)
-    check(Repeats, run, steps=2, against_torch=False, reshard_after_forward=reshard)
+    check(Repeats, run, steps=2, against_torch=False)
 
 
 @on_ranks(2, 3, size=[1])
