@@ -345,6 +345,23 @@ def pad_chunks(tensors: Sequence[torch.Tensor], world_size: int, out: torch.Tens
         rows[count : count + 1, : rest.numel()].copy_(rest)
 
 
+def split_rows(
+    staging: torch.Tensor, world_size: int, sizes: Sequence[int], targets: Sequence[torch.Tensor]
+) -> None:
+    """Cut each row of ``staging`` (1-D: ``world_size`` rows of the sum of ``sizes``) into pieces of ``sizes``, and copy
+    the ``i``-th pieces of all rows to ``targets[i]`` (world size x ``sizes[i]``)."""
+    if staging.device.type != "cpu":
+        torch.split_with_sizes_copy(staging.view(world_size, -1), list(sizes), dim=1, out=list(targets))
+        return
+    # To make the views takes as long as to copy them: memory that is used again keeps those of its last cut.
+    kept, views = staging.__dict__.get("_shardwise_pieces", (None, ()))
+    if kept != sizes:
+        # Not views of ``staging`` itself, which they would keep alive.
+        views = staging.data.view(world_size, -1).split(list(sizes), dim=1)
+        staging.__dict__["_shardwise_pieces"] = sizes, views
+    torch._foreach_copy_(list(targets), views)
+
+
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """``targets[i]`` becomes ``sources[i]``, in the targets' dtype and on their device, in one call."""
     torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
@@ -433,6 +450,8 @@ def spec_of(tensor: torch.Tensor) -> DTensorSpec:
 
 get_spec, get_local = attrgetter("_spec"), attrgetter("_local_tensor")
 """Of a DTensor, as functions that `map` calls without a line of Python for each; AttributeError for anything else."""
+get_requires_grad = attrgetter("requires_grad")
+"""Of a tensor."""
 
 
 def region_of(spec: ParallelSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -498,9 +517,8 @@ def shard_like(value: torch.Tensor, sharded: DTensor) -> DTensor:
     return wrap_local(value.detach().clone().to(local.device), spec)
 
 
-def without_torch_function() -> contextlib.AbstractContextManager[Any]:
-    """Attribute access on tensor subclasses inside goes straight to torch, which is faster."""
-    return torch._C.DisableTorchFunctionSubclass()
+without_torch_function: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
+"""Attribute access on tensor subclasses inside goes straight to torch, which is faster."""
 
 
 call_without_torch_function: Callable[[Any, Any, Any, Any], Any] = torch._C._disabled_torch_function_impl
@@ -546,7 +564,7 @@ def backward_number() -> int:
 
 def in_backward() -> bool:
     """Whether this thread is inside a backward pass."""
-    return backward_number() != -1
+    return torch._C._current_graph_task_id() != -1
 
 
 def runs_in_this_backward(node: Any) -> bool:
@@ -562,9 +580,13 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
 _NOTHING = contextlib.nullcontext()
 
 
+is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+"""Whether a profiler runs."""
+
+
 def label(name: str, fqn: str) -> contextlib.AbstractContextManager[Any]:
     """A profiler range ``name (fqn)``; costs nothing while no profiler runs."""
-    if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+    if not is_profiled():
         return _NOTHING
     return torch.profiler.record_function(f"{name} ({fqn})" if fqn else name)
 
@@ -575,7 +597,7 @@ def labelled(name: str) -> Callable[[Callable[Concatenate[Any, P], R]], Callable
     def decorate(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
         @functools.wraps(method)
         def run(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
-            if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+            if not is_profiled():
                 return method(self, *args, **kwargs)
             with label(name, self.name):
                 return method(self, *args, **kwargs)
@@ -588,6 +610,25 @@ def labelled(name: str) -> Callable[[Callable[Concatenate[Any, P], R]], Callable
 def no_grad() -> contextlib.AbstractContextManager[Any]:
     """`torch.no_grad`, entered only where gradients are recorded."""
     return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+
+
+def labelled_outside_transforms(
+    name: str,
+) -> Callable[[Callable[Concatenate[Any, P], R]], Callable[Concatenate[Any, P], R]]:
+    """`labelled` and `outside_transforms` at once."""
+
+    def decorate(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+        careful = labelled(name)(outside_transforms(method))
+
+        @functools.wraps(method)
+        def run(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+            if is_profiled() or torch._C._are_functorch_transforms_active():
+                return careful(self, *args, **kwargs)
+            return method(self, *args, **kwargs)
+
+        return cast(Callable[Concatenate[Any, P], R], run)
+
+    return decorate
 
 
 def outside_transforms(function: Callable[P, R]) -> Callable[P, R]:

@@ -18,7 +18,7 @@ from .device import (
     Lane,
     Ticket,
     Waitable,
-    labelled,
+    labelled_outside_transforms,
     local_of,
     make_spec,
     not_inference,
@@ -85,7 +85,7 @@ class ParamGroup:
         self.options = GroupOptions()
         self.state = ShardState.SHARDED
         self.slots: Sequence[Slot] = shards.slots
-        self.gradients = GradientReducer(self.slots, self.mesh, self.policy, self.options)
+        self.gradients = GradientReducer(shards, self.options)
         self._name = ""
         self._gather: tuple[Ticket | None, Sequence[Gather]] | None = None
         self._prepared: _Prepared | None = None
@@ -128,7 +128,6 @@ class ParamGroup:
         """Whether a gather was started that nobody waited for."""
         return self._gather is not None
 
-    @outside_transforms
     def unshard(self, lane: Lane) -> None:
         """Start gathering; does nothing if the parameters are gathered or on their way."""
         if self._gather is not None:
@@ -146,7 +145,7 @@ class ParamGroup:
         self.shards.check_materialized()
         self._submit_gather(lane)
 
-    @labelled("FSDP::all_gather")
+    @labelled_outside_transforms("FSDP::all_gather")
     def _submit_gather(self, lane: Lane) -> None:
         prepared, self._prepared = self._prepared, None
         after: tuple[Any, ...] = ()
@@ -173,12 +172,12 @@ class ParamGroup:
         return custom
 
     def _start_gather(self, buffer: ShardedBuffer, lane: Lane) -> Gather:
-        custom = self._gathers_by(buffer)
+        custom = None if self.options.custom_gather is None else self._gathers_by(buffer)
         return buffer.start_gather(lane) if custom is None else buffer.start_staged_gather(custom.allocate)
 
     def _issue_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
         first = self.shards.buffers[0]
-        if (custom := self._gathers_by(first)) is None:
+        if self.options.custom_gather is None or (custom := self._gathers_by(first)) is None:
             return first.gather_comm.all_gather(outputs, inputs)
         works = [
             custom(output_tensor=output, input_tensor=input_, group=first.comm.group, async_op=False)
@@ -216,7 +215,6 @@ class ParamGroup:
             buffer.drop_resharded()
         self.state = ShardState.UNSHARDED
 
-    @outside_transforms
     def reshard(self, *, after_forward: bool = False, keep: bool = False) -> None:
         """Register the sharded parameters and free the gathered ones, unless the strategy keeps them.
 
@@ -244,6 +242,7 @@ class ParamGroup:
             if not self._is_kept:
                 buffer.free()
 
+    @outside_transforms
     def _reshard_to(self, smaller: DataParallelMesh) -> None:
         for buffer in self.shards.buffers:
             slots = [slot for slot in self.slots if slot.buffer is buffer]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from .device import (
     apply_function,
     eager,
     in_backward,
+    is_profiled,
     label,
     labelled,
     no_grad,
@@ -74,6 +76,7 @@ class Unit:
         self.reference: weakref.ref[Unit] = weakref.ref(self)
         self.phase = Phase.IDLE
         self.is_root = False
+        self.gathered_bytes = 0
         self.prefetch_forward: list[weakref.ref[Unit]] = []
         self.prefetch_backward: list[weakref.ref[Unit]] = []
         self._modules = [weakref.ref(module) for module in modules]
@@ -145,7 +148,7 @@ class Unit:
         is_first = self.phase is not Phase.FORWARD
         self._recomputes = in_backward()
         if not self._to_run:
-            self._to_run = {id(member) for member in self.modules}
+            self._to_run = {id(member) for member in self.modules} if len(self._modules) > 1 else {id(module)}
         if is_first:
             self.phase = Phase.FORWARD
             args, kwargs = self._enter_pass(context, args, kwargs)
@@ -216,19 +219,27 @@ class Unit:
             if unit is self or limit < 0:
                 return
             unit.prefetch(direction)
+            if not limit:
+                return
 
-    @property
-    def gathered_bytes(self) -> int:
-        """That its parameters take on this rank while they are gathered."""
-        return sum([buffer.gathered_bytes for group in self.groups for buffer in group.shards.buffers])
+    def measure(self) -> int:
+        """Note how many bytes its parameters take on this rank while they are gathered, and give them."""
+        self.gathered_bytes = sum([buffer.gathered_bytes for group in self.groups for buffer in group.shards.buffers])
+        return self.gathered_bytes
 
     def prefetch(self, direction: str) -> None:
         """Start gathering for a use that is expected soon."""
+        if is_profiled():
+            with label(f"FSDP::{direction}_prefetch for {self.name}", ""):
+                self._gather_ahead(direction)
+        else:
+            self._gather_ahead(direction)
+
+    def _gather_ahead(self, direction: str) -> None:
         lane = self.gather_lane()
-        with label(f"FSDP::{direction}_prefetch for {self.name}", ""):
-            for group in self.groups:
-                if direction == "forward" or group.options.unshard_in_backward:
-                    group.unshard(lane)
+        for group in self.groups:
+            if direction == "forward" or group.options.unshard_in_backward:
+                group.unshard(lane)
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Reshard, let the output announce backward."""
@@ -365,6 +376,8 @@ class Unit:
         if (node := aliases[0].grad_fn) is not None:  # under a transform of `torch.func` it may be
             self._nodes.setdefault(forward_pass, weakref.ref(node))
         self._passed = [(old, new, old._version) for old, new in zip(inputs, aliases, strict=True)]
+        if not kwargs and len(args) == len(inputs) and all(map(operator.is_, args, inputs)):
+            return aliases, kwargs
         replaced = iter(aliases)
         return map_tensors((args, kwargs), lambda t: next(replaced) if t.requires_grad else t)  # type: ignore[no-any-return]
 

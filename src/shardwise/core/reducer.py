@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import torch
 
-from .buffer import ShardedBuffer
 from .device import (
     Lane,
     add_each,
@@ -21,8 +20,8 @@ from .device import (
 )
 from .errors import StateError
 from .gradient import Deliver, GradientPlan, Reduction, Route, Scale, gradient_scale
-from .mesh import DataParallelRanks
-from .slot import GroupOptions, GroupPolicy, Slot, reduction_dtype
+from .shards import Shards
+from .slot import GroupOptions, Slot, reduction_dtype
 
 MOST_PLANS = 64
 """Which parameters are reduced together may change with every step; plans are cheap to make again."""
@@ -34,14 +33,14 @@ class GradientReducer:
     """Gradients of the parameters of one group, between backward and the optimizer.
 
     Args:
-        slots: the parameters.
-        mesh: ranks and strategy.
-        policy: dtypes.
+        shards: the parameters, with ranks and dtypes.
         options: what users set.
     """
 
-    def __init__(self, slots: Sequence[Slot], mesh: DataParallelRanks, policy: GroupPolicy, options: GroupOptions):
-        self.slots, self.mesh, self.policy, self.options = slots, mesh, policy, options
+    def __init__(self, shards: Shards, options: GroupOptions):
+        self.shards, self.options = shards, options
+        self.slots: Sequence[Slot] = shards.slots
+        self.mesh, self.policy = shards.mesh, shards.policy
         self.unit_name = ""
         self._plans: dict[tuple[tuple[Slot, ...], int, torch.dtype, bool], GradientPlan] = {}
         self._absences: Counter[Slot] = Counter()
@@ -60,10 +59,6 @@ class GradientReducer:
         for slot in self.slots:
             slot.accumulate(self.policy.precision.reduce_dtype)
 
-    def _trainable(self) -> list[Slot]:
-        with without_torch_function():
-            return [slot for slot in self.slots if slot.was_unsharded and slot.sharded.requires_grad]
-
     def has_any(self) -> bool:
         """Whether an unsharded gradient waits for its reduction."""
         return any(slot.has_gradient for slot in self.slots)
@@ -74,7 +69,7 @@ class GradientReducer:
 
     def trains(self) -> bool:
         """Whether any parameter requires a gradient."""
-        return bool(self._trainable())
+        return bool(self.shards.trainable())
 
     def drop(self) -> None:
         """Forget unsharded gradients."""
@@ -85,12 +80,9 @@ class GradientReducer:
         # Ranks may have been told of different reductions.
         self._absences.clear()
 
-    def take(self) -> list[tuple[list[Slot], list[torch.Tensor | None]]]:
+    def take(self) -> list[tuple[Sequence[Slot], list[torch.Tensor | None]]]:
         """Remove the unsharded gradients of the trainable parameters, those of one buffer together."""
-        by_buffer: dict[ShardedBuffer, list[Slot]] = {}
-        for slot in self._trainable():
-            by_buffer.setdefault(slot.buffer, []).append(slot)
-        return [(slots, [slot.take_gradient() for slot in slots]) for slots in by_buffer.values()]
+        return [(slots, [slot.take_gradient() for slot in slots]) for slots in self.shards.trainable()]
 
     def reduce(self, slots: Sequence[Slot], gradients: list[torch.Tensor | None], lane: Lane) -> Reduction | None:
         """Start reducing unsharded ``gradients`` (emptied) of ``slots``; None if they are theirs already."""
