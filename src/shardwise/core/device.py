@@ -450,7 +450,7 @@ def spec_of(tensor: torch.Tensor) -> DTensorSpec:
 
 get_spec, get_local = attrgetter("_spec"), attrgetter("_local_tensor")
 """Of a DTensor, as functions that `map` calls without a line of Python for each; AttributeError for anything else."""
-get_requires_grad = attrgetter("requires_grad")
+get_requires_grad, get_dtype = attrgetter("requires_grad"), attrgetter("dtype")
 """Of a tensor."""
 
 
@@ -525,6 +525,11 @@ call_without_torch_function: Callable[[Any, Any, Any, Any], Any] = torch._C._dis
 """``(func, types, args, kwargs)``: call ``func`` as torch does for a class whose ``__torch_function__`` is disabled."""
 
 
+tensor_hooks_of = attrgetter("_backward_hooks")
+post_accumulate_grad_hooks_of = attrgetter("_post_accumulate_grad_hooks")
+"""Those that the user registered on a parameter; false if there are none."""
+
+
 def run_tensor_hooks(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """``gradients[i]`` after the hooks that the user registered by ``parameters[i].register_hook``."""
     return [
@@ -544,8 +549,9 @@ def post_accumulate_grad_hooks(
     parameters: Sequence[torch.Tensor],
 ) -> list[tuple[Callable[[torch.Tensor], None], torch.Tensor]]:
     """Hooks that the user registered to run when the gradient of a parameter is ready, each with its parameter."""
-    with_hooks = [parameter for parameter in parameters if parameter._post_accumulate_grad_hooks]
-    return [(hook, parameter) for parameter in with_hooks for hook in parameter._post_accumulate_grad_hooks.values()]
+    with without_torch_function():
+        found = [(parameter, post_accumulate_grad_hooks_of(parameter)) for parameter in parameters]
+    return [(hook, parameter) for parameter, hooks in found if hooks for hook in hooks.values()]
 
 
 # -- Autograd and profiler -------------------------------------------------------------------------------------
@@ -557,14 +563,13 @@ def take_history(changed: torch.Tensor, alias: torch.Tensor) -> None:
         changed.copy_(alias)
 
 
-def backward_number() -> int:
-    """Number of the backward pass that this thread is inside, -1 outside; one inside another has its own."""
-    return torch._C._current_graph_task_id()
+backward_number: Callable[[], int] = torch._C._current_graph_task_id
+"""Number of the backward pass that this thread is inside, -1 outside; one inside another has its own."""
 
 
 def in_backward() -> bool:
     """Whether this thread is inside a backward pass."""
-    return torch._C._current_graph_task_id() != -1
+    return backward_number() != -1
 
 
 def runs_in_this_backward(node: Any) -> bool:
@@ -605,11 +610,6 @@ def labelled(name: str) -> Callable[[Callable[Concatenate[Any, P], R]], Callable
         return cast(Callable[Concatenate[Any, P], R], run)
 
     return decorate
-
-
-def no_grad() -> contextlib.AbstractContextManager[Any]:
-    """`torch.no_grad`, entered only where gradients are recorded."""
-    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
 def labelled_outside_transforms(

@@ -276,8 +276,12 @@ class FlatSlot(Slot):
         elif fresh is not None:
             self.accumulated += fresh
 
-    def take_gradient(self) -> torch.Tensor | None:
-        """See `Slot.take_gradient`; zeros where only other parts of the run have one."""
+    @staticmethod
+    def take_gradients(slots: Sequence[Any]) -> list[torch.Tensor | None]:
+        """See `Slot.take_gradients`; zeros where only other parts of a run have one."""
+        return [slot._take_gradient() for slot in slots]
+
+    def _take_gradient(self) -> torch.Tensor | None:
         gradient, self.accumulated = self.accumulated, None
         fresh = self._join_gradients(None)
         if gradient is None:

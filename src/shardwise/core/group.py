@@ -150,7 +150,7 @@ class ParamGroup:
         prepared, self._prepared = self._prepared, None
         after: tuple[Any, ...] = ()
         if prepared is None:
-            gathers: Sequence[Gather] = [self._start_gather(buffer, lane) for buffer in self.shards.buffers]
+            gathers = self._start_gathers(lane)
         else:
             gathers = prepared.gathers
             # The event says nothing of what was written to the shards after it.
@@ -163,7 +163,7 @@ class ParamGroup:
         """Allocate what the next gather needs, which is then ordered after ``event`` and the allocation alone."""
         if self._gather is None and self.state is ShardState.SHARDED and self.shards.is_adopted:
             self.shards.check_materialized()
-            gathers = [self._start_gather(buffer, lane) for buffer in self.shards.buffers]
+            gathers = self._start_gathers(lane)
             self._prepared = _Prepared(gathers, (event, mark()), self.shards.stamp())
 
     def _gathers_by(self, buffer: ShardedBuffer) -> StagedCollective | None:
@@ -171,9 +171,14 @@ class ParamGroup:
             return None
         return custom
 
-    def _start_gather(self, buffer: ShardedBuffer, lane: Lane) -> Gather:
-        custom = None if self.options.custom_gather is None else self._gathers_by(buffer)
-        return buffer.start_gather(lane) if custom is None else buffer.start_staged_gather(custom.allocate)
+    def _start_gathers(self, lane: Lane) -> Sequence[Gather]:
+        gathers = []
+        for buffer in self.shards.buffers:
+            custom = None if self.options.custom_gather is None else self._gathers_by(buffer)
+            gathers.append(
+                buffer.start_gather(lane) if custom is None else buffer.start_staged_gather(custom.allocate)
+            )
+        return gathers
 
     def _issue_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
         first = self.shards.buffers[0]
@@ -207,13 +212,14 @@ class ParamGroup:
             # Where parameters do not stay gathered the next use gathers again anyhow.
             keeps = self._keeps_unsharded or not self.options.reshard_after_forward
             self.shards.note_gathered(keeps=keeps)
-        self._register_unsharded()
-
-    def _register_unsharded(self) -> None:
         self.shards.put_unsharded()
-        for buffer in self.shards.buffers:
-            buffer.drop_resharded()
+        self._drop_resharded()
         self.state = ShardState.UNSHARDED
+
+    def _drop_resharded(self) -> None:
+        if self.policy.reshard_to is not None:
+            for buffer in self.shards.buffers:
+                buffer.drop_resharded()
 
     def reshard(self, *, after_forward: bool = False, keep: bool = False) -> None:
         """Register the sharded parameters and free the gathered ones, unless the strategy keeps them.
@@ -237,9 +243,9 @@ class ParamGroup:
         self._is_kept = keep or self._keeps_unsharded
         if self._is_kept:
             self.shards.watch()
-        for buffer in self.shards.buffers:
-            buffer.drop_resharded()
-            if not self._is_kept:
+        self._drop_resharded()
+        if not self._is_kept:
+            for buffer in self.shards.buffers:
                 buffer.free()
 
     @outside_transforms
@@ -263,8 +269,11 @@ class ParamGroup:
 
     def kept(self, output: torch.Tensor) -> torch.Tensor:
         """``output``, or a copy if it is an unsharded parameter or a view of one, whose memory resharding frees."""
-        own = unwrapped(local_of(output))
-        if self._keeps_unsharded or type(own) not in (torch.Tensor, nn.Parameter):
+        if self._keeps_unsharded:
             return output
-        freed = [buffer for buffer in self.shards.buffers if not buffer.is_identity and buffer.shares_memory(own)]
-        return output.clone() if freed else output
+        own = unwrapped(local_of(output))
+        if type(own) is torch.Tensor or type(own) is nn.Parameter:
+            for buffer in self.shards.buffers:
+                if not buffer.is_identity and buffer.shares_memory(own):
+                    return output.clone()
+        return output

@@ -22,7 +22,6 @@ from .device import (
     is_profiled,
     label,
     labelled,
-    no_grad,
     runs_in_this_backward,
     take_history,
 )
@@ -148,11 +147,12 @@ class Unit:
         is_first = self.phase is not Phase.FORWARD
         self._recomputes = in_backward()
         if not self._to_run:
-            self._to_run = {id(member) for member in self.modules} if len(self._modules) > 1 else {id(module)}
+            self._to_run = {id(module)} if len(self._modules) == 1 else {*map(id, self.modules)}
         if is_first:
             self.phase = Phase.FORWARD
             args, kwargs = self._enter_pass(context, args, kwargs)
-        args, kwargs = self._cast_inputs(args, kwargs)
+        if self.precision.param_dtype is not None:
+            args, kwargs = self._cast_inputs(args, kwargs)
         for group in self.groups:
             group.unshard(context.gather_lane)
         self._inside.append(id(module))
@@ -202,23 +202,24 @@ class Unit:
         if self._recomputes:
             return
         context.order.enter(self.reference)
-        self._prefetch("forward", self.prefetch_forward, context.order.ahead(), context.largest_unit)
+        self._prefetch("forward", self.prefetch_forward, context, context.order.ahead())
 
     def _prefetch(
-        self, direction: str, chosen: Sequence[weakref.ref[Unit]], expected: Iterator[Unit], limit: int
+        self, direction: str, chosen: Sequence[weakref.ref[Unit]], context: FSDPCommContext, expected: Iterator[Unit]
     ) -> None:
-        """Start gathering the units that the user chose, or else as many of the expected ones as have ``limit`` bytes
-        together: with units of one size that is one, of small ones several."""
+        """Start gathering the units that the user chose, or else as many of the expected ones as have the bytes of the
+        largest together: with units of one size that is one, of small ones several."""
         if chosen:
             for reference in chosen:
                 if (unit := reference()) is not None:
-                    unit.prefetch(direction)
+                    unit.prefetch(direction, unit.gather_lane())
             return
+        limit = context.largest_unit
         for unit in expected if limit else ():
             limit -= unit.gathered_bytes
             if unit is self or limit < 0:
                 return
-            unit.prefetch(direction)
+            unit.prefetch(direction, context.gather_lane)
             if not limit:
                 return
 
@@ -227,16 +228,15 @@ class Unit:
         self.gathered_bytes = sum([buffer.gathered_bytes for group in self.groups for buffer in group.shards.buffers])
         return self.gathered_bytes
 
-    def prefetch(self, direction: str) -> None:
-        """Start gathering for a use that is expected soon."""
+    def prefetch(self, direction: str, lane: Lane) -> None:
+        """Start gathering on ``lane`` for a use that is expected soon."""
         if is_profiled():
             with label(f"FSDP::{direction}_prefetch for {self.name}", ""):
-                self._gather_ahead(direction)
+                self._gather_ahead(direction, lane)
         else:
-            self._gather_ahead(direction)
+            self._gather_ahead(direction, lane)
 
-    def _gather_ahead(self, direction: str) -> None:
-        lane = self.gather_lane()
+    def _gather_ahead(self, direction: str, lane: Lane) -> None:
         for group in self.groups:
             if direction == "forward" or group.options.unshard_in_backward:
                 group.unshard(lane)
@@ -261,7 +261,7 @@ class Unit:
                 context.drop_prefetched()
         if context.forward_root is None:
             context.rest()
-        return self._cast_output(output)
+        return output if self.precision.output_dtype is None else self._cast_output(output)
 
     @labelled("FSDP::post_forward")
     def _leave_forward(self, context: FSDPCommContext, output: Any) -> Any:
@@ -363,7 +363,7 @@ class Unit:
     # -- Registration with autograd
 
     def _register_post_backward(self, context: FSDPCommContext, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        inputs = tensors_requiring_grad((args, kwargs))
+        inputs = tensors_requiring_grad((args, kwargs) if kwargs else args)
         forward_pass = context.passes
         if self._recomputes:
             # Backward may go through this call (reentrant checkpointing) or not: nothing else must wait for it.
@@ -390,7 +390,7 @@ class Unit:
 
     def _register_pre_backward(self, output: Any) -> tuple[Any, bool]:
         tensors = tensors_requiring_grad(output)
-        if [tensor for tensor in tensors if tensor._is_view()]:
+        if any(map(torch.Tensor._is_view, tensors)):
             # A hook on a view is lost when the view is modified in place.
             replaced = iter(apply_function(_PreBackward, self, 0, *tensors))
             output = map_tensors(output, lambda t: next(replaced) if t.requires_grad else t)
@@ -426,7 +426,7 @@ class Unit:
 
     def _prefetch_for_backward(self, context: FSDPCommContext) -> None:
         position = self._positions.pop() if self._positions else 0
-        self._prefetch("backward", self.prefetch_backward, context.order.behind(position), context.largest_unit)
+        self._prefetch("backward", self.prefetch_backward, context, context.order.behind(position))
 
     def post_backward(self, forward_pass: int) -> None:
         """The gradients of one forward call's inputs are complete."""
@@ -468,11 +468,17 @@ class Unit:
         if not (group.options.reduce_gradients and reduces_now):
             group.gradients.accumulate()
             return
-        with no_grad():
-            for slots, gradients in group.gradients.take():
-                context.make_room_for_reduction()
-                if (reduction := group.gradients.reduce(slots, gradients, context.reduce_lane)) is not None:
-                    context.add_reduction(reduction)
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self._start_reductions(group, context)
+        else:
+            self._start_reductions(group, context)
+
+    def _start_reductions(self, group: ParamGroup, context: FSDPCommContext) -> None:
+        for slots, gradients in group.gradients.take():
+            context.make_room_for_reduction()
+            if (reduction := group.gradients.reduce(slots, gradients, context.reduce_lane)) is not None:
+                context.add_reduction(reduction)
 
     def reduce_accumulated(self) -> None:
         """Reduce what backward passes without synchronization left."""

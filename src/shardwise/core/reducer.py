@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections import Counter
 from collections.abc import Sequence
 
@@ -11,10 +12,13 @@ import torch
 from .device import (
     Lane,
     add_each,
+    get_dtype,
     is_elsewhere,
     local_of,
     post_accumulate_grad_hooks,
+    post_accumulate_grad_hooks_of,
     run_tensor_hooks,
+    tensor_hooks_of,
     without_torch_function,
     wrap_gradients,
 )
@@ -23,6 +27,7 @@ from .gradient import Deliver, GradientPlan, Reduction, Route, Scale, gradient_s
 from .shards import Shards
 from .slot import GroupOptions, Slot, reduction_dtype
 
+_is_there = functools.partial(operator.is_not, None)
 MOST_PLANS = 64
 """Which parameters are reduced together may change with every step; plans are cheap to make again."""
 IDLE_AFTER = 2
@@ -50,9 +55,6 @@ class GradientReducer:
         """The buffers of the slots were made anew."""
         self._plans.clear()
         self._absences.clear()
-
-    def _reduce_dtype(self, gradient_dtype: torch.dtype) -> torch.dtype:
-        return reduction_dtype(gradient_dtype, self.policy.precision.reduce_dtype)
 
     def accumulate(self) -> None:
         """Keep this backward's unsharded gradients for a later reduction, in the reduction's dtype."""
@@ -82,11 +84,11 @@ class GradientReducer:
 
     def take(self) -> list[tuple[Sequence[Slot], list[torch.Tensor | None]]]:
         """Remove the unsharded gradients of the trainable parameters, those of one buffer together."""
-        return [(slots, [slot.take_gradient() for slot in slots]) for slots in self.shards.trainable()]
+        return [(slots, slots[0].take_gradients(slots)) for slots in self.shards.trainable()]
 
     def reduce(self, slots: Sequence[Slot], gradients: list[torch.Tensor | None], lane: Lane) -> Reduction | None:
         """Start reducing unsharded ``gradients`` (emptied) of ``slots``; None if they are theirs already."""
-        present = [gradient is not None for gradient in gradients]
+        present = [*map(_is_there, gradients)]
         if self.options.zeros_for_unused:
             gradients = [
                 self._zeros(s, s.buffer.dtype) if g is None else g for s, g in zip(slots, gradients, strict=True)
@@ -151,18 +153,21 @@ class GradientReducer:
     ) -> Reduction:
         """Reduce ``gradients`` (emptied) of ``slots``, zeros where there are none."""
         like = (slots[0] if slots else self.slots[0]).buffer
-        dtypes = {gradient.dtype for gradient in gradients if gradient is not None}
-        dtype = self._reduce_dtype(next(iter(dtypes), like.dtype))
-        filled = [
-            self._zeros(slot, next(iter(dtypes), dtype)) if gradient is None else gradient
-            for slot, gradient in zip(slots, gradients, strict=True)
-        ]
+        filled = [gradient for gradient in gradients if gradient is not None]
+        dtypes = {*map(get_dtype, filled)}
+        dtype = reduction_dtype(next(iter(dtypes), like.dtype), self.policy.precision.reduce_dtype)
+        if len(filled) < len(slots):
+            filled = [
+                self._zeros(slot, next(iter(dtypes), dtype)) if gradient is None else gradient
+                for slot, gradient in zip(slots, gradients, strict=True)
+            ]
         gradients.clear()
         if len(dtypes) > 1 or (dtypes != {dtype} and like.dtype == dtype):
             filled = [gradient.to(dtype) for gradient in filled]
         known = [True] * len(slots) if present is None else present
         plan = self._plan(slots, len(known), dtype)
-        self._check_partial_sums(plan)
+        if self.mesh.replicate:
+            self._check_partial_sums(plan)
         give = deliver or (lambda shards, exist: self._deliver(slots, shards))
         device = self.mesh.device
         return Reduction(plan, self._route(dtype), filled, known, lane, device, like.local, give, self.unit_name)
@@ -217,7 +222,7 @@ class GradientReducer:
         shards: list[torch.Tensor | None] = []
         for gradient in gradients:
             if gradient is not None:
-                gradient = gradient.to(self._reduce_dtype(gradient.dtype))
+                gradient = gradient.to(reduction_dtype(gradient.dtype, self.policy.precision.reduce_dtype))
                 if factor not in (None, 1):
                     gradient.div_(factor)
                 gradient = gradient.to(like.dtype)
@@ -233,7 +238,9 @@ class GradientReducer:
         assert not torch.is_grad_enabled()
         with without_torch_function():
             gradients = wrap_gradients([shard for shard in shards if shard is not None], parameters)
-            for parameter, gradient in zip(parameters, run_tensor_hooks(parameters, gradients), strict=True):
+            if any(map(tensor_hooks_of, parameters)):
+                gradients = run_tensor_hooks(parameters, gradients)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
                 if parameter.grad is None:
                     parameter.grad = gradient
                 else:
@@ -241,6 +248,6 @@ class GradientReducer:
                     new.append(local_of(gradient))
             if old:
                 add_each(old, new)
-            hooks = post_accumulate_grad_hooks(parameters)
-        for hook, reached in hooks:
+            reports = any(map(post_accumulate_grad_hooks_of, parameters))
+        for hook, reached in post_accumulate_grad_hooks(parameters) if reports else ():
             hook(reached)
