@@ -415,7 +415,8 @@ def wrap_local(
     local: torch.Tensor, spec: DTensorSpec, kind: type[DTensor] = DTensor, requires_grad: bool = False
 ) -> DTensor:
     """A DTensor (of class ``kind``) around ``local``, without a copy, a check or a new autograd node."""
-    return _wrap_each([local], [spec], kind, requires_grad)[0]
+    with not_inference():
+        return _wrap_each([local], [spec], kind, requires_grad)[0]
 
 
 def _wrap_each(
@@ -426,11 +427,10 @@ def _wrap_each(
     # Not around `local` itself: the DTensor would take over its offset, and torch can neither save nor copy one with an
     # offset. And not through the class: its `__init__` does nothing and costs more than the rest.
     base = _at_offset_zero(locals_[0].dtype, locals_[0].device)
-    with not_inference():
-        for local, spec in zip(locals_, specs, strict=True):
-            wrapped: DTensor = DTensor.__new__(kind, base, spec, requires_grad=requires_grad)
-            wrapped._local_tensor = local
-            made.append(wrapped)
+    for local, spec in zip(locals_, specs, strict=True):
+        wrapped: DTensor = DTensor.__new__(kind, base, spec, requires_grad=requires_grad)
+        wrapped._local_tensor = local
+        made.append(wrapped)
     return made
 
 

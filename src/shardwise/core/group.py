@@ -213,13 +213,13 @@ class ParamGroup:
             keeps = self._keeps_unsharded or not self.options.reshard_after_forward
             self.shards.note_gathered(keeps=keeps)
         self.shards.put_unsharded()
-        self._drop_resharded()
+        if self.policy.reshard_to is not None:
+            self._drop_resharded()
         self.state = ShardState.UNSHARDED
 
     def _drop_resharded(self) -> None:
-        if self.policy.reshard_to is not None:
-            for buffer in self.shards.buffers:
-                buffer.drop_resharded()
+        for buffer in self.shards.buffers:
+            buffer.drop_resharded()
 
     def reshard(self, *, after_forward: bool = False, keep: bool = False) -> None:
         """Register the sharded parameters and free the gathered ones, unless the strategy keeps them.
@@ -243,7 +243,8 @@ class ParamGroup:
         self._is_kept = keep or self._keeps_unsharded
         if self._is_kept:
             self.shards.watch()
-        self._drop_resharded()
+        if self.policy.reshard_to is not None:
+            self._drop_resharded()
         if not self._is_kept:
             for buffer in self.shards.buffers:
                 buffer.free()
