@@ -64,10 +64,10 @@ def _issue(reference: weakref.ref[ParamGroup], gathers: Sequence[Gather]) -> Seq
             gather.prepare()
         outputs += gather.outputs
         inputs += gather.inputs
-    works = list(group._issue_gather(outputs, inputs)) if inputs else []
+    works = group._issue_gather(outputs, inputs) if inputs else []
     for gather in gathers:
         if gather.thin is not None:
-            works += group.mesh.shard.unite(gather.thin)
+            works = [*works, *group.mesh.shard.unite(gather.thin)]
     return works
 
 
@@ -183,7 +183,8 @@ class ParamGroup:
     def _issue_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
         first = self.shards.buffers[0]
         if self.options.custom_gather is None or (custom := self._gathers_by(first)) is None:
-            return first.gather_comm.all_gather(outputs, inputs)
+            comm = first.comm if self.policy.reshard_to is None else first.gather_comm
+            return comm.all_gather(outputs, inputs)
         works = [
             custom(output_tensor=output, input_tensor=input_, group=first.comm.group, async_op=False)
             for output, input_ in zip(outputs, inputs, strict=True)

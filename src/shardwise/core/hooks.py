@@ -17,6 +17,7 @@ from .context import FSDPCommContext
 from .device import (
     Lane,
     apply_function,
+    backward_number,
     eager,
     in_backward,
     is_profiled,
@@ -145,12 +146,16 @@ class Unit:
     @labelled("FSDP::pre_forward")
     def _enter_forward(self, context: FSDPCommContext, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         is_first = self.phase is not Phase.FORWARD
-        self._recomputes = in_backward()
+        self._recomputes = backward_number() != -1
         if not self._to_run:
             self._to_run = {id(module)} if len(self._modules) == 1 else {*map(id, self.modules)}
         if is_first:
             self.phase = Phase.FORWARD
-            args, kwargs = self._enter_pass(context, args, kwargs)
+            if self._recomputes:
+                # It runs before any other hook of this backward pass may have, in reentrant checkpointing.
+                context.queue_end_of_backward()
+            elif context.forward_root is None:
+                args, kwargs = self._enter_pass(context, args, kwargs)
         if self.precision.param_dtype is not None:
             args, kwargs = self._cast_inputs(args, kwargs)
         for group in self.groups:
@@ -158,7 +163,7 @@ class Unit:
         self._inside.append(id(module))
         if is_first and torch.is_grad_enabled():
             args, kwargs = self._register_post_backward(context, args, kwargs)
-        if is_first:
+        if is_first and not self._recomputes:
             # Before the wait, so that a link that all wait for is never idle.
             self._prefetch_for_forward(context)
         for group in self.groups:
@@ -183,12 +188,6 @@ class Unit:
         self._is_checked = True
 
     def _enter_pass(self, context: FSDPCommContext, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        if self._recomputes:
-            # It runs before any other hook of this backward pass may have, in reentrant checkpointing.
-            context.queue_end_of_backward()
-            return args, kwargs
-        if context.forward_root is not None:
-            return args, kwargs
         context.recover_from_aborted_backward()
         if context.has_root:
             context.forward_root = self
@@ -199,8 +198,6 @@ class Unit:
         return moved
 
     def _prefetch_for_forward(self, context: FSDPCommContext) -> None:
-        if self._recomputes:
-            return
         context.order.enter(self.reference)
         self._prefetch("forward", self.prefetch_forward, context, context.order.ahead())
 
@@ -543,7 +540,7 @@ class _Announcing(torch.autograd.Function):
     @staticmethod
     def forward(unit: Unit, forward_pass: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # Not the tensors themselves: autograd forbids modifying those in place.
-        return tuple([tensor.detach() for tensor in tensors])
+        return tuple(map(torch.Tensor.detach, tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
