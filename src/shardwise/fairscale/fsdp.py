@@ -225,8 +225,9 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def process_group_reduce_scatter(self) -> Any:
-        """Their group for gradients, as it was given."""
-        return self._reduce_group
+        """The ranks' group for gradients; ``process_group`` unless there is another for them."""
+        comm = self._own.options.reduce_comm if self._own is not None else None
+        return self.process_group if comm is None else comm.group
 
     @process_group_reduce_scatter.setter
     def process_group_reduce_scatter(self, group: Any) -> None:
@@ -238,6 +239,31 @@ class FullyShardedDataParallel(nn.Module):
     def cpu_offload(self) -> bool:
         """Another name of ``move_params_to_cpu``."""
         return self.move_params_to_cpu
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """This rank's parts of the parameters that this instance gathers: its own ones, then those it shares."""
+        return [*self.non_shared_params(), *self._appended]
+
+    def non_shared_params(self) -> list[nn.Parameter]:
+        """Those of ``params`` that no other instance has: the joined one of each kind, or each by itself."""
+        return [slot.sharded for slot in self._own_slots()]
+
+    @property
+    def numel_padded_per_param(self) -> list[int]:
+        """Elements at the end of each of `non_shared_params` that belong to no parameter."""
+        return [slot.padding for slot in self._own_slots()]
+
+    @property
+    def buffer_size(self) -> int:
+        """Elements of this instance's own parameters when they are whole."""
+        return sum(slot.total for slot in self._own_slots())
+
+    @property
+    def has_full_params(self) -> bool:
+        """Whether the parameters are whole now: while it computes, in `summon_full_params`, and where they are kept
+        after forward."""
+        return self._summons or (self._own is not None and self._own.is_unsharded)
 
     def append_shared_param(self, p: nn.Parameter) -> None:
         """Use a parameter that another instance has sharded; both then gather together, from the first of their
@@ -321,6 +347,19 @@ class FullyShardedDataParallel(nn.Module):
         finally:
             for option, value in zip(options, before, strict=True):
                 option.reduce_gradients = value
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `torch.nn.Module.zero_grad`; also drops what backward passes under `no_sync` have added up.
+
+        An optimizer's ``zero_grad`` drops that too where it sets gradients to None, not where it fills them with zeros.
+
+        Args:
+            set_to_none: whether to drop gradients instead of filling them with zeros.
+        """
+        super().zero_grad(set_to_none)
+        for instance in get_fsdp_instances(self):
+            for slot in instance._own_slots():
+                slot.drop_gradient()
 
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
         """Divide gradients by ``pre`` before they are summed over ranks and by ``post`` after.
