@@ -287,6 +287,7 @@ class OSS(Optimizer):
                 f"consolidate_state_dict(recipient_rank={recipient_rank}): pass a rank of the group, 0 to "
                 f"{self.world_size - 1}, or -1 for all"
             )
+        _copy_settings(self.param_groups, self.optim.param_groups)
         states = self._own_states()
         whole = self._exchange_states(states, recipient_rank) if self.world_size > 1 else map_tensors(states, _on_host)
         self._consolidated = whole if recipient_rank in (-1, self.rank) else None
@@ -415,8 +416,8 @@ class OSS(Optimizer):
         """
         if self.group is not dist.group.WORLD:
             raise TypeError("OSS over a subgroup cannot be pickled, since process groups cannot: save its state_dict")
-        own = ("optim", "broadcast_buffer_size", "broadcast_fp16", "force_broadcast_object")
-        own += ("_owners", "_loads", "_consolidated")
+        settings = ("broadcast_buffer_size", "broadcast_fp16", "force_broadcast_object")
+        own = ("optim", *settings, "_owners", "_loads", "_consolidated")
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
