@@ -7,6 +7,7 @@ import copy
 import importlib
 import inspect
 import logging
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -148,6 +149,37 @@ def test_the_rest_has_all_names() -> None:
         assert arguments(getattr(ours, name)) == arguments(getattr(sharding, name))
     wrapper = importlib.import_module("fairscale.nn").checkpoint_wrapper
     assert arguments(ours.checkpoint_wrapper) == arguments(wrapper)
+
+
+FLAT_PARAMETERS: dict[str, Callable[[Any], Any]] = {
+    "metadata": lambda cls: cls([nn.Parameter(torch.ones(2, 3)), torch.ones(())]).metadata(),
+    "empty members": lambda cls: cls([torch.ones(0), torch.ones(2)]).metadata(),
+    "views": lambda cls: [
+        (view.tolist(), view.grad_fn is not None) for view in cls([torch.ones(2, 3), torch.ones(4)]).get_param_views()
+    ],
+    "frozen": lambda cls: cls([nn.Parameter(torch.ones(2))], False).requires_grad,
+    "printed": lambda cls: repr(cls([torch.ones(2)])),
+    "pickled": lambda cls: pickle.loads(pickle.dumps(cls([torch.ones(2, 2), torch.ones(3)]))).metadata(),
+    "of other data": lambda cls: [view.tolist() for view in cls([torch.ones(2, 1)]).get_param_views(torch.zeros(2))],
+    "of too many": lambda cls: cls([torch.ones(2)]).get_param_views(torch.zeros(3)),
+    "nothing": lambda cls: cls([]),
+    "numbers": lambda cls: cls([1]),
+    "one": lambda cls: cls(nn.Parameter(torch.ones(2))),
+    "several": lambda cls: cls(parameter for parameter in [torch.ones(1)]),
+    "nested": lambda cls: cls([cls([torch.ones(1)])]),
+}
+
+
+@pytest.mark.parametrize("what", FLAT_PARAMETERS)
+def test_flat_parameters(what: str) -> None:
+    def result(cls: Any) -> Any:
+        try:
+            return FLAT_PARAMETERS[what](cls)
+        except Exception as error:  # what kind is the result
+            return type(error)
+
+    flattening = importlib.import_module("fairscale.nn.misc.flatten_params_wrapper")
+    assert result(ours.FlatParameter) == result(flattening.FlatParameter)
 
 
 # -- OSS and ShardedDataParallel
