@@ -8,6 +8,7 @@ import importlib
 import inspect
 import logging
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -380,6 +381,19 @@ def test_state_dicts_are_snapshots(flat: bool) -> None:
             live = dict(model.named_buffers())
             local = model.local_state_dict()
             assert local["1.running_mean"].data_ptr() in {buffer.data_ptr() for buffer in live.values()}
+
+
+@on_ranks(2, flat=FLAT)
+def test_state_dicts_take_torchs_arguments(flat: bool) -> None:
+    results = []
+    with both_fsdps(flatten_parameters=flat) as makers:
+        for model in (make() for make in makers):
+            given: dict[str, Any] = OrderedDict()
+            assert model.state_dict(destination=given, prefix="p.") is given
+            kept = model.state_dict(keep_vars=True)
+            parent = nn.Sequential(nn.Tanh(), model).state_dict()
+            results.append(([*given], [*parent], {name: value.requires_grad for name, value in kept.items()}))
+    assert results[0] == results[1]
 
 
 CONVERSIONS: dict[str, Callable[[Any], Any]] = {

@@ -49,7 +49,7 @@ def _given(module: FullyShardedDataParallel, value: torch.Tensor, live: set[int]
     if not is_live and (device, dtype) == (value.device, value.dtype):
         return value
     # Whole parameters go when the state dict is complete.
-    return value.detach().to(device, dtype, copy=is_live)
+    return value.detach().to(device, dtype, copy=is_live).requires_grad_(value.requires_grad)
 
 
 def prepare_load(
