@@ -419,6 +419,21 @@ def test_buffers_are_cast_again_after_a_conversion(flat: bool, how: str) -> None
         torch.testing.assert_close(results[1][1][name], value, rtol=1e-3, atol=1e-5)
 
 
+@on_ranks(2)
+def test_buffers_that_were_cast_in_inference_mode_are_trained_with() -> None:
+    results = []
+    for mode in (torch.inference_mode, torch.no_grad):
+        model = FSDP(model_of(), mixed_precision=True, compute_dtype=torch.bfloat16)
+        for convert in (lambda: None, model.float):
+            convert()
+            model.eval()
+            with mode():
+                model(inputs_for())
+            train(model.train(), 1)
+        results.append([*(p.grad for p in model.parameters()), *model.buffers()])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
 @on_ranks(2, flat=FLAT, ran=(True, False))
 def test_settings_may_be_set_later(flat: bool, ran: bool) -> None:
     results = []

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ..arguments import check_arguments, documented
 from ..core.context import FSDPCommContext
-from ..core.device import in_backward
+from ..core.device import in_backward, not_inference
 from ..core.flat import FlatShards, FlatSlot
 from ..core.group import ParamGroup
 from ..core.hooks import Phase, Unit
@@ -670,11 +670,12 @@ class FullyShardedDataParallel(nn.Module):
     def _cast_buffers(self) -> None:
         """Cast and move buffers, as FairScale does before a forward."""
         self._has_cast_buffers = True
-        for _, module in own_modules(self.module):
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    dtype = self.buffer_dtype if buffer.is_floating_point() else buffer.dtype
-                    module._buffers[name] = buffer.to(self.compute_device, dtype)
+        with not_inference():
+            for _, module in own_modules(self.module):
+                for name, buffer in module._buffers.items():
+                    if buffer is not None:
+                        dtype = self.buffer_dtype if buffer.is_floating_point() else buffer.dtype
+                        module._buffers[name] = buffer.to(self.compute_device, dtype)
 
     def _check_parameters(self) -> None:
         """
