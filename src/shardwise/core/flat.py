@@ -285,8 +285,12 @@ class FlatSlot(Slot):
             # An optimizer's `zero_grad` knows of this parameter only, and has to find something there.
             self.sharded.grad = torch.zeros_like(self.local)
 
-    def take_gradient(self) -> torch.Tensor | None:
-        """See `Slot.take_gradient`; zeros where only other parts of the run have one."""
+    @staticmethod
+    def take_gradients(slots: Sequence[Any]) -> list[torch.Tensor | None]:
+        """See `Slot.take_gradients`; zeros where only other parts of a run have one."""
+        return [slot._take_gradient() for slot in slots]
+
+    def _take_gradient(self) -> torch.Tensor | None:
         self._forget_zeroed()
         gradient, self.accumulated = self.accumulated, None
         fresh = self._join_gradients(None)
@@ -475,6 +479,11 @@ class FlatShards(Shards):
                 for made in slot.put_unsharded():
                     # An optimizer made while it is registered must not step it: the shards are what counts.
                     remember_successor(made, self.reference, position)
+
+    def trainable(self) -> Sequence[Sequence[Slot]]:
+        """See `Shards.trainable`. Looked up, since setting ``requires_grad`` of a flat parameter tells nobody."""
+        self.note_requires_grad()
+        return super().trainable()
 
     # -- Whole values
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -18,9 +19,9 @@ from .device import (
     apply_function,
     eager,
     in_backward,
+    is_profiled,
     label,
     labelled,
-    no_grad,
     runs_in_this_backward,
     take_history,
 )
@@ -74,6 +75,7 @@ class Unit:
         self.reference: weakref.ref[Unit] = weakref.ref(self)
         self.phase = Phase.IDLE
         self.is_root = False
+        self.gathered_bytes = 0
         self.prefetch_forward: list[weakref.ref[Unit]] = []
         self.prefetch_backward: list[weakref.ref[Unit]] = []
         self._modules = [weakref.ref(module) for module in modules]
@@ -145,11 +147,12 @@ class Unit:
         is_first = self.phase is not Phase.FORWARD
         self._recomputes = in_backward()
         if not self._to_run:
-            self._to_run = {id(member) for member in self.modules}
+            self._to_run = {id(module)} if len(self._modules) == 1 else {*map(id, self.modules)}
         if is_first:
             self.phase = Phase.FORWARD
             args, kwargs = self._enter_pass(context, args, kwargs)
-        args, kwargs = self._cast_inputs(args, kwargs)
+        if self.precision.param_dtype is not None:
+            args, kwargs = self._cast_inputs(args, kwargs)
         for group in self.groups:
             group.unshard(context.gather_lane)
         self._inside.append(id(module))
@@ -199,36 +202,44 @@ class Unit:
         if self._recomputes:
             return
         context.order.enter(self.reference)
-        self._prefetch("forward", self.prefetch_forward, context.order.ahead(), context.largest_unit)
+        self._prefetch("forward", self.prefetch_forward, context, context.order.ahead())
 
     def _prefetch(
-        self, direction: str, chosen: Sequence[weakref.ref[Unit]], expected: Iterator[Unit], limit: int
+        self, direction: str, chosen: Sequence[weakref.ref[Unit]], context: FSDPCommContext, expected: Iterator[Unit]
     ) -> None:
-        """Start gathering the units that the user chose, or else as many of the expected ones as have ``limit`` bytes
-        together: with units of one size that is one, of small ones several."""
+        """Start gathering the units that the user chose, or else as many of the expected ones as have the bytes of the
+        largest together: with units of one size that is one, of small ones several."""
         if chosen:
             for reference in chosen:
                 if (unit := reference()) is not None:
-                    unit.prefetch(direction)
+                    unit.prefetch(direction, unit.gather_lane())
             return
+        limit = context.largest_unit
         for unit in expected if limit else ():
             limit -= unit.gathered_bytes
             if unit is self or limit < 0:
                 return
-            unit.prefetch(direction)
+            unit.prefetch(direction, context.gather_lane)
+            if not limit:
+                return
 
-    @property
-    def gathered_bytes(self) -> int:
-        """That its parameters take on this rank while they are gathered."""
-        return sum([buffer.gathered_bytes for group in self.groups for buffer in group.shards.buffers])
+    def measure(self) -> int:
+        """Note how many bytes its parameters take on this rank while they are gathered, and give them."""
+        self.gathered_bytes = sum([buffer.gathered_bytes for group in self.groups for buffer in group.shards.buffers])
+        return self.gathered_bytes
 
-    def prefetch(self, direction: str) -> None:
-        """Start gathering for a use that is expected soon."""
-        lane = self.gather_lane()
-        with label(f"FSDP::{direction}_prefetch for {self.name}", ""):
-            for group in self.groups:
-                if direction == "forward" or group.options.unshard_in_backward:
-                    group.unshard(lane)
+    def prefetch(self, direction: str, lane: Lane) -> None:
+        """Start gathering on ``lane`` for a use that is expected soon."""
+        if is_profiled():
+            with label(f"FSDP::{direction}_prefetch for {self.name}", ""):
+                self._gather_ahead(direction, lane)
+        else:
+            self._gather_ahead(direction, lane)
+
+    def _gather_ahead(self, direction: str, lane: Lane) -> None:
+        for group in self.groups:
+            if direction == "forward" or group.options.unshard_in_backward:
+                group.unshard(lane)
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Reshard, let the output announce backward."""
@@ -250,7 +261,7 @@ class Unit:
                 context.drop_prefetched()
         if context.forward_root is None:
             context.rest()
-        return self._cast_output(output)
+        return output if self.precision.output_dtype is None else self._cast_output(output)
 
     @labelled("FSDP::post_forward")
     def _leave_forward(self, context: FSDPCommContext, output: Any) -> Any:
@@ -352,7 +363,7 @@ class Unit:
     # -- Registration with autograd
 
     def _register_post_backward(self, context: FSDPCommContext, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        inputs = tensors_requiring_grad((args, kwargs))
+        inputs = tensors_requiring_grad((args, kwargs) if kwargs else args)
         forward_pass = context.passes
         if self._recomputes:
             # Backward may go through this call (reentrant checkpointing) or not: nothing else must wait for it.
@@ -365,6 +376,8 @@ class Unit:
         if (node := aliases[0].grad_fn) is not None:  # under a transform of `torch.func` it may be
             self._nodes.setdefault(forward_pass, weakref.ref(node))
         self._passed = [(old, new, old._version) for old, new in zip(inputs, aliases, strict=True)]
+        if not kwargs and len(args) == len(inputs) and all(map(operator.is_, args, inputs)):
+            return aliases, kwargs
         replaced = iter(aliases)
         return map_tensors((args, kwargs), lambda t: next(replaced) if t.requires_grad else t)  # type: ignore[no-any-return]
 
@@ -377,7 +390,7 @@ class Unit:
 
     def _register_pre_backward(self, output: Any) -> tuple[Any, bool]:
         tensors = tensors_requiring_grad(output)
-        if [tensor for tensor in tensors if tensor._is_view()]:
+        if any(map(torch.Tensor._is_view, tensors)):
             # A hook on a view is lost when the view is modified in place.
             replaced = iter(apply_function(_PreBackward, self, 0, *tensors))
             output = map_tensors(output, lambda t: next(replaced) if t.requires_grad else t)
@@ -413,7 +426,7 @@ class Unit:
 
     def _prefetch_for_backward(self, context: FSDPCommContext) -> None:
         position = self._positions.pop() if self._positions else 0
-        self._prefetch("backward", self.prefetch_backward, context.order.behind(position), context.largest_unit)
+        self._prefetch("backward", self.prefetch_backward, context, context.order.behind(position))
 
     def post_backward(self, forward_pass: int) -> None:
         """The gradients of one forward call's inputs are complete."""
@@ -455,11 +468,17 @@ class Unit:
         if not (group.options.reduce_gradients and reduces_now):
             group.gradients.accumulate()
             return
-        with no_grad():
-            for slots, gradients in group.gradients.take():
-                context.make_room_for_reduction()
-                if (reduction := group.gradients.reduce(slots, gradients, context.reduce_lane)) is not None:
-                    context.add_reduction(reduction)
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self._start_reductions(group, context)
+        else:
+            self._start_reductions(group, context)
+
+    def _start_reductions(self, group: ParamGroup, context: FSDPCommContext) -> None:
+        for slots, gradients in group.gradients.take():
+            context.make_room_for_reduction()
+            if (reduction := group.gradients.reduce(slots, gradients, context.reduce_lane)) is not None:
+                context.add_reduction(reduction)
 
     def reduce_accumulated(self) -> None:
         """Reduce what backward passes without synchronization left."""
