@@ -260,6 +260,7 @@ class FlatSlot(Slot):
     @property
     def has_gradient(self) -> bool:
         """See `Slot.has_gradient`."""
+        self._forget_zeroed()
         return self.accumulated is not None or any(face.grad is not None for face in self._faces)
 
     def drop_gradient(self) -> None:
@@ -268,13 +269,21 @@ class FlatSlot(Slot):
         for face in self._faces:
             face.grad = None
 
+    def _forget_zeroed(self) -> None:
+        """Who has dropped the sharded parameter's gradient since `accumulate` meant what waits for it too."""
+        if self.sharded.grad is None:
+            self.accumulated = None
+
     def accumulate(self, reduce_dtype: torch.dtype | None) -> None:
-        """See `Slot.accumulate`."""
+        """See `Slot.accumulate`. The sharded parameter gets a gradient, of zeros if it has none."""
+        self._forget_zeroed()
         fresh = self._join_gradients(reduce_dtype)
-        if self.accumulated is None:
-            self.accumulated = fresh
-        elif fresh is not None:
-            self.accumulated += fresh
+        if fresh is None:
+            return
+        self.accumulated = fresh if self.accumulated is None else self.accumulated.add_(fresh)
+        if self.sharded.grad is None:
+            # An optimizer's `zero_grad` knows of this parameter only, and has to find something there.
+            self.sharded.grad = torch.zeros_like(self.local)
 
     @staticmethod
     def take_gradients(slots: Sequence[Any]) -> list[torch.Tensor | None]:
@@ -282,6 +291,7 @@ class FlatSlot(Slot):
         return [slot._take_gradient() for slot in slots]
 
     def _take_gradient(self) -> torch.Tensor | None:
+        self._forget_zeroed()
         gradient, self.accumulated = self.accumulated, None
         fresh = self._join_gradients(None)
         if gradient is None:
