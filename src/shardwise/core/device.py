@@ -345,9 +345,7 @@ def pad_chunks(tensors: Sequence[torch.Tensor], world_size: int, out: torch.Tens
         rows[count : count + 1, : rest.numel()].copy_(rest)
 
 
-def split_rows(
-    staging: torch.Tensor, world_size: int, sizes: Sequence[int], targets: Sequence[torch.Tensor]
-) -> None:
+def split_rows(staging: torch.Tensor, world_size: int, sizes: Sequence[int], targets: Sequence[torch.Tensor]) -> None:
     """Cut each row of ``staging`` (1-D: ``world_size`` rows of the sum of ``sizes``) into pieces of ``sizes``, and copy
     the ``i``-th pieces of all rows to ``targets[i]`` (world size x ``sizes[i]``)."""
     if staging.device.type != "cpu":

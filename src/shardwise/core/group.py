@@ -175,9 +175,7 @@ class ParamGroup:
         gathers = []
         for buffer in self.shards.buffers:
             custom = None if self.options.custom_gather is None else self._gathers_by(buffer)
-            gathers.append(
-                buffer.start_gather(lane) if custom is None else buffer.start_staged_gather(custom.allocate)
-            )
+            gathers.append(buffer.start_gather(lane) if custom is None else buffer.start_staged_gather(custom.allocate))
         return gathers
 
     def _issue_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
