@@ -31,6 +31,9 @@ class ShardedGradScaler(GradScaler):
         growth_interval: in steps.
         enabled: whether to scale at all.
         process_group: ranks that skip together; None for all.
+
+    Attributes:
+        group: ``process_group``.
     """
 
     def __init__(
@@ -44,7 +47,7 @@ class ShardedGradScaler(GradScaler):
     ):
         # "cpu" is only what torch never disables; the scale lies where the first loss is.
         super().__init__("cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled)
-        self.process_group = process_group
+        self.group = process_group
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
@@ -64,7 +67,7 @@ class ShardedGradScaler(GradScaler):
             _unscale(gradients, flag, inv_scale.to(device))
         for flag in list(found.values())[1:]:
             found_inf += flag.to(found_inf.device)
-        group = self.process_group if self.process_group is not None else _world()
+        group = self.group if self.group is not None else _world()
         if group is not None and group.size() > 1:
             comm_for(group, found_inf.device).all_reduce_largest(found_inf)
         return {found_inf.device: found_inf}
@@ -74,7 +77,7 @@ class ShardedGradScaler(GradScaler):
         Raises:
             TypeError: with a process group, which another process could not find again.
         """
-        if self.process_group is not None:
+        if self.group is not None:
             raise TypeError("a ShardedGradScaler with a process group cannot be pickled: save its state_dict")
         state: dict[str, Any] = super().__getstate__()
         return state

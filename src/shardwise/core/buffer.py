@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from .comm import Comm
-from .device import Lane, allocate_storage, copy_each, free_storage, not_inference
+from .device import Lane, allocate_storage, copy_each, free_storage, not_inference, split_rows
 from .layout import Layout, TensorLayout
 
 Allocate = Callable[..., torch.Tensor]
@@ -111,10 +111,11 @@ class GatherPlan:
     def _finish(self, staging: torch.Tensor, release: Release | None) -> None:
         """Put the packed tensors in their places, once the collective is done."""
         allocate_storage(self.full)
-        rows = staging.view(self.layout.world_size, -1)
+        world_size = self.layout.world_size
         if self._plain_copy:
-            torch.split_with_sizes_copy(rows, self._sizes, dim=1, out=self._rows)
+            split_rows(staging, world_size, self._sizes, self._rows)
         else:
+            rows = staging.view(world_size, -1)
             for (tensor, target), part in zip(self._packed, rows.split(self._sizes, dim=1), strict=True):
                 join_chunks(tensor, part, target)
         if release is not None:

@@ -62,8 +62,8 @@ class FSDPCommContext:
         """Bytes of the largest unit while it is gathered, roots aside: what may be gathered ahead of its use, so that
         nothing needs the memory of more than two units."""
         if self._largest_unit is None:
-            units = self.units
-            self._largest_unit = max((unit.gathered_bytes for unit in units if not unit.is_root), default=0)
+            sizes = [(unit.measure(), unit.is_root) for unit in self.units]
+            self._largest_unit = max((size for size, is_root in sizes if not is_root), default=0)
         return self._largest_unit
 
     def join(self, unit: Unit) -> None:

@@ -345,6 +345,21 @@ def pad_chunks(tensors: Sequence[torch.Tensor], world_size: int, out: torch.Tens
         rows[count : count + 1, : rest.numel()].copy_(rest)
 
 
+def split_rows(staging: torch.Tensor, world_size: int, sizes: Sequence[int], targets: Sequence[torch.Tensor]) -> None:
+    """Cut each row of ``staging`` (1-D: ``world_size`` rows of the sum of ``sizes``) into pieces of ``sizes``, and copy
+    the ``i``-th pieces of all rows to ``targets[i]`` (world size x ``sizes[i]``)."""
+    if staging.device.type != "cpu":
+        torch.split_with_sizes_copy(staging.view(world_size, -1), list(sizes), dim=1, out=list(targets))
+        return
+    # To make the views takes as long as to copy them: memory that is used again keeps those of its last cut.
+    kept, views = staging.__dict__.get("_shardwise_pieces", (None, ()))
+    if kept != sizes:
+        # Not views of ``staging`` itself, which they would keep alive.
+        views = staging.data.view(world_size, -1).split(list(sizes), dim=1)
+        staging.__dict__["_shardwise_pieces"] = sizes, views
+    torch._foreach_copy_(list(targets), views)
+
+
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """``targets[i]`` becomes ``sources[i]``, in the targets' dtype and on their device, in one call."""
     torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
@@ -398,7 +413,8 @@ def wrap_local(
     local: torch.Tensor, spec: DTensorSpec, kind: type[DTensor] = DTensor, requires_grad: bool = False
 ) -> DTensor:
     """A DTensor (of class ``kind``) around ``local``, without a copy, a check or a new autograd node."""
-    return _wrap_each([local], [spec], kind, requires_grad)[0]
+    with not_inference():
+        return _wrap_each([local], [spec], kind, requires_grad)[0]
 
 
 def _wrap_each(
@@ -409,11 +425,10 @@ def _wrap_each(
     # Not around `local` itself: the DTensor would take over its offset, and torch can neither save nor copy one with an
     # offset. And not through the class: its `__init__` does nothing and costs more than the rest.
     base = _at_offset_zero(locals_[0].dtype, locals_[0].device)
-    with not_inference():
-        for local, spec in zip(locals_, specs, strict=True):
-            wrapped: DTensor = DTensor.__new__(kind, base, spec, requires_grad=requires_grad)
-            wrapped._local_tensor = local
-            made.append(wrapped)
+    for local, spec in zip(locals_, specs, strict=True):
+        wrapped: DTensor = DTensor.__new__(kind, base, spec, requires_grad=requires_grad)
+        wrapped._local_tensor = local
+        made.append(wrapped)
     return made
 
 
@@ -433,6 +448,8 @@ def spec_of(tensor: torch.Tensor) -> DTensorSpec:
 
 get_spec, get_local = attrgetter("_spec"), attrgetter("_local_tensor")
 """Of a DTensor, as functions that `map` calls without a line of Python for each; AttributeError for anything else."""
+get_requires_grad, get_dtype = attrgetter("requires_grad"), attrgetter("dtype")
+"""Of a tensor."""
 
 
 def region_of(spec: ParallelSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -498,13 +515,17 @@ def shard_like(value: torch.Tensor, sharded: DTensor) -> DTensor:
     return wrap_local(value.detach().clone().to(local.device), spec)
 
 
-def without_torch_function() -> contextlib.AbstractContextManager[Any]:
-    """Attribute access on tensor subclasses inside goes straight to torch, which is faster."""
-    return torch._C.DisableTorchFunctionSubclass()
+without_torch_function: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
+"""Attribute access on tensor subclasses inside goes straight to torch, which is faster."""
 
 
 call_without_torch_function: Callable[[Any, Any, Any, Any], Any] = torch._C._disabled_torch_function_impl
 """``(func, types, args, kwargs)``: call ``func`` as torch does for a class whose ``__torch_function__`` is disabled."""
+
+
+tensor_hooks_of = attrgetter("_backward_hooks")
+post_accumulate_grad_hooks_of = attrgetter("_post_accumulate_grad_hooks")
+"""Those that the user registered on a parameter; false if there are none."""
 
 
 def run_tensor_hooks(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -526,8 +547,9 @@ def post_accumulate_grad_hooks(
     parameters: Sequence[torch.Tensor],
 ) -> list[tuple[Callable[[torch.Tensor], None], torch.Tensor]]:
     """Hooks that the user registered to run when the gradient of a parameter is ready, each with its parameter."""
-    with_hooks = [parameter for parameter in parameters if parameter._post_accumulate_grad_hooks]
-    return [(hook, parameter) for parameter in with_hooks for hook in parameter._post_accumulate_grad_hooks.values()]
+    with without_torch_function():
+        found = [(parameter, post_accumulate_grad_hooks_of(parameter)) for parameter in parameters]
+    return [(hook, parameter) for parameter, hooks in found if hooks for hook in hooks.values()]
 
 
 # -- Autograd and profiler -------------------------------------------------------------------------------------
@@ -539,9 +561,8 @@ def take_history(changed: torch.Tensor, alias: torch.Tensor) -> None:
         changed.copy_(alias)
 
 
-def backward_number() -> int:
-    """Number of the backward pass that this thread is inside, -1 outside; one inside another has its own."""
-    return torch._C._current_graph_task_id()
+backward_number: Callable[[], int] = torch._C._current_graph_task_id
+"""Number of the backward pass that this thread is inside, -1 outside; one inside another has its own."""
 
 
 def in_backward() -> bool:
@@ -562,9 +583,13 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
 _NOTHING = contextlib.nullcontext()
 
 
+is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+"""Whether a profiler runs."""
+
+
 def label(name: str, fqn: str) -> contextlib.AbstractContextManager[Any]:
     """A profiler range ``name (fqn)``; costs nothing while no profiler runs."""
-    if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+    if not is_profiled():
         return _NOTHING
     return torch.profiler.record_function(f"{name} ({fqn})" if fqn else name)
 
@@ -575,7 +600,7 @@ def labelled(name: str) -> Callable[[Callable[Concatenate[Any, P], R]], Callable
     def decorate(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
         @functools.wraps(method)
         def run(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
-            if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+            if not is_profiled():
                 return method(self, *args, **kwargs)
             with label(name, self.name):
                 return method(self, *args, **kwargs)
@@ -585,9 +610,23 @@ def labelled(name: str) -> Callable[[Callable[Concatenate[Any, P], R]], Callable
     return decorate
 
 
-def no_grad() -> contextlib.AbstractContextManager[Any]:
-    """`torch.no_grad`, entered only where gradients are recorded."""
-    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+def labelled_outside_transforms(
+    name: str,
+) -> Callable[[Callable[Concatenate[Any, P], R]], Callable[Concatenate[Any, P], R]]:
+    """`labelled` and `outside_transforms` at once."""
+
+    def decorate(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+        careful = labelled(name)(outside_transforms(method))
+
+        @functools.wraps(method)
+        def run(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+            if is_profiled() or torch._C._are_functorch_transforms_active():
+                return careful(self, *args, **kwargs)
+            return method(self, *args, **kwargs)
+
+        return cast(Callable[Concatenate[Any, P], R], run)
+
+    return decorate
 
 
 def outside_transforms(function: Callable[P, R]) -> Callable[P, R]:

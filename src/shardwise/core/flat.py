@@ -265,6 +265,7 @@ class FlatSlot(Slot):
     @property
     def has_gradient(self) -> bool:
         """See `Slot.has_gradient`."""
+        self._forget_zeroed()
         return self.accumulated is not None or any(face.grad is not None for face in self._faces)
 
     def drop_gradient(self) -> None:
@@ -273,16 +274,29 @@ class FlatSlot(Slot):
         for face in self._faces:
             face.grad = None
 
-    def accumulate(self, reduce_dtype: torch.dtype | None) -> None:
-        """See `Slot.accumulate`."""
-        fresh = self._join_gradients(reduce_dtype)
-        if self.accumulated is None:
-            self.accumulated = fresh
-        elif fresh is not None:
-            self.accumulated += fresh
+    def _forget_zeroed(self) -> None:
+        """Who has dropped the sharded parameter's gradient since `accumulate` meant what waits for it too."""
+        if self.sharded.grad is None:
+            self.accumulated = None
 
-    def take_gradient(self) -> torch.Tensor | None:
-        """See `Slot.take_gradient`; zeros where only other parts of the run have one."""
+    def accumulate(self, reduce_dtype: torch.dtype | None) -> None:
+        """See `Slot.accumulate`. The sharded parameter gets a gradient, of zeros if it has none."""
+        self._forget_zeroed()
+        fresh = self._join_gradients(reduce_dtype)
+        if fresh is None:
+            return
+        self.accumulated = fresh if self.accumulated is None else self.accumulated.add_(fresh)
+        if self.sharded.grad is None:
+            # An optimizer's `zero_grad` knows of this parameter only, and has to find something there.
+            self.sharded.grad = torch.zeros_like(self.local)
+
+    @staticmethod
+    def take_gradients(slots: Sequence[Any]) -> list[torch.Tensor | None]:
+        """See `Slot.take_gradients`; zeros where only other parts of a run have one."""
+        return [slot._take_gradient() for slot in slots]
+
+    def _take_gradient(self) -> torch.Tensor | None:
+        self._forget_zeroed()
         gradient, self.accumulated = self.accumulated, None
         fresh = self._join_gradients(None)
         if gradient is None:
@@ -470,6 +484,11 @@ class FlatShards(Shards):
                 for made in slot.put_unsharded():
                     # An optimizer made while it is registered must not step it: the shards are what counts.
                     remember_successor(made, self.reference, position)
+
+    def trainable(self) -> Sequence[Sequence[Slot]]:
+        """See `Shards.trainable`. Looked up, since setting ``requires_grad`` of a flat parameter tells nobody."""
+        self.note_requires_grad()
+        return super().trainable()
 
     # -- Whole values
 

@@ -325,7 +325,13 @@ class Reduction:
 
         if route.stop_after_shard:
             return [scatter, between]
-        return [scatter, between, *(all_reduce(comm) for comm in route.replicate), complete]
+        steps: list[Step] = [scatter]
+        # Sums are kept only where there is an axis to add them up over later.
+        if staged.thin is not None or route.replicate or route.scale.between not in (None, 1.0):
+            steps += [between, *map(all_reduce, route.replicate)]
+        if route.hook is not None or on_host is not None or route.scale.after not in (None, 1.0):
+            steps.append(complete)
+        return steps
 
     def finish(self) -> None:
         """Wait, free what was sent, and deliver the shards, unless they are on their way to the host."""

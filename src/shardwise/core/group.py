@@ -18,7 +18,7 @@ from .device import (
     Lane,
     Ticket,
     Waitable,
-    labelled,
+    labelled_outside_transforms,
     local_of,
     make_spec,
     not_inference,
@@ -64,10 +64,10 @@ def _issue(reference: weakref.ref[ParamGroup], gathers: Sequence[Gather]) -> Seq
             gather.prepare()
         outputs += gather.outputs
         inputs += gather.inputs
-    works = list(group._issue_gather(outputs, inputs)) if inputs else []
+    works = group._issue_gather(outputs, inputs) if inputs else []
     for gather in gathers:
         if gather.thin is not None:
-            works += group.mesh.shard.unite(gather.thin)
+            works = [*works, *group.mesh.shard.unite(gather.thin)]
     return works
 
 
@@ -85,7 +85,7 @@ class ParamGroup:
         self.options = GroupOptions()
         self.state = ShardState.SHARDED
         self.slots: Sequence[Slot] = shards.slots
-        self.gradients = GradientReducer(self.slots, self.mesh, self.policy, self.options)
+        self.gradients = GradientReducer(shards, self.options)
         self._name = ""
         self._gather: tuple[Ticket | None, Sequence[Gather]] | None = None
         self._prepared: _Prepared | None = None
@@ -128,7 +128,6 @@ class ParamGroup:
         """Whether a gather was started that nobody waited for."""
         return self._gather is not None
 
-    @outside_transforms
     def unshard(self, lane: Lane) -> None:
         """Start gathering; does nothing if the parameters are gathered or on their way."""
         if self._gather is not None:
@@ -146,12 +145,12 @@ class ParamGroup:
         self.shards.check_materialized()
         self._submit_gather(lane)
 
-    @labelled("FSDP::all_gather")
+    @labelled_outside_transforms("FSDP::all_gather")
     def _submit_gather(self, lane: Lane) -> None:
         prepared, self._prepared = self._prepared, None
         after: tuple[Any, ...] = ()
         if prepared is None:
-            gathers: Sequence[Gather] = [self._start_gather(buffer, lane) for buffer in self.shards.buffers]
+            gathers = self._start_gathers(lane)
         else:
             gathers = prepared.gathers
             # The event says nothing of what was written to the shards after it.
@@ -164,7 +163,7 @@ class ParamGroup:
         """Allocate what the next gather needs, which is then ordered after ``event`` and the allocation alone."""
         if self._gather is None and self.state is ShardState.SHARDED and self.shards.is_adopted:
             self.shards.check_materialized()
-            gathers = [self._start_gather(buffer, lane) for buffer in self.shards.buffers]
+            gathers = self._start_gathers(lane)
             self._prepared = _Prepared(gathers, (event, mark()), self.shards.stamp())
 
     def _gathers_by(self, buffer: ShardedBuffer) -> StagedCollective | None:
@@ -172,14 +171,18 @@ class ParamGroup:
             return None
         return custom
 
-    def _start_gather(self, buffer: ShardedBuffer, lane: Lane) -> Gather:
-        custom = self._gathers_by(buffer)
-        return buffer.start_gather(lane) if custom is None else buffer.start_staged_gather(custom.allocate)
+    def _start_gathers(self, lane: Lane) -> Sequence[Gather]:
+        gathers = []
+        for buffer in self.shards.buffers:
+            custom = None if self.options.custom_gather is None else self._gathers_by(buffer)
+            gathers.append(buffer.start_gather(lane) if custom is None else buffer.start_staged_gather(custom.allocate))
+        return gathers
 
     def _issue_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
         first = self.shards.buffers[0]
-        if (custom := self._gathers_by(first)) is None:
-            return first.gather_comm.all_gather(outputs, inputs)
+        if self.options.custom_gather is None or (custom := self._gathers_by(first)) is None:
+            comm = first.comm if self.policy.reshard_to is None else first.gather_comm
+            return comm.all_gather(outputs, inputs)
         works = [
             custom(output_tensor=output, input_tensor=input_, group=first.comm.group, async_op=False)
             for output, input_ in zip(outputs, inputs, strict=True)
@@ -208,15 +211,15 @@ class ParamGroup:
             # Where parameters do not stay gathered the next use gathers again anyhow.
             keeps = self._keeps_unsharded or not self.options.reshard_after_forward
             self.shards.note_gathered(keeps=keeps)
-        self._register_unsharded()
-
-    def _register_unsharded(self) -> None:
         self.shards.put_unsharded()
-        for buffer in self.shards.buffers:
-            buffer.drop_resharded()
+        if self.policy.reshard_to is not None:
+            self._drop_resharded()
         self.state = ShardState.UNSHARDED
 
-    @outside_transforms
+    def _drop_resharded(self) -> None:
+        for buffer in self.shards.buffers:
+            buffer.drop_resharded()
+
     def reshard(self, *, after_forward: bool = False, keep: bool = False) -> None:
         """Register the sharded parameters and free the gathered ones, unless the strategy keeps them.
 
@@ -239,11 +242,13 @@ class ParamGroup:
         self._is_kept = keep or self._keeps_unsharded
         if self._is_kept:
             self.shards.watch()
-        for buffer in self.shards.buffers:
-            buffer.drop_resharded()
-            if not self._is_kept:
+        if self.policy.reshard_to is not None:
+            self._drop_resharded()
+        if not self._is_kept:
+            for buffer in self.shards.buffers:
                 buffer.free()
 
+    @outside_transforms
     def _reshard_to(self, smaller: DataParallelMesh) -> None:
         for buffer in self.shards.buffers:
             slots = [slot for slot in self.slots if slot.buffer is buffer]
@@ -264,8 +269,11 @@ class ParamGroup:
 
     def kept(self, output: torch.Tensor) -> torch.Tensor:
         """``output``, or a copy if it is an unsharded parameter or a view of one, whose memory resharding frees."""
-        own = unwrapped(local_of(output))
-        if self._keeps_unsharded or type(own) not in (torch.Tensor, nn.Parameter):
+        if self._keeps_unsharded:
             return output
-        freed = [buffer for buffer in self.shards.buffers if not buffer.is_identity and buffer.shares_memory(own)]
-        return output.clone() if freed else output
+        own = unwrapped(local_of(output))
+        if type(own) is torch.Tensor or type(own) is nn.Parameter:
+            for buffer in self.shards.buffers:
+                if not buffer.is_identity and buffer.shares_memory(own):
+                    return output.clone()
+        return output

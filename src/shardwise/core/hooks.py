@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -18,11 +19,12 @@ from .context import FSDPCommContext
 from .device import (
     Lane,
     apply_function,
+    backward_number,
     eager,
     in_backward,
+    is_profiled,
     label,
     labelled,
-    no_grad,
     runs_in_this_backward,
     take_history,
 )
@@ -76,6 +78,7 @@ class Unit:
         self.reference: weakref.ref[Unit] = weakref.ref(self)
         self.phase = Phase.IDLE
         self.is_root = False
+        self.gathered_bytes = 0
         self.prefetch_forward: list[weakref.ref[Unit]] = []
         self.prefetch_backward: list[weakref.ref[Unit]] = []
         self._modules = [weakref.ref(module) for module in modules]
@@ -148,19 +151,24 @@ class Unit:
     @labelled("FSDP::pre_forward")
     def _enter_forward(self, context: FSDPCommContext, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         is_first = self.phase is not Phase.FORWARD
-        self._recomputes = in_backward()
+        self._recomputes = backward_number() != -1
         if not self._to_run:
-            self._to_run = {id(member) for member in self.modules}
+            self._to_run = {id(module)} if len(self._modules) == 1 else {*map(id, self.modules)}
         if is_first:
             self.phase = Phase.FORWARD
-            args, kwargs = self._enter_pass(context, args, kwargs)
-        args, kwargs = self._cast_inputs(args, kwargs)
+            if self._recomputes:
+                # It runs before any other hook of this backward pass may have, in reentrant checkpointing.
+                context.queue_end_of_backward()
+            elif context.forward_root is None:
+                args, kwargs = self._enter_pass(context, args, kwargs)
+        if self.precision.param_dtype is not None:
+            args, kwargs = self._cast_inputs(args, kwargs)
         for group in self.groups:
             group.unshard(context.gather_lane)
         self._inside.append(id(module))
         if is_first and torch.is_grad_enabled():
             args, kwargs = self._register_post_backward(context, args, kwargs)
-        if is_first:
+        if is_first and not self._recomputes:
             # Before the wait, so that a link that all wait for is never idle.
             self._prefetch_for_forward(context)
         for group in self.groups:
@@ -185,12 +193,6 @@ class Unit:
         self._is_checked = True
 
     def _enter_pass(self, context: FSDPCommContext, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        if self._recomputes:
-            # It runs before any other hook of this backward pass may have, in reentrant checkpointing.
-            context.queue_end_of_backward()
-            return args, kwargs
-        if context.forward_root is not None:
-            return args, kwargs
         context.recover_from_aborted_backward()
         if context.has_root:
             context.forward_root = self
@@ -201,39 +203,45 @@ class Unit:
         return moved
 
     def _prefetch_for_forward(self, context: FSDPCommContext) -> None:
-        if self._recomputes:
-            return
         context.order.enter(self.reference)
-        self._prefetch("forward", self.prefetch_forward, context.order.ahead(), context.largest_unit)
+        self._prefetch("forward", self.prefetch_forward, context, context.order.ahead())
 
     def _prefetch(
-        self, direction: str, chosen: Sequence[weakref.ref[Unit]], expected: Iterator[Unit], limit: int
+        self, direction: str, chosen: Sequence[weakref.ref[Unit]], context: FSDPCommContext, expected: Iterator[Unit]
     ) -> None:
-        """Start gathering the units that the user chose, or else as many of the expected ones as have ``limit`` bytes
-        together: with units of one size that is one, of small ones several."""
+        """Start gathering the units that the user chose, or else as many of the expected ones as have the bytes of the
+        largest together: with units of one size that is one, of small ones several."""
         if chosen:
             for reference in chosen:
                 if (unit := reference()) is not None:
-                    unit.prefetch(direction)
+                    unit.prefetch(direction, unit.gather_lane())
             return
+        limit = context.largest_unit
         for unit in expected if limit else ():
             limit -= unit.gathered_bytes
             if unit is self or limit < 0:
                 return
-            unit.prefetch(direction)
+            unit.prefetch(direction, context.gather_lane)
+            if not limit:
+                return
 
-    @property
-    def gathered_bytes(self) -> int:
-        """That its parameters take on this rank while they are gathered."""
-        return sum([buffer.gathered_bytes for group in self.groups for buffer in group.shards.buffers])
+    def measure(self) -> int:
+        """Note how many bytes its parameters take on this rank while they are gathered, and give them."""
+        self.gathered_bytes = sum([buffer.gathered_bytes for group in self.groups for buffer in group.shards.buffers])
+        return self.gathered_bytes
 
-    def prefetch(self, direction: str) -> None:
-        """Start gathering for a use that is expected soon."""
-        lane = self.gather_lane()
-        with label(f"FSDP::{direction}_prefetch for {self.name}", ""):
-            for group in self.groups:
-                if direction == "forward" or group.options.unshard_in_backward:
-                    group.unshard(lane)
+    def prefetch(self, direction: str, lane: Lane) -> None:
+        """Start gathering on ``lane`` for a use that is expected soon."""
+        if is_profiled():
+            with label(f"FSDP::{direction}_prefetch for {self.name}", ""):
+                self._gather_ahead(direction, lane)
+        else:
+            self._gather_ahead(direction, lane)
+
+    def _gather_ahead(self, direction: str, lane: Lane) -> None:
+        for group in self.groups:
+            if direction == "forward" or group.options.unshard_in_backward:
+                group.unshard(lane)
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Reshard, let the output announce backward."""
@@ -255,7 +263,7 @@ class Unit:
                 context.drop_prefetched()
         if context.forward_root is None:
             context.rest()
-        return self._cast_output(output)
+        return output if self.precision.output_dtype is None else self._cast_output(output)
 
     @labelled("FSDP::post_forward")
     def _leave_forward(self, context: FSDPCommContext, output: Any) -> Any:
@@ -357,7 +365,7 @@ class Unit:
     # -- Registration with autograd
 
     def _register_post_backward(self, context: FSDPCommContext, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        inputs = tensors_requiring_grad((args, kwargs))
+        inputs = tensors_requiring_grad((args, kwargs) if kwargs else args)
         forward_pass = context.passes
         if self._recomputes:
             # Backward may go through this call (reentrant checkpointing) or not: nothing else must wait for it.
@@ -370,6 +378,8 @@ class Unit:
         if (node := aliases[0].grad_fn) is not None:  # under a transform of `torch.func` it may be
             self._nodes.setdefault(forward_pass, weakref.ref(node))
         self._passed = [(old, new, old._version) for old, new in zip(inputs, aliases, strict=True)]
+        if not kwargs and len(args) == len(inputs) and all(map(operator.is_, args, inputs)):
+            return aliases, kwargs
         replaced = iter(aliases)
         return map_tensors((args, kwargs), lambda t: next(replaced) if t.requires_grad else t)  # type: ignore[no-any-return]
 
@@ -382,7 +392,7 @@ class Unit:
 
     def _register_pre_backward(self, output: Any) -> tuple[Any, bool]:
         tensors = tensors_requiring_grad(output)
-        if [tensor for tensor in tensors if tensor._is_view()]:
+        if any(map(torch.Tensor._is_view, tensors)):
             # A hook on a view is lost when the view is modified in place.
             replaced = iter(apply_function(_PreBackward, self, None, *tensors))
             output = map_tensors(output, lambda t: next(replaced) if t.requires_grad else t)
@@ -425,7 +435,7 @@ class Unit:
 
     def _prefetch_for_backward(self, context: FSDPCommContext) -> None:
         position = self._positions.pop() if self._positions else 0
-        self._prefetch("backward", self.prefetch_backward, context.order.behind(position), context.largest_unit)
+        self._prefetch("backward", self.prefetch_backward, context, context.order.behind(position))
 
     def post_backward(self, forward_pass: int, call: Any) -> None:
         """The gradients of the inputs of one forward ``call`` are complete."""
@@ -473,11 +483,17 @@ class Unit:
         if not (group.options.reduce_gradients and reduces_now):
             group.gradients.accumulate()
             return
-        with no_grad():
-            for slots, gradients in group.gradients.take():
-                context.make_room_for_reduction()
-                if (reduction := group.gradients.reduce(slots, gradients, context.reduce_lane)) is not None:
-                    context.add_reduction(reduction)
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self._start_reductions(group, context)
+        else:
+            self._start_reductions(group, context)
+
+    def _start_reductions(self, group: ParamGroup, context: FSDPCommContext) -> None:
+        for slots, gradients in group.gradients.take():
+            context.make_room_for_reduction()
+            if (reduction := group.gradients.reduce(slots, gradients, context.reduce_lane)) is not None:
+                context.add_reduction(reduction)
 
     def reduce_accumulated(self) -> None:
         """Reduce what backward passes without synchronization left."""
@@ -604,7 +620,7 @@ class _Announcing(torch.autograd.Function):
     @staticmethod
     def forward(unit: Unit, what: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # Not the tensors themselves: autograd forbids modifying those in place.
-        return tuple([tensor.detach() for tensor in tensors])
+        return tuple(map(torch.Tensor.detach, tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections import Counter
 from collections.abc import Sequence
 
 import torch
 
-from .buffer import ShardedBuffer
 from .device import (
     Lane,
     add_each,
+    get_dtype,
     is_elsewhere,
     local_of,
     post_accumulate_grad_hooks,
+    post_accumulate_grad_hooks_of,
     run_tensor_hooks,
+    tensor_hooks_of,
     without_torch_function,
     wrap_gradients,
 )
 from .errors import StateError
 from .gradient import Deliver, GradientPlan, Reduction, Route, Scale, gradient_scale
-from .mesh import DataParallelRanks
-from .slot import GroupOptions, GroupPolicy, Slot, reduction_dtype
+from .shards import Shards
+from .slot import GroupOptions, Slot, reduction_dtype
 
+_is_there = functools.partial(operator.is_not, None)
 MOST_PLANS = 64
 """Which parameters are reduced together may change with every step; plans are cheap to make again."""
 IDLE_AFTER = 2
@@ -34,14 +38,14 @@ class GradientReducer:
     """Gradients of the parameters of one group, between backward and the optimizer.
 
     Args:
-        slots: the parameters.
-        mesh: ranks and strategy.
-        policy: dtypes.
+        shards: the parameters, with ranks and dtypes.
         options: what users set.
     """
 
-    def __init__(self, slots: Sequence[Slot], mesh: DataParallelRanks, policy: GroupPolicy, options: GroupOptions):
-        self.slots, self.mesh, self.policy, self.options = slots, mesh, policy, options
+    def __init__(self, shards: Shards, options: GroupOptions):
+        self.shards, self.options = shards, options
+        self.slots: Sequence[Slot] = shards.slots
+        self.mesh, self.policy = shards.mesh, shards.policy
         self.unit_name = ""
         self._plans: dict[tuple[tuple[Slot, ...], int, torch.dtype, bool], GradientPlan] = {}
         self._absences: Counter[Slot] = Counter()
@@ -52,17 +56,10 @@ class GradientReducer:
         self._plans.clear()
         self._absences.clear()
 
-    def _reduce_dtype(self, gradient_dtype: torch.dtype) -> torch.dtype:
-        return reduction_dtype(gradient_dtype, self.policy.precision.reduce_dtype)
-
     def accumulate(self) -> None:
         """Keep this backward's unsharded gradients for a later reduction, in the reduction's dtype."""
         for slot in self.slots:
             slot.accumulate(self.policy.precision.reduce_dtype)
-
-    def _trainable(self) -> list[Slot]:
-        with without_torch_function():
-            return [slot for slot in self.slots if slot.was_unsharded and slot.sharded.requires_grad]
 
     def has_any(self) -> bool:
         """Whether an unsharded gradient waits for its reduction."""
@@ -74,7 +71,7 @@ class GradientReducer:
 
     def trains(self) -> bool:
         """Whether any parameter requires a gradient."""
-        return bool(self._trainable())
+        return bool(self.shards.trainable())
 
     def drop(self) -> None:
         """Forget unsharded gradients."""
@@ -85,16 +82,13 @@ class GradientReducer:
         # Ranks may have been told of different reductions.
         self._absences.clear()
 
-    def take(self) -> list[tuple[list[Slot], list[torch.Tensor | None]]]:
+    def take(self) -> list[tuple[Sequence[Slot], list[torch.Tensor | None]]]:
         """Remove the unsharded gradients of the trainable parameters, those of one buffer together."""
-        by_buffer: dict[ShardedBuffer, list[Slot]] = {}
-        for slot in self._trainable():
-            by_buffer.setdefault(slot.buffer, []).append(slot)
-        return [(slots, [slot.take_gradient() for slot in slots]) for slots in by_buffer.values()]
+        return [(slots, slots[0].take_gradients(slots)) for slots in self.shards.trainable()]
 
     def reduce(self, slots: Sequence[Slot], gradients: list[torch.Tensor | None], lane: Lane) -> Reduction | None:
         """Start reducing unsharded ``gradients`` (emptied) of ``slots``; None if they are theirs already."""
-        present = [gradient is not None for gradient in gradients]
+        present = [*map(_is_there, gradients)]
         if self.options.zeros_for_unused:
             gradients = [
                 self._zeros(s, s.buffer.dtype) if g is None else g for s, g in zip(slots, gradients, strict=True)
@@ -159,18 +153,21 @@ class GradientReducer:
     ) -> Reduction:
         """Reduce ``gradients`` (emptied) of ``slots``, zeros where there are none."""
         like = (slots[0] if slots else self.slots[0]).buffer
-        dtypes = {gradient.dtype for gradient in gradients if gradient is not None}
-        dtype = self._reduce_dtype(next(iter(dtypes), like.dtype))
-        filled = [
-            self._zeros(slot, next(iter(dtypes), dtype)) if gradient is None else gradient
-            for slot, gradient in zip(slots, gradients, strict=True)
-        ]
+        filled = [gradient for gradient in gradients if gradient is not None]
+        dtypes = {*map(get_dtype, filled)}
+        dtype = reduction_dtype(next(iter(dtypes), like.dtype), self.policy.precision.reduce_dtype)
+        if len(filled) < len(slots):
+            filled = [
+                self._zeros(slot, next(iter(dtypes), dtype)) if gradient is None else gradient
+                for slot, gradient in zip(slots, gradients, strict=True)
+            ]
         gradients.clear()
         if len(dtypes) > 1 or (dtypes != {dtype} and like.dtype == dtype):
             filled = [gradient.to(dtype) for gradient in filled]
         known = [True] * len(slots) if present is None else present
         plan = self._plan(slots, len(known), dtype)
-        self._check_partial_sums(plan)
+        if self.mesh.replicate:
+            self._check_partial_sums(plan)
         give = deliver or (lambda shards, exist: self._deliver(slots, shards))
         device = self.mesh.device
         return Reduction(plan, self._route(dtype), filled, known, lane, device, like.local, give, self.unit_name)
@@ -225,7 +222,7 @@ class GradientReducer:
         shards: list[torch.Tensor | None] = []
         for gradient in gradients:
             if gradient is not None:
-                gradient = gradient.to(self._reduce_dtype(gradient.dtype))
+                gradient = gradient.to(reduction_dtype(gradient.dtype, self.policy.precision.reduce_dtype))
                 if factor not in (None, 1):
                     gradient.div_(factor)
                 gradient = gradient.to(like.dtype)
@@ -241,7 +238,9 @@ class GradientReducer:
         assert not torch.is_grad_enabled()
         with without_torch_function():
             gradients = wrap_gradients([shard for shard in shards if shard is not None], parameters)
-            for parameter, gradient in zip(parameters, run_tensor_hooks(parameters, gradients), strict=True):
+            if any(map(tensor_hooks_of, parameters)):
+                gradients = run_tensor_hooks(parameters, gradients)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
                 if parameter.grad is None:
                     parameter.grad = gradient
                 else:
@@ -249,6 +248,6 @@ class GradientReducer:
                     new.append(local_of(gradient))
             if old:
                 add_each(old, new)
-            hooks = post_accumulate_grad_hooks(parameters)
-        for hook, reached in hooks:
+            reports = any(map(post_accumulate_grad_hooks_of, parameters))
+        for hook, reached in post_accumulate_grad_hooks(parameters) if reports else ():
             hook(reached)

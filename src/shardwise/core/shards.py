@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from .buffer import ShardedBuffer
 from .device import (
     Ticket,
+    get_requires_grad,
     local_of,
     make_spec,
     not_inference,
@@ -65,6 +66,7 @@ class Shards(ABC):
         """Copies from offloaded shards that may still be under way."""
         self._writes = 0
         self._gathered_writes = self._has_values_since = -1
+        self._trainable: Sequence[Sequence[Slot]] | None = None
         self._versions: list[int] | None = None
 
     @property
@@ -155,6 +157,23 @@ class Shards(ABC):
             "model.to_empty(device=...) and initialize them"
         )
 
+    # -- Whether they are trained
+
+    def note_requires_grad(self) -> None:
+        """``requires_grad`` of one of them was set, or they have other faces."""
+        self._trainable = None
+
+    def trainable(self) -> Sequence[Sequence[Slot]]:
+        """Slots that gradients may come for, those of one buffer together."""
+        if self._trainable is None:
+            by_buffer: dict[ShardedBuffer, list[Slot]] = {}
+            with without_torch_function():
+                for slot in self.slots:
+                    if slot.was_unsharded and slot.sharded.requires_grad:
+                        by_buffer.setdefault(slot.buffer, []).append(slot)
+            self._trainable = [*by_buffer.values()]
+        return self._trainable
+
     # -- Whether they changed
 
     def mark_stale(self) -> None:
@@ -213,6 +232,9 @@ class ParameterShards(Shards):
         self._waits_for_others = False
         self._faces: list[tuple[Registry, str, nn.Parameter, nn.Parameter]] = []
         """For each place its registry and name, and what is registered there: sharded, and unsharded."""
+        self._unsharded: list[nn.Parameter] = []
+        self._requires_grad: list[bool] | None = None
+        """What the unsharded faces have to agree with; None where it has to be looked up."""
         by_dtype: dict[torch.dtype, list[ManagedParameter]] = defaultdict(list)
         for parameter in parameters:
             by_dtype[parameter.value.dtype].append(parameter)
@@ -254,14 +276,21 @@ class ParameterShards(Shards):
 
     def put_unsharded(self) -> None:
         """See `Shards.put_unsharded`."""
-        with without_torch_function():
-            wanted = [sharded.requires_grad for _, _, sharded, _ in self._faces]
-            if not wanted or wanted != [unsharded.requires_grad for *_, unsharded in self._faces]:
+        # Looked up on the unsharded ones alone, which are about to be used: the memory of the others is far away.
+        if self._requires_grad != [*map(get_requires_grad, self._unsharded)]:
+            with without_torch_function():
                 self._make_faces()
         for registry, name, _, unsharded in self._faces:
             registry[name] = unsharded
 
+    def note_requires_grad(self) -> None:
+        """See `Shards.note_requires_grad`."""
+        super().note_requires_grad()
+        self._requires_grad = None
+
     def _make_faces(self) -> None:
+        self.note_requires_grad()
+        self._unsharded = []
         faces: list[tuple[Registry, str, nn.Parameter, nn.Parameter]] = []
         for position, slot in enumerate(self.slots):
             if (unsharded := slot.unsharded) is None:
@@ -271,7 +300,9 @@ class ParameterShards(Shards):
             if unsharded.requires_grad != slot.sharded.requires_grad:
                 unsharded.requires_grad_(slot.sharded.requires_grad)
             faces += [(place.registry, place.name, slot.sharded, unsharded) for place in slot.places]
+            self._unsharded.append(unsharded)
         self._faces = faces
+        self._requires_grad = [*map(get_requires_grad, self._unsharded)]
 
     # -- Making them again
 
@@ -288,6 +319,7 @@ class ParameterShards(Shards):
                 if not old.local.is_meta:
                     continue
                 self._faces = []
+                self.note_requires_grad()
                 local = self._new_local(old.layout, old.local.dtype, self.mesh.device)
                 buffer = ShardedBuffer(old.layout, local, old.comm, old.dtype, old.device)
                 self.buffers[position] = buffer
@@ -309,6 +341,7 @@ class ParameterShards(Shards):
         """See `Shards.adopt_registered`."""
         self.mark_stale()
         self._waits_for_others, self._faces = False, []
+        self.note_requires_grad()
         rebuilt = False
         for buffer in list(self.buffers):
             slots = [slot for slot in self.slots if slot.buffer is buffer]

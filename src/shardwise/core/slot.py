@@ -112,26 +112,30 @@ class Slot:
             self.accumulated = gradient.to(dtype)
             self.unsharded.grad = None
 
-    def take_gradient(self) -> torch.Tensor | None:
-        """Remove the unsharded gradient, contiguous; None if there is none.
+    @staticmethod
+    def take_gradients(slots: Sequence[Slot]) -> list[torch.Tensor | None]:
+        """Remove the unsharded gradients of ``slots`` of one kind; contiguous, None where there is none.
 
         Raises:
-            StateError: if it is sparse.
+            StateError: if one is sparse.
         """
-        assert self.unsharded is not None
-        gradient, fresh = self.accumulated, self.unsharded.grad
-        self.accumulated = self.unsharded.grad = None
-        if gradient is None:
-            gradient = fresh
-        elif fresh is not None:
-            gradient += fresh
-        if gradient is None:
-            return None
-        if self.parallel is not None:
-            gradient = self.parallel.local_gradient(gradient)
-        if gradient.layout is not torch.strided:
-            refuse_sparse(self.name, gradient)
-        return gradient.contiguous()
+        taken: list[torch.Tensor | None] = []
+        for slot in slots:
+            unsharded = slot.unsharded
+            assert unsharded is not None
+            gradient = unsharded.grad
+            unsharded.grad = None
+            if slot.accumulated is not None:
+                gradient = slot.accumulated if gradient is None else slot.accumulated.add_(gradient)
+                slot.accumulated = None
+            if gradient is not None:
+                if slot.parallel is not None:
+                    gradient = slot.parallel.local_gradient(gradient)
+                if gradient.layout is not torch.strided:
+                    refuse_sparse(slot.name, gradient)
+                gradient = gradient.contiguous()
+            taken.append(gradient)
+        return taken
 
     # -- Values
 

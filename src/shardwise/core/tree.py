@@ -21,6 +21,8 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, dict):
+        if not value:
+            return value
         items = {key: map_tensors(item, function) for key, item in value.items()}
         return value if _same(items.values(), value.values()) else _rebuilt_dict(value, items)
     if isinstance(value, (list, tuple)):
@@ -74,14 +76,24 @@ def tensors_requiring_grad(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value] if value.requires_grad else []
     found: list[torch.Tensor] = []
-
-    def visit(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.requires_grad:
-            found.append(tensor)
-        return tensor
-
-    map_tensors(value, visit)
+    _find_requiring_grad(value, found)
     return found
+
+
+def _find_requiring_grad(value: Any, found: list[torch.Tensor]) -> None:
+    if isinstance(value, dict):
+        items: Any = value.values()
+    elif isinstance(value, (list, tuple)):
+        items = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    else:
+        return
+    for item in items:
+        if not isinstance(item, torch.Tensor):
+            _find_requiring_grad(item, found)
+        elif item.requires_grad:
+            found.append(item)
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:

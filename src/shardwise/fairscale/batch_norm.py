@@ -11,7 +11,8 @@ from torch import nn
 from .fsdp import FullyShardedDataParallel
 from .wrap import auto_wrap, config_auto_wrap_policy, enable_wrap
 
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+BATCH_NORMS = nn.SyncBatchNorm.__bases__
+"""What all batch normalizations derive from, those of other libraries (apex) too."""
 
 
 def auto_wrap_bn(

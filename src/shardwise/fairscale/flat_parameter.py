@@ -14,16 +14,16 @@ class FlatParameter(nn.Parameter):
     """Parameters of one dtype, one after the other.
 
     Args:
-        params: at least one, none of them flat already; their values are copied.
+        params: a list or tuple of at least one, none of them flat already; their values are copied.
         requires_grad: of the joined parameter.
 
     Attributes:
-        param_names: of the parameters, if they are known.
+        param_names: of the parameters; none where they are not known.
         shapes: of each.
 
     Raises:
-        TypeError: if ``params`` holds anything but tensors.
-        ValueError: if there are none, or one is a `FlatParameter`, or they have several dtypes.
+        ValueError: if there are none, or anything but tensors, or one is a `FlatParameter`, or they have several
+            dtypes.
     """
 
     param_names: tuple[str, ...]
@@ -31,18 +31,20 @@ class FlatParameter(nn.Parameter):
 
     def __new__(cls, params: Sequence[torch.Tensor], requires_grad: bool = True) -> FlatParameter:
         """Join ``params``."""
+        if not isinstance(params, (list, tuple)):
+            raise ValueError(f"FlatParameter takes a list or tuple of parameters, not a {type(params).__name__}")
         members = list(params)
         if not members:
             raise ValueError("FlatParameter needs at least one parameter")
         for index, member in enumerate(members):
             if not isinstance(member, torch.Tensor):
-                raise TypeError(f"FlatParameter takes tensors; number {index} is a {type(member).__name__}")
+                raise ValueError(f"FlatParameter takes tensors; number {index} is a {type(member).__name__}")
             if isinstance(member, FlatParameter):
                 raise ValueError(f"FlatParameter: number {index} is a FlatParameter; they do not nest")
         if len(dtypes := {member.dtype for member in members}) > 1:
             raise ValueError(f"FlatParameter: parameters of one dtype can be joined, not {sorted(map(str, dtypes))}")
         data = torch.cat([member.detach().reshape(-1) for member in members])
-        return cls._around(data, requires_grad, ("",) * len(members), [member.shape for member in members])
+        return cls._around(data, requires_grad, (), [member.shape for member in members])
 
     def __init__(self, params: Sequence[torch.Tensor], requires_grad: bool = True):
         # Everything is set in `__new__`, which pickling and copying go around.

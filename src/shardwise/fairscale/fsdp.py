@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ..arguments import check_arguments, documented
 from ..core.context import FSDPCommContext
-from ..core.device import in_backward
+from ..core.device import in_backward, not_inference
 from ..core.flat import FlatShards, FlatSlot
 from ..core.group import ParamGroup
 from ..core.hooks import Phase, Unit
@@ -116,7 +116,7 @@ class FullyShardedDataParallel(nn.Module):
             raise TypeError(f"FullyShardedDataParallel wraps a module, not {type(module).__name__}")
         group = given_group(process_group)
         self.rank, self.world_size = group.rank(), group.size()
-        self.reshard_after_forward, self.disable_reshard_on_root = reshard_after_forward, disable_reshard_on_root
+        self._reshards, self.disable_reshard_on_root = reshard_after_forward, disable_reshard_on_root
         self.mixed_precision, self.fp32_reduce_scatter = mixed_precision, fp32_reduce_scatter
         self.flatten_parameters, self.bucket_cap_mb = flatten_parameters, bucket_cap_mb
         self.move_params_to_cpu = move_params_to_cpu or cpu_offload
@@ -131,7 +131,9 @@ class FullyShardedDataParallel(nn.Module):
         self.state_dict_on_rank_0_only = state_dict_on_rank_0_only
         self.allow_reset_parameters = allow_reset_parameters
         self._check_settings()
-        self._describe_divisors(gradient_predivide_factor)
+        before = gradient_predivide_factor or self._predivide_factor()
+        self._divisors: tuple[float, float] = before, self.world_size / before
+        self._own_divisors = gradient_predivide_factor is not None
         own = own_parameters(module)
         check_parameters(own, mixed_precision, self.compute_dtype)
         sync_from_first_rank(module, own, group, self.compute_device)
@@ -156,19 +158,17 @@ class FullyShardedDataParallel(nn.Module):
                 "keeps a parameter and its gradient on one device, so both have to be the same"
             )
 
-    def _describe_divisors(self, before: float | None) -> None:
+    def _predivide_factor(self) -> float:
         factor = 1
         while self.world_size % factor == 0 and self.world_size / factor > factor:
             factor *= 2
-        self.gradient_predivide_factor = float(before or factor)
-        self.gradient_postdivide_factor = self.world_size / self.gradient_predivide_factor
-        self._own_divisors = before is not None
+        return float(factor)
 
     def _start(self, group: Any, reduce_group: Any, values: Sequence[nn.Parameter] | None) -> None:
         """Everything that belongs to this process; ``values`` are whole parameters, in the order of the runs' members,
         unless shards are registered already."""
         self._process_group, self._reduce_group = group, reduce_group
-        self._summons = self._gives_local = False
+        self._summons = self._gives_local = self._has_cast_buffers = False
         runs = flat_runs(self._runs, self, self.module, values)
         param_dtype = self.compute_dtype if self.mixed_precision else None
         precision = MixedPrecisionPolicy(param_dtype, torch.float32 if self.fp32_reduce_scatter else None)
@@ -178,14 +178,11 @@ class FullyShardedDataParallel(nn.Module):
         self._own = groups[0] if groups else None
         for own in groups:
             cast(FlatShards, own.shards).holder = weakref.ref(self)
-            own.options.reshard_after_forward = self.reshard_after_forward
+            own.options.reshard_after_forward = self._reshards
             own.options.reduce_comm = reduce_comm_of(reduce_group, ranks.shard, self.compute_device)
-            own.options.divisors = self._divisors() if self._own_divisors else None
-        kept_by_root = self.reshard_after_forward and self.disable_reshard_on_root
+            own.options.divisors = self._divisors if self._own_divisors else None
+        kept_by_root = self._reshards and self.disable_reshard_on_root
         set_unit(self, Unit([self], groups, self.compute_device, precision, None, None, kept_by_root, make_fsdp_root))
-
-    def _divisors(self) -> tuple[float, float]:
-        return self.gradient_predivide_factor, self.gradient_postdivide_factor
 
     @property
     def _unit(self) -> Unit:
@@ -225,8 +222,9 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def process_group_reduce_scatter(self) -> Any:
-        """Their group for gradients, as it was given."""
-        return self._reduce_group
+        """The ranks' group for gradients; ``process_group`` unless there is another for them."""
+        comm = self._own.options.reduce_comm if self._own is not None else None
+        return self.process_group if comm is None else comm.group
 
     @process_group_reduce_scatter.setter
     def process_group_reduce_scatter(self, group: Any) -> None:
@@ -238,6 +236,67 @@ class FullyShardedDataParallel(nn.Module):
     def cpu_offload(self) -> bool:
         """Another name of ``move_params_to_cpu``."""
         return self.move_params_to_cpu
+
+    @property
+    def reshard_after_forward(self) -> bool:
+        """Whether whole parameters are freed between forward and backward. After the first forward it is False for the
+        outermost instance, unless ``disable_reshard_on_root=False``."""
+        return self._reshards if self._own is None else self._own.options.reshard_after_forward
+
+    @reshard_after_forward.setter
+    def reshard_after_forward(self, reshards: bool) -> None:
+        self._reshards, unit = reshards, self._unit
+        unit.reshards_unless_root = reshards and self.disable_reshard_on_root
+        if self._own is not None:
+            self._own.options.reshard_after_forward = reshards and not (unit.reshards_unless_root and unit.is_root)
+
+    @property
+    def gradient_predivide_factor(self) -> float:
+        """What gradients are divided by before they are summed over ranks."""
+        return self._divisors[0]
+
+    @gradient_predivide_factor.setter
+    def gradient_predivide_factor(self, factor: float) -> None:
+        self._divide_by(factor, self._divisors[1])
+
+    @property
+    def gradient_postdivide_factor(self) -> float:
+        """What gradients are divided by after they were summed over ranks."""
+        return self._divisors[1]
+
+    @gradient_postdivide_factor.setter
+    def gradient_postdivide_factor(self, factor: float) -> None:
+        self._divide_by(self._divisors[0], factor)
+
+    def _divide_by(self, before: float, after: float) -> None:
+        self._divisors, self._own_divisors = (before, after), True
+        if self._own is not None:
+            self._own.options.divisors = self._divisors
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """This rank's parts of the parameters that this instance gathers: its own ones, then those it shares."""
+        return [*self.non_shared_params(), *self._appended]
+
+    def non_shared_params(self) -> list[nn.Parameter]:
+        """Those of ``params`` that no other instance has: the joined one of each kind, or each by itself."""
+        return [slot.sharded for slot in self._own_slots()]
+
+    @property
+    def numel_padded_per_param(self) -> list[int]:
+        """Elements at the end of each of `non_shared_params` that belong to no parameter."""
+        return [slot.padding for slot in self._own_slots()]
+
+    @property
+    def buffer_size(self) -> int:
+        """Elements of this instance's own parameters when they are whole."""
+        return sum(slot.total for slot in self._own_slots())
+
+    @property
+    def has_full_params(self) -> bool:
+        """Whether the parameters are whole now: while it computes, in `summon_full_params`, and where they are kept
+        after forward."""
+        return self._summons or (self._own is not None and self._own.is_unsharded)
 
     def append_shared_param(self, p: nn.Parameter) -> None:
         """Use a parameter that another instance has sharded; both then gather together, from the first of their
@@ -302,6 +361,8 @@ class FullyShardedDataParallel(nn.Module):
                 f"{self._title()}: forward cannot run inside summon_full_params, whose parameters are not those that "
                 "are trained; leave it first"
             )
+        if not self._has_cast_buffers:
+            self._cast_buffers()
         if self.force_input_to_fp32 and not self.mixed_precision:
             args, kwargs = map_tensors((args, kwargs), _widened)
         outputs = self._unit.run(self, self.module, args, kwargs)
@@ -311,7 +372,12 @@ class FullyShardedDataParallel(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside add gradients up unsharded; the first one outside reduces the sum."""
+        """Backward passes inside add gradients up unsharded; the first one outside reduces the sum.
+
+        Raises:
+            ValueError: if the instance is not idle.
+        """
+        self._check_idle()
         options = [instance._own.options for instance in get_fsdp_instances(self) if instance._own is not None]
         before = [option.reduce_gradients for option in options]
         for option in options:
@@ -321,6 +387,19 @@ class FullyShardedDataParallel(nn.Module):
         finally:
             for option, value in zip(options, before, strict=True):
                 option.reduce_gradients = value
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `torch.nn.Module.zero_grad`; also drops what backward passes under `no_sync` have added up.
+
+        An optimizer's ``zero_grad`` drops that too where it sets gradients to None, not where it fills them with zeros.
+
+        Args:
+            set_to_none: whether to drop gradients instead of filling them with zeros.
+        """
+        super().zero_grad(set_to_none)
+        for instance in get_fsdp_instances(self):
+            for slot in instance._own_slots():
+                slot.drop_gradient()
 
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
         """Divide gradients by ``pre`` before they are summed over ranks and by ``post`` after.
@@ -335,10 +414,7 @@ class FullyShardedDataParallel(nn.Module):
         """
         self.assert_state(TrainingState.IDLE)
         for instance in get_fsdp_instances(self) if recursive else [self]:
-            instance.gradient_predivide_factor, instance.gradient_postdivide_factor = pre, post
-            instance._own_divisors = True
-            if instance._own is not None:
-                instance._own.options.divisors = instance._divisors()
+            instance._divide_by(pre, post)
 
     # -- Whole parameters
 
@@ -591,17 +667,22 @@ class FullyShardedDataParallel(nn.Module):
 
     # -- Module
 
-    def _prepare_modules(self) -> None:
-        """Cast and move buffers, as FairScale does before the first forward.
+    def _cast_buffers(self) -> None:
+        """Cast and move buffers, as FairScale does before a forward."""
+        self._has_cast_buffers = True
+        with not_inference():
+            for _, module in own_modules(self.module):
+                for name, buffer in module._buffers.items():
+                    if buffer is not None:
+                        dtype = self.buffer_dtype if buffer.is_floating_point() else buffer.dtype
+                        module._buffers[name] = buffer.to(self.compute_device, dtype)
 
+    def _check_parameters(self) -> None:
+        """
         Raises:
             ValueError: naming a parameter that nobody has sharded, or another instance that this one was not told of.
         """
         for path, module in own_modules(self.module):
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    dtype = self.buffer_dtype if buffer.is_floating_point() else buffer.dtype
-                    module._buffers[name] = buffer.to(self.compute_device, dtype)
             for name, parameter in module._parameters.items():
                 if parameter is None:
                     continue
@@ -638,6 +719,7 @@ class FullyShardedDataParallel(nn.Module):
         if self._own is not None:
             self._own.reshard()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._has_cast_buffers = False
         if self._own is not None:
             self._own.adopt_registered()
             if not self.mixed_precision and (dtype := self._own.slots[0].sharded.dtype) != self.compute_dtype:
@@ -716,7 +798,8 @@ def make_fsdp_root(root: Unit) -> FSDPCommContext:
     for module in root.modules:
         _choose_casts(module, None)
         for instance in get_fsdp_instances(module):
-            instance._prepare_modules()
+            instance._check_parameters()
+            instance._cast_buffers()
     return context
 
 

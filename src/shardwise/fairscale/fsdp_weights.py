@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .fsdp_parameters import INNER, Run, clean
+from .fsdp_parameters import INNER, Run, clean, own_modules
 from .fsdp_sharing import borrowed
 
 if TYPE_CHECKING:
@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 def finish_state_dict(module: FullyShardedDataParallel, state_dict: Any, prefix: str, _: Any) -> None:
     """Names without wrappers, memory of their own, on the device that was asked for."""
     inner = f"{prefix}{INNER}."
+    # Shards of local state dicts are those that are trained, and so are their buffers.
+    live = set() if module._gives_local else _addresses_of_buffers(module)
     for key in [key for key in state_dict if key.startswith(prefix)]:
         value = state_dict.pop(key)
         if isinstance(value, torch.Tensor):
-            value = _given(module, value)
+            value = _given(module, value, live)
         state_dict[prefix + key.removeprefix(inner) if key.startswith(inner) else key] = value
     metadata = getattr(state_dict, "_metadata", None)
     if metadata is not None:
@@ -34,14 +36,20 @@ def finish_state_dict(module: FullyShardedDataParallel, state_dict: Any, prefix:
             del state_dict[key]
 
 
-def _given(module: FullyShardedDataParallel, value: torch.Tensor) -> torch.Tensor:
-    is_whole = any(slot.holds(value) for slot in module._flat_slots())
+def _addresses_of_buffers(module: FullyShardedDataParallel) -> set[int]:
+    members = own_modules(module.module)
+    return {buffer.data_ptr() for _, member in members for buffer in member._buffers.values() if buffer is not None}
+
+
+def _given(module: FullyShardedDataParallel, value: torch.Tensor, live: set[int]) -> torch.Tensor:
+    """``value``, or a copy if it is in memory of whole parameters, or at a ``live`` address."""
+    is_live = value.data_ptr() in live or any(slot.holds(value) for slot in module._flat_slots())
     dtype = torch.float32 if module.mixed_precision and value.is_floating_point() else value.dtype
     device = value.device if value.device.type == module.state_dict_device.type else module.state_dict_device
-    if not is_whole and (device, dtype) == (value.device, value.dtype):
+    if not is_live and (device, dtype) == (value.device, value.dtype):
         return value
     # Whole parameters go when the state dict is complete.
-    return value.detach().to(device, dtype, copy=is_whole)
+    return value.detach().to(device, dtype, copy=is_live).requires_grad_(value.requires_grad)
 
 
 def prepare_load(

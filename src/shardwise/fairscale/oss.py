@@ -64,8 +64,10 @@ class OSS(Optimizer):
     Attributes:
         optim: the optimizer of the owned parameters.
         group: the process group.
+        backend: its name.
         rank: of this process in it.
         world_size: of it.
+        global_rank: of this process among all.
 
     Raises:
         ValueError: for an optimizer that works on all parameters as one vector (LBFGS), or a broadcast_buffer_size
@@ -95,6 +97,7 @@ class OSS(Optimizer):
                 "optimizer that treats parameters one by one"
             )
         self.broadcast_buffer_size, self.broadcast_fp16 = broadcast_buffer_size, broadcast_fp16
+        self.force_broadcast_object = force_broadcast_object
         self._owners: list[list[int]] = []
         self._loads = [(0, 0)] * self.world_size
         self._plan: _BroadcastPlan | None = None
@@ -114,6 +117,7 @@ class OSS(Optimizer):
         self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
             raise ValueError("OSS(group=...): this process is not in the group; make OSS only on its ranks")
+        self.global_rank, self.backend = dist.get_rank(), dist.get_backend(self.group)
 
     # -- Ownership
 
@@ -283,6 +287,7 @@ class OSS(Optimizer):
                 f"consolidate_state_dict(recipient_rank={recipient_rank}): pass a rank of the group, 0 to "
                 f"{self.world_size - 1}, or -1 for all"
             )
+        _copy_settings(self.param_groups, self.optim.param_groups)
         states = self._own_states()
         whole = self._exchange_states(states, recipient_rank) if self.world_size > 1 else map_tensors(states, _on_host)
         self._consolidated = whole if recipient_rank in (-1, self.rank) else None
@@ -411,7 +416,8 @@ class OSS(Optimizer):
         """
         if self.group is not dist.group.WORLD:
             raise TypeError("OSS over a subgroup cannot be pickled, since process groups cannot: save its state_dict")
-        own = ("optim", "broadcast_buffer_size", "broadcast_fp16", "_owners", "_loads", "_consolidated")
+        settings = ("broadcast_buffer_size", "broadcast_fp16", "force_broadcast_object")
+        own = ("optim", *settings, "_owners", "_loads", "_consolidated")
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -181,11 +181,11 @@ class ShardedDataParallel(nn.Module):
         if self._gradient_hooks is not None:
             self._gradient_hooks.reduce()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients of the module, or fill those that are there with zeros.
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Fill all gradients of the module that are there with zeros, or drop them.
 
         Args:
-            set_to_none: whether to drop them.
+            set_to_none: whether to drop them; False by default, as in FairScale.
         """
         super().zero_grad(set_to_none)
         if self._gradient_hooks is not None:

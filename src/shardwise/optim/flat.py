@@ -234,7 +234,10 @@ _hooked_update = Optimizer.profile_hook_step(FlatOptimizer._update)
 
 
 def _values_in(states: Mapping[Any, Any]) -> list[Any]:
-    return [*chain.from_iterable(state.values() for state in states.values() if isinstance(state, dict))]
+    try:
+        return [*chain.from_iterable(map(dict.values, states.values()))]
+    except TypeError:  # somebody keeps something else there too
+        return [*chain.from_iterable(state.values() for state in states.values() if isinstance(state, dict))]
 
 
 class _Group:
