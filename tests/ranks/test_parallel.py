@@ -208,6 +208,37 @@ def test_resharding_to_a_smaller_world(reshard_to: int) -> None:
     assert_close(train(model, dist.get_rank()), plain(make_transformer, dist.get_rank(), 4))
 
 
+@on_ranks(4, when=["after evaluation", "before backward"], reshards=[False, True])
+def test_the_smaller_world_is_left_while_resharded_to_it(when: str, reshards: bool) -> None:
+    def steps(model: nn.Module, rank: int) -> dict[str, torch.Tensor]:
+        result = train(model, rank, 1)
+        if when == "after evaluation":
+            with torch.no_grad():
+                model(inputs_for(model, rank))
+        else:
+            loss = model(inputs_for(model, rank)).sum()
+        if isinstance(model, shardwise.FSDPModule):
+            model.set_reshard_after_forward(reshards)
+        if when == "before backward":
+            loss.backward()
+            result |= {f"gradient.{name}": whole(parameter.grad) for name, parameter in model.named_parameters()}
+            model.zero_grad()
+        for module in model.modules():
+            if isinstance(module, shardwise.FSDPModule):
+                module.reshard()  # what is registered until then is no optimizer's
+        return result | {f"then.{name}": value for name, value in train(model, rank).items()}
+
+    model = wrap(make_transformer(), shardwise.fully_shard, reshard_after_forward=2)
+    other = wrap(make_transformer(), shardwise.fully_shard)
+    assert_close(steps(model, dist.get_rank()), steps(other, dist.get_rank()))
+    assert_close(train(model, dist.get_rank()), train(other, dist.get_rank()))
+
+
+def whole(gradient: torch.Tensor | None) -> torch.Tensor:
+    assert isinstance(gradient, DTensor)
+    return gradient.full_tensor()
+
+
 @on_ranks(4)
 def test_a_mesh_for_each_parameter() -> None:
     from torch.distributed.fsdp._fully_shard import _fsdp_common

@@ -301,6 +301,21 @@ def test_evaluation_twice_gathers_kept_parameters_once(fake_mesh: Mesh) -> None:
     assert count.gathers == 4
 
 
+def test_conversion_frees_gradients_that_were_not_reduced(fake_mesh: Mesh) -> None:
+    model = build(fake_mesh(2))
+    model.set_requires_gradient_sync(False)  # type: ignore[operator]
+    model(inputs_for(model, 0)).sum().backward()
+    unit = unit_of(model.layers[0])
+    assert unit is not None
+    unsharded = unit.groups[0].slots[0].unsharded
+    assert unsharded is not None
+    assert unsharded.grad is not None
+    memory = StorageWeakRef(unsharded.grad.untyped_storage())
+    del unsharded
+    model.double()
+    assert memory.expired()
+
+
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("trained", [False, True])
 def test_deleting_the_model_frees_it_at_once(fake_mesh: Mesh, preset: str, trained: bool) -> None:

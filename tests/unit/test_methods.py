@@ -314,6 +314,28 @@ class Staged:
         return self.call(**arguments)
 
 
+class Repointed(Staged):
+    """Gives the same tensor each time, with other memory."""
+
+    tensor = torch.empty(0)
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        self.tensor.data = super().allocate(size, dtype=dtype, device=device)
+        return self.tensor
+
+
+def test_custom_gather_whose_memory_changes(fake_mesh: Mesh) -> None:
+    model = nn.Linear(5, 4, bias=False)
+    fully_shard(model, mesh=fake_mesh(2))
+    model.set_custom_all_gather(Repointed(all_gather))  # type: ignore[attr-defined]
+    x = torch.ones(2, 5)
+    for factor in (1.0, 2.0, 3.0):
+        with torch.no_grad():
+            model.weight.fill_(factor)
+        assert torch.equal(model(x)[:, :2], torch.full((2, 2), 5 * factor))
+        model.reshard()  # type: ignore[attr-defined]
+
+
 def all_gather(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool) -> Any:
     return (
         group._allgather_base(output_tensor, input_tensor)

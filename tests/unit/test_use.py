@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
 import pickle
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 import shardwise
@@ -113,6 +116,79 @@ class Fragile(nn.Module):
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         return self(x)
+
+
+def _fails_to_convert(model: nn.Module, weight: nn.Parameter) -> None:
+    with pytest.raises(KeyError):
+        model._apply(lambda tensor: _fail(tensor))
+    weight.requires_grad_(False)
+
+
+def _swap(model: nn.Module, weight: nn.Parameter) -> None:
+    torch.utils.swap_tensors(weight, nn.Parameter(copy.deepcopy(weight).detach(), requires_grad=False))
+
+
+def _without_torch_function(model: nn.Module, weight: nn.Parameter) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        weight.requires_grad = False
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("moment", ["between steps", "before backward"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model, weight: weight.requires_grad_(not weight.requires_grad),
+        lambda model, weight: setattr(weight, "requires_grad", not weight.requires_grad),
+        lambda model, weight: model.requires_grad_(not weight.requires_grad),
+        lambda model, weight: weight.detach_(),
+        lambda model, weight: weight.copy_(model.layers[1].up.weight),
+        _without_torch_function,
+        _fails_to_convert,
+        _swap,
+    ],
+    ids=["method", "attribute", "module", "detach_", "history", "disabled", "failure", "swap"],
+)
+def test_what_requires_gradients_changes_in_any_way(fake_mesh: Mesh, change: Any, moment: str, frozen: bool) -> None:
+    mesh, found = fake_mesh(2), []
+    for verb in (fully_shard, torch_fully_shard):
+        model = Transformer()
+        model.layers[0].up.weight.requires_grad_(not frozen)
+        for module in (*model.layers, model):
+            verb(module, mesh=mesh)
+        weight = model.layers[0].up.weight
+        model(inputs_for(model, 0)).sum().backward()
+        model.zero_grad()
+        output = model(inputs_for(model, 0)).sum() if moment == "before backward" else None
+        for unit in (*model.layers, model):
+            unit.reshard()
+        with contextlib.suppress(RuntimeError):  # a trained leaf cannot be written with a history
+            change(model, weight)
+        if output is None:
+            output = model(inputs_for(model, 0)).sum()
+        if output.requires_grad:
+            output.backward()
+        found.append({name: parameter.requires_grad for name, parameter in model.named_parameters()})
+        with warnings.catch_warnings(action="ignore"):  # of a parameter that has a history
+            found[-1] |= {f"{name}.grad": p.grad is not None for name, p in model.named_parameters()}
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_gradients_freeze_parameters(fake_mesh: Mesh, register: str) -> None:
+    mesh, found = fake_mesh(1), []
+    for is_sharded in (False, True):
+        model = Transformer()
+        for module in (*model.layers, model) if is_sharded else ():
+            fully_shard(module, mesh=mesh)
+        first, last = model.layers[0].up.weight, model.layers[1].up.weight
+        for frozen in (first, last):
+            getattr(last, register)(lambda _, frozen=frozen: (frozen.requires_grad_(False), None)[1])
+        model(inputs_for(model, 0)).sum().backward()
+        model.zero_grad()
+        model(inputs_for(model, 0)).sum().backward()
+        found.append({name: parameter.grad is not None for name, parameter in model.named_parameters()})
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("where", ["forward", "layer", "method", "backward"])

@@ -113,7 +113,7 @@ class GatherPlan:
         allocate_storage(self.full)
         world_size = self.layout.world_size
         if self._plain_copy:
-            split_rows(staging, world_size, self._sizes, self._rows)
+            split_rows(staging, world_size, self._sizes, self._rows, is_own=release is not None)
         else:
             rows = staging.view(world_size, -1)
             for (tensor, target), part in zip(self._packed, rows.split(self._sizes, dim=1), strict=True):

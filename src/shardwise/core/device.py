@@ -345,10 +345,16 @@ def pad_chunks(tensors: Sequence[torch.Tensor], world_size: int, out: torch.Tens
         rows[count : count + 1, : rest.numel()].copy_(rest)
 
 
-def split_rows(staging: torch.Tensor, world_size: int, sizes: Sequence[int], targets: Sequence[torch.Tensor]) -> None:
+def split_rows(
+    staging: torch.Tensor, world_size: int, sizes: Sequence[int], targets: Sequence[torch.Tensor], *, is_own: bool
+) -> None:
     """Cut each row of ``staging`` (1-D: ``world_size`` rows of the sum of ``sizes``) into pieces of ``sizes``, and copy
-    the ``i``-th pieces of all rows to ``targets[i]`` (world size x ``sizes[i]``)."""
-    if staging.device.type != "cpu":
+    the ``i``-th pieces of all rows to ``targets[i]`` (world size x ``sizes[i]``).
+
+    Args:
+        is_own: whether ``staging`` is a `Lane`'s; others may free its memory, or let it have another.
+    """
+    if staging.device.type != "cpu" or not is_own:
         torch.split_with_sizes_copy(staging.view(world_size, -1), list(sizes), dim=1, out=list(targets))
         return
     # To make the views takes as long as to copy them: memory that is used again keeps those of its last cut.

@@ -485,11 +485,6 @@ class FlatShards(Shards):
                     # An optimizer made while it is registered must not step it: the shards are what counts.
                     remember_successor(made, self.reference, position)
 
-    def trainable(self) -> Sequence[Sequence[Slot]]:
-        """See `Shards.trainable`. Looked up, since setting ``requires_grad`` of a flat parameter tells nobody."""
-        self.note_requires_grad()
-        return super().trainable()
-
     # -- Whole values
 
     def summon(self, *, volatile: bool) -> None:

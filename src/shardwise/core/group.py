@@ -181,7 +181,8 @@ class ParamGroup:
     def _issue_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
         first = self.shards.buffers[0]
         if self.options.custom_gather is None or (custom := self._gathers_by(first)) is None:
-            comm = first.comm if self.policy.reshard_to is None else first.gather_comm
+            # Not as the policy says, which may have changed since they were resharded.
+            comm = first.gather_comm if self.state is ShardState.RESHARDED else first.comm
             return comm.all_gather(outputs, inputs)
         works = [
             custom(output_tensor=output, input_tensor=input_, group=first.comm.group, async_op=False)
@@ -212,13 +213,13 @@ class ParamGroup:
             keeps = self._keeps_unsharded or not self.options.reshard_after_forward
             self.shards.note_gathered(keeps=keeps)
         self.shards.put_unsharded()
-        if self.policy.reshard_to is not None:
-            self._drop_resharded()
+        self._drop_resharded()
         self.state = ShardState.UNSHARDED
 
     def _drop_resharded(self) -> None:
-        for buffer in self.shards.buffers:
-            buffer.drop_resharded()
+        if self.state is ShardState.RESHARDED:
+            for buffer in self.shards.buffers:
+                buffer.drop_resharded()
 
     def reshard(self, *, after_forward: bool = False, keep: bool = False) -> None:
         """Register the sharded parameters and free the gathered ones, unless the strategy keeps them.
@@ -238,18 +239,18 @@ class ParamGroup:
             return
         self._prepared = None
         self.shards.put_sharded()
+        self._drop_resharded()
         self.state = ShardState.SHARDED
         self._is_kept = keep or self._keeps_unsharded
         if self._is_kept:
             self.shards.watch()
-        if self.policy.reshard_to is not None:
-            self._drop_resharded()
         if not self._is_kept:
             for buffer in self.shards.buffers:
                 buffer.free()
 
     @outside_transforms
     def _reshard_to(self, smaller: DataParallelMesh) -> None:
+        self.state = ShardState.RESHARDED  # from the first buffer on, whatever comes
         for buffer in self.shards.buffers:
             slots = [slot for slot in self.slots if slot.buffer is buffer]
             if not buffer.can_reshard:
@@ -265,7 +266,6 @@ class ParamGroup:
                     )
                     for place in slot.places:
                         place.put(parameter)
-        self.state = ShardState.RESHARDED
 
     def kept(self, output: torch.Tensor) -> torch.Tensor:
         """``output``, or a copy if it is an unsharded parameter or a view of one, whose memory resharding frees."""

@@ -41,8 +41,6 @@ class Owner(Protocol):
 
     def note_write(self) -> None: ...
 
-    def note_requires_grad(self) -> None: ...
-
     def name_of(self, parameter: torch.Tensor) -> tuple[str, str]: ...
 
     def manages(self, place: Place) -> bool: ...
@@ -51,7 +49,6 @@ class Owner(Protocol):
 
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
-_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
 
 class ShardedParameter(DTensor):
@@ -76,8 +73,6 @@ class ShardedParameter(DTensor):
             if effect is _Effect.ALIASES:
                 result.__class__ = cls  # writes through it are seen; `nn.Parameter` asks it of a subclass
                 result.__dict__["_shardwise_owner"] = args[0].__dict__.get("_shardwise_owner")
-            elif effect is _Effect.TRAINS and (owner := owner_of(args[0])) is not None:
-                owner.note_requires_grad()
             return result
         except RuntimeError as error:
             if func is torch.autograd.grad and "not have been used in the graph" in str(error):
@@ -111,7 +106,6 @@ class _Effect(Enum):
     NONE = auto()
     WRITES = auto()
     ALIASES = auto()
-    TRAINS = auto()
 
 
 _effects: dict[Any, _Effect] = {}
@@ -122,9 +116,7 @@ def _effect_of(func: Any) -> _Effect:
     if func == torch.Tensor.detach or func == _DATA:
         return _Effect.ALIASES
     name: str = func.__name__
-    if name == "requires_grad_" or func == _REQUIRES_GRAD:
-        return _Effect.TRAINS
-    if name[-1] != "_":
+    if name == "requires_grad_" or name[-1] != "_":
         return _Effect.NONE
     writes = not name.endswith("__") or name.startswith("__i") or name == "__setitem__"
     return _Effect.WRITES if writes else _Effect.NONE

@@ -8,6 +8,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -43,6 +44,9 @@ from .parameter import (
 )
 from .slot import GroupPolicy, ManagedParameter, Slot
 
+_requires_grad, _is_trained = attrgetter("sharded.requires_grad"), attrgetter("was_unsharded", "sharded.requires_grad")
+"""Of a slot: of its sharded face, and with whether there is an unsharded one that gradients come for."""
+
 
 class Shards(ABC):
     """The sharded parameters of one group, in one flat buffer for each dtype, and whether they were written.
@@ -66,7 +70,9 @@ class Shards(ABC):
         """Copies from offloaded shards that may still be under way."""
         self._writes = 0
         self._gathered_writes = self._has_values_since = -1
-        self._trainable: Sequence[Sequence[Slot]] | None = None
+        self._trainable: Sequence[Sequence[Slot]] = ()
+        self._trained: list[tuple[bool, bool]] = []
+        """What `_trainable` was found from."""
         self._versions: list[int] | None = None
 
     @property
@@ -159,19 +165,18 @@ class Shards(ABC):
 
     # -- Whether they are trained
 
-    def note_requires_grad(self) -> None:
-        """``requires_grad`` of one of them was set, or they have other faces."""
-        self._trainable = None
-
     def trainable(self) -> Sequence[Sequence[Slot]]:
         """Slots that gradients may come for, those of one buffer together."""
-        if self._trainable is None:
+        # Looked up each time: there are ways to change ``requires_grad`` that tell nobody (`detach_`, a write with a
+        # history, `swap_tensors`, compiled code).
+        with without_torch_function():
+            trained = [*map(_is_trained, self.slots)]
+        if trained != self._trained:
             by_buffer: dict[ShardedBuffer, list[Slot]] = {}
-            with without_torch_function():
-                for slot in self.slots:
-                    if slot.was_unsharded and slot.sharded.requires_grad:
-                        by_buffer.setdefault(slot.buffer, []).append(slot)
-            self._trainable = [*by_buffer.values()]
+            for slot, (was_unsharded, requires_grad) in zip(self.slots, trained, strict=True):
+                if was_unsharded and requires_grad:
+                    by_buffer.setdefault(slot.buffer, []).append(slot)
+            self._trainable, self._trained = [*by_buffer.values()], trained
         return self._trainable
 
     # -- Whether they changed
@@ -233,8 +238,7 @@ class ParameterShards(Shards):
         self._faces: list[tuple[Registry, str, nn.Parameter, nn.Parameter]] = []
         """For each place its registry and name, and what is registered there: sharded, and unsharded."""
         self._unsharded: list[nn.Parameter] = []
-        self._requires_grad: list[bool] | None = None
-        """What the unsharded faces have to agree with; None where it has to be looked up."""
+        """The unsharded face of each slot; none where they have to be made."""
         by_dtype: dict[torch.dtype, list[ManagedParameter]] = defaultdict(list)
         for parameter in parameters:
             by_dtype[parameter.value.dtype].append(parameter)
@@ -276,21 +280,14 @@ class ParameterShards(Shards):
 
     def put_unsharded(self) -> None:
         """See `Shards.put_unsharded`."""
-        # Looked up on the unsharded ones alone, which are about to be used: the memory of the others is far away.
-        if self._requires_grad != [*map(get_requires_grad, self._unsharded)]:
-            with without_torch_function():
+        with without_torch_function():
+            if [*map(_requires_grad, self.slots)] != [*map(get_requires_grad, self._unsharded)]:
                 self._make_faces()
         for registry, name, _, unsharded in self._faces:
             registry[name] = unsharded
 
-    def note_requires_grad(self) -> None:
-        """See `Shards.note_requires_grad`."""
-        super().note_requires_grad()
-        self._requires_grad = None
-
     def _make_faces(self) -> None:
-        self.note_requires_grad()
-        self._unsharded = []
+        unsharded_faces: list[nn.Parameter] = []
         faces: list[tuple[Registry, str, nn.Parameter, nn.Parameter]] = []
         for position, slot in enumerate(self.slots):
             if (unsharded := slot.unsharded) is None:
@@ -300,9 +297,8 @@ class ParameterShards(Shards):
             if unsharded.requires_grad != slot.sharded.requires_grad:
                 unsharded.requires_grad_(slot.sharded.requires_grad)
             faces += [(place.registry, place.name, slot.sharded, unsharded) for place in slot.places]
-            self._unsharded.append(unsharded)
-        self._faces = faces
-        self._requires_grad = [*map(get_requires_grad, self._unsharded)]
+            unsharded_faces.append(unsharded)
+        self._faces, self._unsharded = faces, unsharded_faces
 
     # -- Making them again
 
@@ -318,8 +314,7 @@ class ParameterShards(Shards):
             for position, old in enumerate(self.buffers):
                 if not old.local.is_meta:
                     continue
-                self._faces = []
-                self.note_requires_grad()
+                self._faces, self._unsharded = [], []
                 local = self._new_local(old.layout, old.local.dtype, self.mesh.device)
                 buffer = ShardedBuffer(old.layout, local, old.comm, old.dtype, old.device)
                 self.buffers[position] = buffer
@@ -340,8 +335,7 @@ class ParameterShards(Shards):
     def adopt_registered(self, *, is_loading: bool = False) -> bool:
         """See `Shards.adopt_registered`."""
         self.mark_stale()
-        self._waits_for_others, self._faces = False, []
-        self.note_requires_grad()
+        self._waits_for_others, self._faces, self._unsharded = False, [], []
         rebuilt = False
         for buffer in list(self.buffers):
             slots = [slot for slot in self.slots if slot.buffer is buffer]
