@@ -174,6 +174,19 @@ def test_what_requires_gradients_changes_in_any_way(fake_mesh: Mesh, change: Any
     assert found[0] == found[1]
 
 
+def test_what_requires_gradients_changes_before_a_transform(fake_mesh: Mesh) -> None:
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=fake_mesh(2), reshard_after_forward=True)
+    model(torch.ones(2, 4))
+    model.bias.requires_grad_(False)
+    x = torch.ones(2, 4)
+    gradient = torch.func.grad(lambda value: model(value).sum())(x)
+    x.requires_grad_(True)
+    model(x).sum().backward()
+    assert torch.equal(gradient, x.grad)  # type: ignore[arg-type]
+    assert model.bias.grad is None
+
+
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_of_gradients_freeze_parameters(fake_mesh: Mesh, register: str) -> None:
     mesh, found = fake_mesh(1), []

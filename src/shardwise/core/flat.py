@@ -221,7 +221,7 @@ class FlatSlot(Slot):
             made, self.was_unsharded = self._faces, True
         for part, face in zip(self.parts, self._faces, strict=True):
             if face.requires_grad != requires_grad:
-                face.requires_grad_(requires_grad)
+                face.requires_grad = requires_grad  # not `requires_grad_`, which the transforms of `torch.func` refuse
             for place in part.places:
                 place.give(face)
         return made

@@ -295,7 +295,8 @@ class ParameterShards(Shards):
                 # An optimizer made while it is registered must not step it: the shards are what counts.
                 remember_successor(unsharded, self.reference, position)
             if unsharded.requires_grad != slot.sharded.requires_grad:
-                unsharded.requires_grad_(slot.sharded.requires_grad)
+                # Not `requires_grad_`, which the transforms of `torch.func` refuse.
+                unsharded.requires_grad = slot.sharded.requires_grad
             faces += [(place.registry, place.name, slot.sharded, unsharded) for place in slot.places]
             unsharded_faces.append(unsharded)
         self._faces, self._unsharded = faces, unsharded_faces
