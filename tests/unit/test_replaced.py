@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from shardwise import fully_shard
+from shardwise import fully_shard, repoint
 from shardwise.core.errors import StateError
 
 Mesh = Callable[..., DeviceMesh]
@@ -124,3 +124,51 @@ def test_a_graph_made_before_does_not_train_replaced_parameters(fake_mesh: Mesh)
     fully_shard(wrapped, mesh=fake_mesh(2))
     with pytest.raises(StateError, match="got a gradient as it was before fully_shard"):
         loss.backward()
+
+
+def test_an_optimizer_of_parameters_of_the_smaller_world_is_refused(fake_mesh: Mesh) -> None:
+    wrapped = model()
+    fully_shard(wrapped, mesh=fake_mesh(4), reshard_after_forward=2)
+    with torch.no_grad():
+        wrapped(torch.ones(2, 4))
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    wrapped(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(StateError, match=r"SGD holds parameter '0\.weight'.*shardwise\.repoint"):
+        optimizer.step()
+    repoint(optimizer)
+    before = [parameter.to_local().clone() for parameter in wrapped.parameters() if isinstance(parameter, DTensor)]
+    optimizer.step()
+    after = [parameter.to_local() for parameter in wrapped.parameters() if isinstance(parameter, DTensor)]
+    assert [torch.equal(one, other) for one, other in zip(before, after, strict=True)] == [False] * 4
+
+
+def test_parameters_stay_sharded_ones_when_a_conversion_fails(fake_mesh: Mesh) -> None:
+    wrapped = model()
+    fully_shard(wrapped[0], mesh=(mesh := fake_mesh(2)))
+    fully_shard(wrapped, mesh=mesh)
+    kinds = [type(parameter) for parameter in wrapped.parameters()]
+    calls = []
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        calls.append(tensor)
+        if len(calls) == 4:
+            raise RuntimeError("no more memory")
+        return tensor.double()
+
+    with pytest.raises(RuntimeError, match="no more memory"):
+        wrapped._apply(convert)
+    assert [type(parameter) for parameter in wrapped.parameters()] == kinds
+    with pytest.raises(StateError, match="now have"):
+        wrapped(torch.ones(2, 4))
+    wrapped.float()
+    train(wrapped)
+
+
+def test_what_a_hook_on_a_gradient_writes_is_noticed(fake_mesh: Mesh) -> None:
+    wrapped = model()
+    fully_shard(wrapped, mesh=fake_mesh(2), reshard_after_forward=False)
+    wrapped.set_reshard_after_backward(False)
+    weight, bias = wrapped.get_parameter("1.weight"), wrapped.get_parameter("1.bias")
+    weight.register_hook(lambda _: (weight.data.zero_(), bias.data.zero_())[2:] or None)
+    wrapped(torch.ones(2, 4)).sum().backward()
+    assert not wrapped(torch.ones(2, 4)).any()

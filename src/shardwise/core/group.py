@@ -29,7 +29,7 @@ from .device import (
 from .errors import explain
 from .layout import per_parameter
 from .mesh import DataParallelMesh, DataParallelRanks
-from .parameter import make_sharded_parameter
+from .parameter import make_sharded_parameter, mark_replaced, remember_successor
 from .reducer import GradientReducer
 from .shards import Shards
 from .slot import GroupOptions, Slot
@@ -252,18 +252,21 @@ class ParamGroup:
     def _reshard_to(self, smaller: DataParallelMesh) -> None:
         self.state = ShardState.RESHARDED  # from the first buffer on, whatever comes
         for buffer in self.shards.buffers:
-            slots = [slot for slot in self.slots if slot.buffer is buffer]
+            slots = [(position, slot) for position, slot in enumerate(self.slots) if slot.buffer is buffer]
             if not buffer.can_reshard:
                 shapes = [tensor.shape for tensor in buffer.layout.tensors]
                 buffer.prepare_resharded(per_parameter(shapes, [0] * len(shapes), smaller.shard.size), smaller.shard)
             with torch.no_grad(), not_inference(), without_torch_function():
                 views = buffer.reshard_to_smaller()
-                for slot in slots:
+                for position, slot in slots:
                     assert slot.unsharded is not None
                     spec = make_spec(smaller.mesh, smaller.placements(0), slot.unsharded)
                     parameter = make_sharded_parameter(
                         views[slot.index], spec, slot.sharded.requires_grad, self.shards.reference
                     )
+                    # An optimizer made of these would step what the next gather throws away.
+                    mark_replaced(parameter)
+                    remember_successor(parameter, self.shards.reference, position)
                     for place in slot.places:
                         place.put(parameter)
 

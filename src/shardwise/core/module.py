@@ -134,11 +134,15 @@ class FSDPModule(torch_fsdp.FSDPModule):
                 group.reshard()
                 # `nn.Module._apply` makes parameters of the same type, which DTensor allows and ours do not.
                 release_class(slot.sharded for slot in group.slots)
-        # Past torch's own FSDPModule, which would look for its state.
-        result = super(torch_fsdp.FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
-        for unit in units:
-            for group in unit.groups:
-                group.adopt_registered()
+        is_done = False
+        try:
+            # Past torch's own FSDPModule, which would look for its state.
+            result = super(torch_fsdp.FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
+            is_done = True
+        finally:
+            for unit in units:
+                for group in unit.groups:
+                    group.adopt_registered(is_loading=not is_done)
         return result
 
     # -- Iteration

@@ -238,8 +238,11 @@ class GradientReducer:
         assert not torch.is_grad_enabled()
         with without_torch_function():
             gradients = wrap_gradients([shard for shard in shards if shard is not None], parameters)
-            if any(map(tensor_hooks_of, parameters)):
-                gradients = run_tensor_hooks(parameters, gradients)
+            changes = any(map(tensor_hooks_of, parameters))
+        if changes:
+            # Outside, since what hooks do to sharded parameters has to be noticed.
+            gradients = run_tensor_hooks(parameters, gradients)
+        with without_torch_function():
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 if parameter.grad is None:
                     parameter.grad = gradient
