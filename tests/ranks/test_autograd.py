@@ -1971,10 +1971,8 @@ TRANSFORMS: dict[str, Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Te
 }
 
 
-@on_ranks(1, 2, 3, transform=list(TRANSFORMS))
-def test_transforms_of_torch_func(transform: str) -> None:
-    """Of a new model and of one that has run; training goes on after."""
-    run = TRANSFORMS[transform]
+def check_transform(run: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    """``run`` on a sharded model, a new one and one that has run, is as on a plain one, and so is training after it."""
 
     def make() -> nn.Module:
         torch.manual_seed(4)
@@ -1985,8 +1983,14 @@ def test_transforms_of_torch_func(transform: str) -> None:
         x, y = batch(step, 0, 4, WIDTH), batch(step, 1, 4, WIDTH)
         torch.testing.assert_close(run(model, x, y), run(plain, x, y))
         for one in (plain, model):
-            one.zero_grad()
             one(x).square().sum().backward()
         found = gradients_of(model)
         for name, gradient in gradients_of(plain).items():
             torch.testing.assert_close(found[name], gradient)
+        for one in (plain, model):
+            one.zero_grad()
+
+
+@on_ranks(1, 2, 3, transform=list(TRANSFORMS))
+def test_transforms_of_torch_func(transform: str) -> None:
+    check_transform(TRANSFORMS[transform])

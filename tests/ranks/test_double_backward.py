@@ -20,7 +20,7 @@ from shardwise.fairscale import FullyShardedDataParallel
 
 from ..models import Block, ConvNet, Stack, Transformer, wrap
 from .harness import on_ranks
-from .test_autograd import Layer, Repeats, counted
+from .test_autograd import Layer, Repeats, check_transform, counted
 from .truth import Iteration, assert_resharded, assert_tensors, batch, check, gradients_of, simple_iteration, whole
 
 WIDTH = 9
@@ -579,22 +579,7 @@ def _grad_then_backward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 @on_ranks(2, name=list(FUNCTIONAL))
 def test_functional(name: str) -> None:
     """Parameters are in no transform: what ``backward`` gives them is tested by the ordinary step after."""
-
-    def make() -> nn.Module:
-        torch.manual_seed(4)
-        return Stack([Layer(), Layer()], WIDTH)
-
-    plain, model = make(), wrap(make(), shardwise.fully_shard)
-    for step in range(2):
-        x, y = batch(step, 0, 4, WIDTH), batch(step, 1, 4, WIDTH)
-        torch.testing.assert_close(FUNCTIONAL[name](model, x, y), FUNCTIONAL[name](plain, x, y))
-        for one in (plain, model):
-            one(x).square().sum().backward()
-        found = gradients_of(model)
-        for key, gradient in gradients_of(plain).items():
-            torch.testing.assert_close(found[key], gradient)
-        for one in (plain, model):
-            one.zero_grad()
+    check_transform(FUNCTIONAL[name])
 
 
 # -- What it costs

@@ -454,7 +454,7 @@ def spec_of(tensor: torch.Tensor) -> DTensorSpec:
 
 get_spec, get_local = attrgetter("_spec"), attrgetter("_local_tensor")
 """Of a DTensor, as functions that `map` calls without a line of Python for each; AttributeError for anything else."""
-get_requires_grad, get_dtype = attrgetter("requires_grad"), attrgetter("dtype")
+get_requires_grad = attrgetter("requires_grad")
 """Of a tensor."""
 
 
@@ -529,16 +529,15 @@ call_without_torch_function: Callable[[Any, Any, Any, Any], Any] = torch._C._dis
 """``(func, types, args, kwargs)``: call ``func`` as torch does for a class whose ``__torch_function__`` is disabled."""
 
 
-tensor_hooks_of = attrgetter("_backward_hooks")
-post_accumulate_grad_hooks_of = attrgetter("_post_accumulate_grad_hooks")
-"""Those that the user registered on a parameter; false if there are none."""
-
-
-def run_tensor_hooks(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def run_tensor_hooks(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """``gradients[i]`` after the hooks that the user registered by ``parameters[i].register_hook``."""
+    with without_torch_function():
+        hooks = [parameter._backward_hooks for parameter in parameters]
+    if not any(hooks):
+        return gradients
     return [
-        _changed(gradient, tuple(parameter._backward_hooks.values())) if parameter._backward_hooks else gradient
-        for parameter, gradient in zip(parameters, gradients, strict=True)
+        _changed(gradient, tuple(own.values())) if own else gradient
+        for gradient, own in zip(gradients, hooks, strict=True)
     ]
 
 
@@ -554,7 +553,7 @@ def post_accumulate_grad_hooks(
 ) -> list[tuple[Callable[[torch.Tensor], None], torch.Tensor]]:
     """Hooks that the user registered to run when the gradient of a parameter is ready, each with its parameter."""
     with without_torch_function():
-        found = [(parameter, post_accumulate_grad_hooks_of(parameter)) for parameter in parameters]
+        found = [(parameter, parameter._post_accumulate_grad_hooks) for parameter in parameters]
     return [(hook, parameter) for parameter, hooks in found if hooks for hook in hooks.values()]
 
 
@@ -589,13 +588,12 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
 _NOTHING = contextlib.nullcontext()
 
 
-is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
-"""Whether a profiler runs."""
+_is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 def label(name: str, fqn: str) -> contextlib.AbstractContextManager[Any]:
     """A profiler range ``name (fqn)``; costs nothing while no profiler runs."""
-    if not is_profiled():
+    if not _is_profiled():
         return _NOTHING
     return torch.profiler.record_function(f"{name} ({fqn})" if fqn else name)
 
@@ -606,29 +604,10 @@ def labelled(name: str) -> Callable[[Callable[Concatenate[Any, P], R]], Callable
     def decorate(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
         @functools.wraps(method)
         def run(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
-            if not is_profiled():
+            if not _is_profiled():
                 return method(self, *args, **kwargs)
             with label(name, self.name):
                 return method(self, *args, **kwargs)
-
-        return cast(Callable[Concatenate[Any, P], R], run)
-
-    return decorate
-
-
-def labelled_outside_transforms(
-    name: str,
-) -> Callable[[Callable[Concatenate[Any, P], R]], Callable[Concatenate[Any, P], R]]:
-    """`labelled` and `outside_transforms` at once."""
-
-    def decorate(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-        careful = labelled(name)(outside_transforms(method))
-
-        @functools.wraps(method)
-        def run(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
-            if is_profiled() or torch._C._are_functorch_transforms_active():
-                return careful(self, *args, **kwargs)
-            return method(self, *args, **kwargs)
 
         return cast(Callable[Concatenate[Any, P], R], run)
 

@@ -325,13 +325,7 @@ class Reduction:
 
         if route.stop_after_shard:
             return [scatter, between]
-        steps: list[Step] = [scatter]
-        # Sums are kept only where there is an axis to add them up over later.
-        if staged.thin is not None or route.replicate or route.scale.between not in (None, 1.0):
-            steps += [between, *map(all_reduce, route.replicate)]
-        if route.hook is not None or on_host is not None or route.scale.after not in (None, 1.0):
-            steps.append(complete)
-        return steps
+        return [scatter, between, *map(all_reduce, route.replicate), complete]
 
     def finish(self) -> None:
         """Wait, free what was sent, and deliver the shards, unless they are on their way to the host."""

@@ -18,7 +18,7 @@ from .device import (
     Lane,
     Ticket,
     Waitable,
-    labelled_outside_transforms,
+    labelled,
     local_of,
     make_spec,
     not_inference,
@@ -145,7 +145,8 @@ class ParamGroup:
         self.shards.check_materialized()
         self._submit_gather(lane)
 
-    @labelled_outside_transforms("FSDP::all_gather")
+    @labelled("FSDP::all_gather")
+    @outside_transforms
     def _submit_gather(self, lane: Lane) -> None:
         prepared, self._prepared = self._prepared, None
         after: tuple[Any, ...] = ()
@@ -174,16 +175,14 @@ class ParamGroup:
     def _start_gathers(self, lane: Lane) -> Sequence[Gather]:
         gathers = []
         for buffer in self.shards.buffers:
-            custom = None if self.options.custom_gather is None else self._gathers_by(buffer)
+            custom = self._gathers_by(buffer)
             gathers.append(buffer.start_gather(lane) if custom is None else buffer.start_staged_gather(custom.allocate))
         return gathers
 
     def _issue_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
         first = self.shards.buffers[0]
-        if self.options.custom_gather is None or (custom := self._gathers_by(first)) is None:
-            # Not as the policy says, which may have changed since they were resharded.
-            comm = first.gather_comm if self.state is ShardState.RESHARDED else first.comm
-            return comm.all_gather(outputs, inputs)
+        if (custom := self._gathers_by(first)) is None:
+            return first.gather_comm.all_gather(outputs, inputs)
         works = [
             custom(output_tensor=output, input_tensor=input_, group=first.comm.group, async_op=False)
             for output, input_ in zip(outputs, inputs, strict=True)

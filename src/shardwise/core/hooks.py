@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,6 @@ from .device import (
     backward_number,
     eager,
     in_backward,
-    is_profiled,
     label,
     labelled,
     runs_in_this_backward,
@@ -232,16 +230,10 @@ class Unit:
 
     def prefetch(self, direction: str, lane: Lane) -> None:
         """Start gathering on ``lane`` for a use that is expected soon."""
-        if is_profiled():
-            with label(f"FSDP::{direction}_prefetch for {self.name}", ""):
-                self._gather_ahead(direction, lane)
-        else:
-            self._gather_ahead(direction, lane)
-
-    def _gather_ahead(self, direction: str, lane: Lane) -> None:
-        for group in self.groups:
-            if direction == "forward" or group.options.unshard_in_backward:
-                group.unshard(lane)
+        with label(f"FSDP::{direction}_prefetch for {self.name}", ""):
+            for group in self.groups:
+                if direction == "forward" or group.options.unshard_in_backward:
+                    group.unshard(lane)
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Reshard, let the output announce backward."""
@@ -365,7 +357,7 @@ class Unit:
     # -- Registration with autograd
 
     def _register_post_backward(self, context: FSDPCommContext, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        inputs = tensors_requiring_grad((args, kwargs) if kwargs else args)
+        inputs = tensors_requiring_grad((args, kwargs))
         forward_pass = context.passes
         if self._recomputes:
             # Backward may go through this call (reentrant checkpointing) or not: nothing else must wait for it.
@@ -378,8 +370,6 @@ class Unit:
         if (node := aliases[0].grad_fn) is not None:  # under a transform of `torch.func` it may be
             self._nodes.setdefault(forward_pass, weakref.ref(node))
         self._passed = [(old, new, old._version) for old, new in zip(inputs, aliases, strict=True)]
-        if not kwargs and len(args) == len(inputs) and all(map(operator.is_, args, inputs)):
-            return aliases, kwargs
         replaced = iter(aliases)
         return map_tensors((args, kwargs), lambda t: next(replaced) if t.requires_grad else t)  # type: ignore[no-any-return]
 
@@ -483,13 +473,6 @@ class Unit:
         if not (group.options.reduce_gradients and reduces_now):
             group.gradients.accumulate()
             return
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                self._start_reductions(group, context)
-        else:
-            self._start_reductions(group, context)
-
-    def _start_reductions(self, group: ParamGroup, context: FSDPCommContext) -> None:
         for slots, gradients in group.gradients.take():
             context.make_room_for_reduction()
             if (reduction := group.gradients.reduce(slots, gradients, context.reduce_lane)) is not None:

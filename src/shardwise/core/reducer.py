@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections import Counter
 from collections.abc import Sequence
 
@@ -12,13 +11,10 @@ import torch
 from .device import (
     Lane,
     add_each,
-    get_dtype,
     is_elsewhere,
     local_of,
     post_accumulate_grad_hooks,
-    post_accumulate_grad_hooks_of,
     run_tensor_hooks,
-    tensor_hooks_of,
     without_torch_function,
     wrap_gradients,
 )
@@ -27,7 +23,6 @@ from .gradient import Deliver, GradientPlan, Reduction, Route, Scale, gradient_s
 from .shards import Shards
 from .slot import GroupOptions, Slot, reduction_dtype
 
-_is_there = functools.partial(operator.is_not, None)
 MOST_PLANS = 64
 """Which parameters are reduced together may change with every step; plans are cheap to make again."""
 IDLE_AFTER = 2
@@ -55,6 +50,9 @@ class GradientReducer:
         """The buffers of the slots were made anew."""
         self._plans.clear()
         self._absences.clear()
+
+    def _reduce_dtype(self, gradient_dtype: torch.dtype) -> torch.dtype:
+        return reduction_dtype(gradient_dtype, self.policy.precision.reduce_dtype)
 
     def accumulate(self) -> None:
         """Keep this backward's unsharded gradients for a later reduction, in the reduction's dtype."""
@@ -88,7 +86,7 @@ class GradientReducer:
 
     def reduce(self, slots: Sequence[Slot], gradients: list[torch.Tensor | None], lane: Lane) -> Reduction | None:
         """Start reducing unsharded ``gradients`` (emptied) of ``slots``; None if they are theirs already."""
-        present = [*map(_is_there, gradients)]
+        present = [gradient is not None for gradient in gradients]
         if self.options.zeros_for_unused:
             gradients = [
                 self._zeros(s, s.buffer.dtype) if g is None else g for s, g in zip(slots, gradients, strict=True)
@@ -153,21 +151,18 @@ class GradientReducer:
     ) -> Reduction:
         """Reduce ``gradients`` (emptied) of ``slots``, zeros where there are none."""
         like = (slots[0] if slots else self.slots[0]).buffer
-        filled = [gradient for gradient in gradients if gradient is not None]
-        dtypes = {*map(get_dtype, filled)}
-        dtype = reduction_dtype(next(iter(dtypes), like.dtype), self.policy.precision.reduce_dtype)
-        if len(filled) < len(slots):
-            filled = [
-                self._zeros(slot, next(iter(dtypes), dtype)) if gradient is None else gradient
-                for slot, gradient in zip(slots, gradients, strict=True)
-            ]
+        dtypes = {gradient.dtype for gradient in gradients if gradient is not None}
+        dtype = self._reduce_dtype(next(iter(dtypes), like.dtype))
+        filled = [
+            self._zeros(slot, next(iter(dtypes), dtype)) if gradient is None else gradient
+            for slot, gradient in zip(slots, gradients, strict=True)
+        ]
         gradients.clear()
         if len(dtypes) > 1 or (dtypes != {dtype} and like.dtype == dtype):
             filled = [gradient.to(dtype) for gradient in filled]
         known = [True] * len(slots) if present is None else present
         plan = self._plan(slots, len(known), dtype)
-        if self.mesh.replicate:
-            self._check_partial_sums(plan)
+        self._check_partial_sums(plan)
         give = deliver or (lambda shards, exist: self._deliver(slots, shards))
         device = self.mesh.device
         return Reduction(plan, self._route(dtype), filled, known, lane, device, like.local, give, self.unit_name)
@@ -222,7 +217,7 @@ class GradientReducer:
         shards: list[torch.Tensor | None] = []
         for gradient in gradients:
             if gradient is not None:
-                gradient = gradient.to(reduction_dtype(gradient.dtype, self.policy.precision.reduce_dtype))
+                gradient = gradient.to(self._reduce_dtype(gradient.dtype))
                 if factor not in (None, 1):
                     gradient.div_(factor)
                 gradient = gradient.to(like.dtype)
@@ -236,12 +231,9 @@ class GradientReducer:
         old: list[torch.Tensor] = []
         parameters = [slot.sharded for slot, shard in zip(slots, shards, strict=True) if shard is not None]
         assert not torch.is_grad_enabled()
-        with without_torch_function():
-            gradients = wrap_gradients([shard for shard in shards if shard is not None], parameters)
-            changes = any(map(tensor_hooks_of, parameters))
-        if changes:
-            # Outside, since what hooks do to sharded parameters has to be noticed.
-            gradients = run_tensor_hooks(parameters, gradients)
+        wrapped = wrap_gradients([shard for shard in shards if shard is not None], parameters)
+        # Out here, since what hooks do to sharded parameters has to be noticed.
+        gradients = run_tensor_hooks(parameters, wrapped)
         with without_torch_function():
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 if parameter.grad is None:
@@ -251,6 +243,5 @@ class GradientReducer:
                     new.append(local_of(gradient))
             if old:
                 add_each(old, new)
-            reports = any(map(post_accumulate_grad_hooks_of, parameters))
-        for hook, reached in post_accumulate_grad_hooks(parameters) if reports else ():
+        for hook, reached in post_accumulate_grad_hooks(parameters):
             hook(reached)

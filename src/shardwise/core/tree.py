@@ -76,24 +76,14 @@ def tensors_requiring_grad(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value] if value.requires_grad else []
     found: list[torch.Tensor] = []
-    _find_requiring_grad(value, found)
+
+    def visit(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad:
+            found.append(tensor)
+        return tensor
+
+    map_tensors(value, visit)
     return found
-
-
-def _find_requiring_grad(value: Any, found: list[torch.Tensor]) -> None:
-    if isinstance(value, dict):
-        items: Any = value.values()
-    elif isinstance(value, (list, tuple)):
-        items = value
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        items = [getattr(value, field.name) for field in dataclasses.fields(value)]
-    else:
-        return
-    for item in items:
-        if not isinstance(item, torch.Tensor):
-            _find_requiring_grad(item, found)
-        elif item.requires_grad:
-            found.append(item)
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
