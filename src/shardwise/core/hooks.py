@@ -603,7 +603,7 @@ class _Announcing(torch.autograd.Function):
     @staticmethod
     def forward(unit: Unit, what: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # Not the tensors themselves: autograd forbids modifying those in place.
-        return tuple(map(torch.Tensor.detach, tensors))
+        return tuple([tensor.detach() for tensor in tensors])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
