@@ -659,15 +659,20 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
         return disabled[0](*args, **kwargs)
 
     run._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return run
+    return _skipped(run)
+
+
+def _skipped(function: Callable[P, R]) -> Callable[P, R]:
+    """``function``, whose own code `torch.compile` never traces; what it calls may be traced."""
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
+    return function
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
     """``function``, whose own code `torch.compile` never traces; what it calls may be traced. For methods that torch
     would wrap as a step of an optimizer: it does not."""
-    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
     function.hooked = function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return function
+    return _skipped(function)
 
 
 def trace_by(tracer: Any) -> Any:
