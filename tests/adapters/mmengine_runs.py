@@ -299,6 +299,8 @@ def worlds_of(directory: Path, size: int) -> Iterator[int]:
 def _join(file: Path, rank: int, world_size: int) -> None:
     limit = timedelta(seconds=120)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world_size, timeout=limit)
+    # A rank that leaves before the others are connected to it fails them.
+    dist.barrier()
 
 
 def run_in_turn(cases: dict[str, Case], directory: Path, file: str) -> None:

@@ -127,7 +127,8 @@ class Ranks:
     def _collect(self, limit: float) -> list[Any]:
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
-        deadline = time.monotonic() + limit
+        started = time.monotonic()
+        deadline = started + limit
         while len(results) + len(failures) < self.world_size:
             waiting = [c for rank, c in enumerate(self.connections) if rank not in results and rank not in failures]
             ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
@@ -150,7 +151,7 @@ class Ranks:
         self.stop()
         report = [f"rank {rank}:\n{text}" for rank, text in failures.items()]
         if missing:
-            report.append(f"ranks {missing} did not answer within {limit:.0f} s")
+            report.append(f"ranks {missing} did not answer within {time.monotonic() - started:.0f} s")
         raise RankError("\n".join(report))
 
 
