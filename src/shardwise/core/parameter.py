@@ -14,7 +14,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .device import call_without_torch_function, local_of, spec_of, step_by_foreach, wrap_local
+from .device import (
+    call_without_torch_function,
+    local_of,
+    spec_of,
+    step_by_foreach,
+    without_torch_function,
+    wrap_local,
+)
 from .errors import StateError
 from .tree import tensors_in
 
@@ -206,7 +213,7 @@ an optimizer over them is found. Weak on both sides."""
 def remember_successor(original: torch.Tensor, group: weakref.ref[Any], slot: int) -> None:
     """The sharded parameter of a slot is the one that counts, not ``original``."""
     if not _guard:
-        _guard.append(register_optimizer_step_pre_hook(_refuse_replaced))
+        _guard.append(register_optimizer_step_pre_hook(_before_step))
     _successors[original] = group, slot
 
 
@@ -278,7 +285,72 @@ def _refuse_gradient(parameter: torch.Tensor) -> None:
     )
 
 
-def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    _refuse_replaced(optimizer)
+    if torch.compiler.is_compiling() or getattr(optimizer, "notes_writes", False):
+        return None
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    step = _Step([parameter for group in optimizer.param_groups for parameter in group["params"]], closure)
+    if not callable(closure):
+        step.begin()
+        return _Arguments(args, step), kwargs
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": step}
+    return (args[0], step, *args[2:]), kwargs
+
+
+class _Step:
+    """What an optimizer does to its parameters: those with gradients are plain DTensors meanwhile.
+
+    Of a subclass each access of an attribute is a call into Python, of which a step has many for each parameter; that
+    they are written is noted beforehand. Over when nobody refers to it any more, as after an exception.
+
+    Args:
+        parameters: of the optimizer.
+        closure: computes gradients within the step, with the parameters as they are.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], closure: Any):
+        self._parameters, self._closure = parameters, closure
+        self._written: Sequence[torch.Tensor] = ()
+
+    def __call__(self) -> Any:
+        self.end()
+        result = self._closure()
+        self.begin()
+        return result
+
+    def begin(self) -> None:
+        """The optimizer writes from now on."""
+        with without_torch_function():
+            sharded = [one for one in self._parameters if type(one) is ShardedParameter and one.grad is not None]
+        for owner in {id(owner): owner for one in sharded if (owner := owner_of(one)) is not None}.values():
+            owner.note_write()
+        for parameter in sharded:
+            cast(Any, parameter).__class__ = DTensor
+        self._written = sharded
+
+    def end(self) -> None:
+        """The optimizer wrote."""
+        for parameter in self._written:
+            cast(Any, parameter).__class__ = ShardedParameter
+        self._written = ()
+
+    __del__ = end
+
+
+class _Arguments(tuple[Any, ...]):
+    """Arguments of a step, which lives as long as they do; a hook after it would not run after an exception."""
+
+    def __new__(cls, arguments: Iterable[Any], step: _Step) -> _Arguments:
+        made = super().__new__(cls, arguments)
+        made.step = step
+        return made
+
+    step: _Step
+
+
+def _refuse_replaced(optimizer: Optimizer) -> None:
     """An optimizer that holds a replaced parameter would train a tensor that no module uses, in silence."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -114,6 +114,8 @@ class FlatOptimizer(Optimizer):
 
     optimizer_class: ClassVar[type[Optimizer]]
     """Whose step this is."""
+    notes_writes: ClassVar = True
+    """The owners of what it writes are told by itself."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)

@@ -1,0 +1,146 @@
+"""What the engine does around an optimizer's step: parameters are plain DTensors in it, and their writes are seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardwise import Placements, fully_shard
+from shardwise.core.errors import StateError
+from shardwise.core.parameter import ShardedParameter
+
+from ..models import inputs_for
+from .test_memory import Collectives, build
+
+Mesh = Callable[..., DeviceMesh]
+
+
+class Watching(torch.optim.SGD):
+    """Notes of what type its parameters are while it writes them through ``data``; fails when told."""
+
+    def __init__(self, parameters: Any, fails: bool = False):
+        super().__init__(parameters, lr=0.1)
+        self.fails = fails
+        self.met: list[type] = []
+        self.met_by_closure: list[type] = []
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.met.append(type(parameter))
+                    parameter.data.mul_(0.5)
+        if self.fails:
+            raise KeyError("on purpose")
+        return loss
+
+
+def types_of(model: nn.Module) -> set[type]:
+    return {type(parameter) for parameter in model.parameters()}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_parameters_are_plain_in_a_step_and_themselves_after_it(fake_mesh: Mesh, fails: bool) -> None:
+    model = build(fake_mesh(2))
+    frozen = model.layers[0].up.bias.requires_grad_(False)
+    optimizer = Watching(model.parameters(), fails)
+    for _ in range(2):
+        model(inputs_for(model, 0)).sum().backward()
+        with torch.no_grad():
+            before = [parameter.to_local().clone() for parameter in model.parameters()]
+        try:
+            optimizer.step()
+        except KeyError:
+            assert fails
+        assert set(optimizer.met) == {DTensor}
+        assert types_of(model) == {ShardedParameter}
+        for parameter, value in zip(model.parameters(), before, strict=True):
+            torch.testing.assert_close(parameter.to_local(), value if parameter is frozen else value / 2)
+
+
+def test_a_closure_meets_parameters_as_they_are(fake_mesh: Mesh) -> None:
+    model = build(fake_mesh(2))
+    optimizer = Watching(model.parameters())
+
+    def closure() -> torch.Tensor:
+        assert types_of(model) == {ShardedParameter}
+        with pytest.raises(StateError, match="was used outside the forward of its unit"):
+            model.layers[0].up(torch.ones(1, model.layers[0].up.in_features))
+        optimizer.zero_grad()
+        loss = model(inputs_for(model, 0)).sum()
+        loss.backward()
+        return loss
+
+    for arguments, named in (((closure,), {}), ((), {"closure": closure})):
+        assert isinstance(optimizer.step(*arguments, **named), torch.Tensor)
+        assert set(optimizer.met) == {DTensor}
+        assert types_of(model) == {ShardedParameter}
+
+
+def test_a_closure_runs_many_times_in_a_step(fake_mesh: Mesh) -> None:
+    model = fully_shard(nn.Linear(4, 6), mesh=fake_mesh(2))
+    met: list[set[type]] = []
+
+    def closure() -> torch.Tensor:
+        met.append(types_of(model))
+        model.zero_grad()
+        loss = model(torch.ones(2, 4)).square().sum()
+        loss.backward()
+        return loss
+
+    torch.optim.LBFGS(model.parameters(), max_iter=3).step(closure)
+    assert len(met) > 1
+    assert all(types == {ShardedParameter} for types in (*met, types_of(model)))
+
+
+def test_a_closure_that_fails_leaves_parameters_as_they_are(fake_mesh: Mesh) -> None:
+    model = build(fake_mesh(2))
+    optimizer = Watching(model.parameters())
+    with pytest.raises(KeyError):
+        optimizer.step(lambda: {}["on purpose"])
+    assert not optimizer.met
+    assert types_of(model) == {ShardedParameter}
+
+
+@pytest.mark.parametrize("preset", ["zero1", "zero2"])
+def test_kept_parameters_are_gathered_after_a_step(fake_mesh: Mesh, preset: str) -> None:
+    model = build(fake_mesh(2), placements=getattr(Placements, preset))
+    model(inputs_for(model, 0)).sum().backward()
+    optimizer = Watching(model.parameters())
+    gathers = []
+    for step in (True, False):
+        if step:
+            optimizer.step()
+        with Collectives() as count, torch.no_grad():
+            model(inputs_for(model, 0))
+        gathers.append(count.gathers)
+    optimizer.zero_grad()
+    optimizer.step()  # has nothing to write
+    with Collectives() as count, torch.no_grad():
+        model(inputs_for(model, 0))
+    assert gathers[0] > 0 == gathers[1] == count.gathers
+
+
+def test_a_step_within_a_step(fake_mesh: Mesh) -> None:
+    model = build(fake_mesh(2))
+    model(inputs_for(model, 0)).sum().backward()
+    inner = Watching(model.parameters())
+
+    class Outer(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            inner.step()
+            assert types_of(model) == {DTensor}
+
+    Outer(model.parameters(), lr=0.1).step()
+    assert set(inner.met) == {DTensor}
+    assert types_of(model) == {ShardedParameter}
