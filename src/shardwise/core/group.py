@@ -81,29 +81,33 @@ class ParamGroup:
     """
 
     def __init__(self, shards: Shards):
-        self.shards, self.mesh, self.policy = shards, shards.mesh, shards.policy
+        self.shards, self.policy = shards, shards.policy
         self.options = GroupOptions()
         self.state = ShardState.SHARDED
         self.slots: Sequence[Slot] = shards.slots
         self.gradients = GradientReducer(shards, self.options)
-        self._name = ""
         self._gather: tuple[Ticket | None, Sequence[Gather]] | None = None
         self._prepared: _Prepared | None = None
         self._is_kept = self._keeps_unsharded = self.mesh.strategy.keeps_unsharded
 
     @property
+    def mesh(self) -> DataParallelRanks:
+        """Ranks and strategy."""
+        return self.shards.mesh
+
+    @property
     def name(self) -> str:
         """Of the unit, for messages and labels."""
-        return self._name
+        return self.shards.unit_name
 
     @name.setter
     def name(self, name: str) -> None:
-        self._name = self.shards.unit_name = self.gradients.unit_name = name
+        self.shards.unit_name = name
 
     def use_ranks(self, ranks: DataParallelRanks) -> None:
         """Communicate by ``ranks`` from now on: as many, and this rank in the same place."""
         assert (ranks.shard.rank, ranks.shard.size) == (self.mesh.shard.rank, self.mesh.shard.size)
-        self.mesh = self.shards.mesh = self.gradients.mesh = ranks
+        self.shards.mesh = ranks
         for buffer in self.shards.buffers:
             buffer.comm = ranks.shard
         self.gradients.forget_plans()

@@ -20,6 +20,7 @@ from .device import (
 )
 from .errors import StateError
 from .gradient import Deliver, GradientPlan, Reduction, Route, Scale, gradient_scale
+from .mesh import DataParallelRanks
 from .shards import Shards
 from .slot import GroupOptions, Slot, reduction_dtype
 
@@ -40,11 +41,15 @@ class GradientReducer:
     def __init__(self, shards: Shards, options: GroupOptions):
         self.shards, self.options = shards, options
         self.slots: Sequence[Slot] = shards.slots
-        self.mesh, self.policy = shards.mesh, shards.policy
-        self.unit_name = ""
+        self.policy = shards.policy
         self._plans: dict[tuple[tuple[Slot, ...], int, torch.dtype, bool], GradientPlan] = {}
         self._absences: Counter[Slot] = Counter()
         """Of the parameters that had no gradient on any rank when they were reduced last."""
+
+    @property
+    def mesh(self) -> DataParallelRanks:
+        """Ranks and strategy."""
+        return self.shards.mesh
 
     def forget_plans(self) -> None:
         """The buffers of the slots were made anew."""
@@ -165,7 +170,7 @@ class GradientReducer:
         self._check_partial_sums(plan)
         give = deliver or (lambda shards, exist: self._deliver(slots, shards))
         device = self.mesh.device
-        return Reduction(plan, self._route(dtype), filled, known, lane, device, like.local, give, self.unit_name)
+        return Reduction(plan, self._route(dtype), filled, known, lane, device, like.local, give, self.shards.unit_name)
 
     def _route(self, dtype: torch.dtype) -> Route:
         options, replicate = self.options, self.mesh.replicate
@@ -189,8 +194,8 @@ class GradientReducer:
         for other in self._plans.values():
             if other is not plan and other.partial is not None and other.dtype == plan.dtype:
                 raise StateError(
-                    f"unit {self.unit_name!r}: other parameters require gradients now than in the backward whose sums "
-                    "still wait for their all-reduce; change requires_grad only after a backward that all-reduces"
+                    f"unit {self.shards.unit_name!r}: other parameters require gradients now than in the backward whose "
+                    "sums still wait for their all-reduce; change requires_grad only after a backward that all-reduces"
                 )
 
     def _zeros(self, slot: Slot, dtype: torch.dtype) -> torch.Tensor:
