@@ -195,7 +195,8 @@ class GradientReducer:
             if other is not plan and other.partial is not None and other.dtype == plan.dtype:
                 raise StateError(
                     f"unit {self.shards.unit_name!r}: other parameters require gradients now than in the backward "
-                    "whose sums still wait for their all-reduce; change requires_grad only after a backward that all-reduces"
+                    "whose sums still wait for their all-reduce; change requires_grad only after a backward that "
+                    "all-reduces"
                 )
 
     def _zeros(self, slot: Slot, dtype: torch.dtype) -> torch.Tensor:
