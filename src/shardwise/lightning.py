@@ -386,6 +386,7 @@ class _TrainerStrategy(ProcessesStrategy):
             RuntimeError: if it has the state of another number of optimizers.
         """
         states = checkpoint["optimizer_states"]
+        self._add_param_groups_again()
         for index, optimizer in enumerate(self.optimizers):
             if self._saved is not None:
                 self._saved.load_optimizer(f"optimizer_{index}", optimizer, self.lightning_module)
@@ -396,6 +397,16 @@ class _TrainerStrategy(ProcessesStrategy):
                 )
             else:
                 load_full_optimizer_state(optimizer, states[index])
+
+    def _add_param_groups_again(self) -> None:
+        """What finetuning callbacks do in `on_fit_start`, if they have their state then: where checkpoints are read
+        after the module is set up, it comes later."""
+        module = self.lightning_module
+        finetuning = self.namespace.of_trainer("callbacks", "BaseFinetuning")
+        for callback in module.trainer.callbacks:
+            if isinstance(callback, finetuning):
+                # Not an override, which has been called.
+                finetuning.on_fit_start(callback, module.trainer, module)
 
     def teardown(self) -> None:
         """Let go of what the run needed; the module stays sharded, where it is."""

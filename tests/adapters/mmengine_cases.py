@@ -29,6 +29,7 @@ from torch.utils.data import Dataset
 
 from shardwise.core.module import unit_of
 from shardwise.mmengine import MMFullyShardedDataParallel
+from shardwise.optim import FlatOptimizer
 from tests.adapters.mmengine_runs import (
     LINEAR,
     WRAPPERS,
@@ -289,6 +290,25 @@ def optimizer_from_before(directory: Path) -> None:
     check_like(results[1], results[0])
 
 
+def flat_optimizer(directory: Path) -> None:
+    """By its name in a config; what it saves, the plain one resumes."""
+    rates = {"paramwise_cfg": {"bias_decay_mult": 0.0}, "clip_grad": {"max_norm": 0.5}}
+    settings = {"lr": 0.05, "weight_decay": 0.1}
+    plain = {"optimizer": {"type": "AdamW", **settings}, **rates}
+    flattened = {"optimizer": {"type": "FlatAdamW", **settings}, **rates}
+    wanted = run(replicated, directory / "flat_ddp", optim_wrapper=plain)
+    for make in (sharded, flexible):
+        work = directory / f"flat_{make.__name__}"
+        runner = make("plain", work, optim_wrapper=copy.deepcopy(flattened))
+        check_like(outcome(runner, train(runner)), wanted)
+        assert isinstance(runner.optim_wrapper.optimizer, FlatOptimizer)
+    dist.barrier()
+    check_same_file(directory / "flat_sharded" / "epoch_2.pth", directory / "flat_ddp" / "epoch_2.pth")
+    first = str(directory / "flat_sharded" / "epoch_1.pth")
+    resumed = run(sharded, directory / "flat_resumed", optim_wrapper=plain, load_from=first, resume=True)
+    torch.testing.assert_close(torch.tensor(resumed["losses"]), torch.tensor(wanted["losses"][3:]))
+
+
 # -- Checkpoints
 
 
@@ -536,6 +556,7 @@ TWO = (
     refuses_apex,
     several_optimizers,
     optimizer_from_before,
+    flat_optimizer,
     resumes_all_that_is_saved,
     resumes_on_the_host,
     checkpoint_options,

@@ -457,6 +457,38 @@ def test_settings_may_be_set_later(flat: bool, ran: bool) -> None:
     torch.testing.assert_close(results[1][1], results[0][1])
 
 
+@on_ranks(2, ran=(True, False))
+def test_settings_of_dtypes_and_of_the_root_may_be_set_later(ran: bool) -> None:
+    half = {"mixed_precision": True, "compute_dtype": torch.float16, "gradient_predivide_factor": 1.0}
+    results = []
+    with both_fsdps(disable_reshard_on_root=False, **half) as makers:
+        for make in makers:
+            model = make()
+            model[1].forward = lambda x: x  # with buffers of any dtype
+            if ran:
+                train(model)
+            for one in instances_of(model):
+                one.buffer_dtype, one.fp32_reduce_scatter, one.disable_reshard_on_root = torch.float64, True, True
+            model.zero_grad()
+            train(model, 1)
+            keeps = [one.reshard_after_forward for one in instances_of(model)]
+            results.append(([p.grad for p in model.parameters()], keeps, model[1].running_mean.dtype))
+    assert results[0][1:] == results[1][1:] == ([False, True], torch.float64)
+    # Bitwise: in float16 the sums would be rounded.
+    assert all(torch.equal(*pair) for pair in zip(results[0][0], results[1][0], strict=True))
+
+
+@on_ranks(1)
+def test_settings_that_may_not_be_set_later() -> None:
+    model = FSDP(model_of())
+    for name, value in {"compute_dtype": torch.float16, "mixed_precision": True}.items():
+        with pytest.raises(AttributeError, match=name):
+            setattr(model, name, value)
+    with pytest.raises(ValueError, match="needs mixed_precision=True"):
+        model.fp32_reduce_scatter = True
+    assert not model.fp32_reduce_scatter
+
+
 @on_ranks(2)
 def test_copies_keep_settings() -> None:
     model = FSDP(model_of(), gradient_predivide_factor=4.0)

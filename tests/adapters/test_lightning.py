@@ -578,6 +578,34 @@ def more_callbacks(directory: Path) -> None:
         trainer(directory, "shardwise", callbacks=[averaging]).fit(Module(), loader(True))
 
 
+def finetuning_resumed(directory: Path) -> None:
+    """Param groups that a callback has added are there again, with their state (with upstream's sharded strategies
+    that is an error)."""
+
+    class Later(pl.callbacks.BaseFinetuning):
+        def freeze_before_training(self, module: Any) -> None:
+            pass
+
+        def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(module.net[0], optimizer, lr=0.01)
+
+    class Head(Module):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.net[2:].parameters(), lr=0.05)
+
+    truth = Head()
+    trainer(directory, "auto", callbacks=[Later()], max_epochs=3).fit(truth, loader(False))
+    for kind in ("full", "sharded"):
+        used, path = trainer(directory, ours(state_dict_type=kind), callbacks=[Later()]), directory / f"later_{kind}"
+        used.fit(Head(), loader(True))
+        used.save_checkpoint(path)
+        used = trainer(directory, ours(state_dict_type=kind), callbacks=[Later()], max_epochs=3)
+        used.fit(Head(), loader(True), ckpt_path=path)
+        assert [len(group["params"]) for group in used.optimizers[0].param_groups] == [6, 2]
+        assert_same_state(used, truth.state_dict())
+
+
 def averages(directory: Path) -> None:
     """Lightning's own averaging callback: sharded, in validation, in checkpoints of both kinds."""
     weight_averaging = importlib.import_module(f"{NAMESPACE}.callbacks.weight_averaging")
@@ -1126,6 +1154,7 @@ CASES = (
     from_model_parallel,
     callbacks,
     more_callbacks,
+    finetuning_resumed,
     averages,
     whole_state_dicts,
     manual_optimization,

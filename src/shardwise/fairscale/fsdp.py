@@ -116,13 +116,13 @@ class FullyShardedDataParallel(nn.Module):
             raise TypeError(f"FullyShardedDataParallel wraps a module, not {type(module).__name__}")
         group = given_group(process_group)
         self.rank, self.world_size = group.rank(), group.size()
-        self._reshards, self.disable_reshard_on_root = reshard_after_forward, disable_reshard_on_root
-        self.mixed_precision, self.fp32_reduce_scatter = mixed_precision, fp32_reduce_scatter
+        self._reshards, self._disable_reshard_on_root = reshard_after_forward, disable_reshard_on_root
+        self._mixed_precision, self._fp32_reduce_scatter = mixed_precision, fp32_reduce_scatter
         self.flatten_parameters, self.bucket_cap_mb = flatten_parameters, bucket_cap_mb
         self.move_params_to_cpu = move_params_to_cpu or cpu_offload
         self.move_grads_to_cpu = self.move_params_to_cpu if move_grads_to_cpu is None else move_grads_to_cpu
-        self.compute_dtype = compute_dtype or (torch.float16 if mixed_precision else torch.float32)
-        self.buffer_dtype = buffer_dtype or self.compute_dtype
+        self._compute_dtype = compute_dtype or (torch.float16 if mixed_precision else torch.float32)
+        self._buffer_dtype = buffer_dtype or self.compute_dtype
         self.compute_device = torch.device(compute_device or compute_device_of(group, module))
         default = torch.device("cpu") if self.move_params_to_cpu else self.compute_device
         self.state_dict_device = torch.device(state_dict_device or default)
@@ -150,13 +150,16 @@ class FullyShardedDataParallel(nn.Module):
     # -- Construction
 
     def _check_settings(self) -> None:
-        if self.fp32_reduce_scatter and not self.mixed_precision:
-            raise ValueError("fp32_reduce_scatter=True needs mixed_precision=True: without it gradients are float32")
+        self._check_widens(self.fp32_reduce_scatter)
         if self.move_grads_to_cpu != self.move_params_to_cpu and self.compute_device.type != "cpu":
             raise ValueError(
                 f"move_grads_to_cpu={self.move_grads_to_cpu} with move_params_to_cpu={self.move_params_to_cpu}: torch "
                 "keeps a parameter and its gradient on one device, so both have to be the same"
             )
+
+    def _check_widens(self, widens: bool) -> None:
+        if widens and not self.mixed_precision:
+            raise ValueError("fp32_reduce_scatter=True needs mixed_precision=True: without it gradients are float32")
 
     def _predivide_factor(self) -> float:
         factor = 1
@@ -170,8 +173,7 @@ class FullyShardedDataParallel(nn.Module):
         self._process_group, self._reduce_group = group, reduce_group
         self._summons = self._gives_local = self._has_cast_buffers = False
         runs = flat_runs(self._runs, self, self.module, values)
-        param_dtype = self.compute_dtype if self.mixed_precision else None
-        precision = MixedPrecisionPolicy(param_dtype, torch.float32 if self.fp32_reduce_scatter else None)
+        precision = self._precision()
         ranks = ranks_of(group, self.compute_device)
         policy = GroupPolicy(precision, offload=self.move_params_to_cpu, pin_memory=True)
         groups = [ParamGroup(FlatShards(runs, ranks, policy))] if runs else []
@@ -183,6 +185,10 @@ class FullyShardedDataParallel(nn.Module):
             own.options.divisors = self._divisors if self._own_divisors else None
         kept_by_root = self._reshards and self.disable_reshard_on_root
         set_unit(self, Unit([self], groups, self.compute_device, precision, None, None, kept_by_root, make_fsdp_root))
+
+    def _precision(self) -> MixedPrecisionPolicy:
+        param_dtype = self.compute_dtype if self.mixed_precision else None
+        return MixedPrecisionPolicy(param_dtype, torch.float32 if self.fp32_reduce_scatter else None)
 
     @property
     def _unit(self) -> Unit:
@@ -249,6 +255,48 @@ class FullyShardedDataParallel(nn.Module):
         unit.reshards_unless_root = reshards and self.disable_reshard_on_root
         if self._own is not None:
             self._own.options.reshard_after_forward = reshards and not (unit.reshards_unless_root and unit.is_root)
+
+    @property
+    def disable_reshard_on_root(self) -> bool:
+        """Whether the outermost instance keeps its whole parameters between forward and backward in any case."""
+        return self._disable_reshard_on_root
+
+    @disable_reshard_on_root.setter
+    def disable_reshard_on_root(self, disables: bool) -> None:
+        self._disable_reshard_on_root = disables
+        self.reshard_after_forward = self._reshards
+
+    @property
+    def mixed_precision(self) -> bool:
+        """Whether ``compute_dtype`` differs from that of the parameters. Buffers are made for it at construction, so
+        neither can be set afterwards."""
+        return self._mixed_precision
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype of the whole parameters."""
+        return self._compute_dtype
+
+    @property
+    def buffer_dtype(self) -> torch.dtype:
+        """Dtype that floating-point buffers have from the next forward on."""
+        return self._buffer_dtype
+
+    @buffer_dtype.setter
+    def buffer_dtype(self, dtype: torch.dtype) -> None:
+        self._buffer_dtype, self._has_cast_buffers = dtype, False
+
+    @property
+    def fp32_reduce_scatter(self) -> bool:
+        """Whether gradients are reduced in float32."""
+        return self._fp32_reduce_scatter
+
+    @fp32_reduce_scatter.setter
+    def fp32_reduce_scatter(self, widens: bool) -> None:
+        self._check_widens(widens)
+        self._fp32_reduce_scatter = widens
+        if self._own is not None:
+            self._own.policy.precision = self._precision()
 
     @property
     def gradient_predivide_factor(self) -> float:
@@ -724,7 +772,7 @@ class FullyShardedDataParallel(nn.Module):
             self._own.adopt_registered()
             if not self.mixed_precision and (dtype := self._own.slots[0].sharded.dtype) != self.compute_dtype:
                 follows = self.buffer_dtype == self.compute_dtype
-                self.compute_dtype, self.buffer_dtype = dtype, dtype if follows else self.buffer_dtype
+                self._compute_dtype, self._buffer_dtype = dtype, dtype if follows else self.buffer_dtype
         return self
 
     def extra_repr(self) -> str:

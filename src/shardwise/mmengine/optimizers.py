@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from mmengine.optim import AmpOptimWrapper, ApexOptimWrapper, BaseOptimWrapper, OptimWrapper, OptimWrapperDict
+from mmengine.registry import OPTIMIZERS
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from ..adapters.whole import cut, cut_state
 from ..grad import clip_grad_norm_
 from ..grad_scaler import ShardedGradScaler
-from ..optim import repoint
+from ..optim import flat, repoint
+from ..optim.flat import ELEMENTWISE
 
 PREPARED = "_shardwise_prepared"
+
+for _class in ELEMENTWISE:
+    OPTIMIZERS.register_module(name=f"Flat{_class.__name__}", module=functools.partial(flat, _class), force=True)
 
 
 def prepare_optim_wrapper(optim_wrapper: Any) -> None:
