@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .device import Device, backward_number, device_for, label, queue_end_of_backward
+from .device import Device, backward_number, device_for, eager, label, queue_end_of_backward
 from .gradient import Reduction
 from .order import ExecutionOrder
 
@@ -152,6 +152,7 @@ class FSDPCommContext:
                 unit.reduce_accumulated()
         self._end_of_backward()
 
+    @eager
     def _end_of_backward(self) -> None:
         with label("FSDP::root_post_backward_callback", ""), torch.no_grad():
             creates_graph, self._creates_graph = self._creates_graph, False

@@ -11,10 +11,18 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .device import call_without_torch_function, local_of, spec_of, step_by_foreach, wrap_local
+from .device import (
+    call_without_torch_function,
+    local_of,
+    spec_of,
+    step_by_foreach,
+    trace_by,
+    untraced,
+    wrap_local,
+)
 from .errors import StateError
 from .tree import tensors_in
 
@@ -51,7 +59,17 @@ class Owner(Protocol):
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
-class ShardedParameter(DTensor):
+class TracedParameter(DTensor):
+    """The registered parameter while a compiled step of an optimizer writes it: a DTensor that can be traced."""
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, flat: Any, size: Any, stride: Any) -> DTensor:
+        """The tracer's copy: a wrapper as `wrap_local` makes them, not at the offset of its local tensor."""
+        whole: DTensor = DTensor.__tensor_unflatten__(inner, flat, size, stride)  # type: ignore[no-untyped-call]
+        return wrap_local(local_of(whole), spec_of(whole), cls, whole.requires_grad)
+
+
+class ShardedParameter(TracedParameter):
     """The registered parameter between uses: an ordinary DTensor that explains itself.
 
     It tells its group when something writes it, and replaces torch's message when it is mixed with plain tensors.
@@ -59,6 +77,7 @@ class ShardedParameter(DTensor):
     """
 
     @classmethod
+    @untraced
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (effect := _effects.get(func)) is None:
             effect = _effects[func] = _effect_of(func)
@@ -97,6 +116,7 @@ class ShardedParameter(DTensor):
         return wrap_local(local_of(self), spec_of(self), requires_grad=self.requires_grad).__reduce_ex__(protocol)
 
 
+step_by_foreach(TracedParameter)
 step_by_foreach(ShardedParameter)
 
 
@@ -206,7 +226,8 @@ an optimizer over them is found. Weak on both sides."""
 def remember_successor(original: torch.Tensor, group: weakref.ref[Any], slot: int) -> None:
     """The sharded parameter of a slot is the one that counts, not ``original``."""
     if not _guard:
-        _guard.append(register_optimizer_step_pre_hook(_refuse_replaced))
+        _guard.append(register_optimizer_step_pre_hook(_before_step))
+        _guard.append(register_optimizer_step_post_hook(_after_step))
     _successors[original] = group, slot
 
 
@@ -218,6 +239,7 @@ class ReplacedParameter(nn.Parameter):
     tree): readable until its sharded successor was written, from when on its values are of the past."""
 
     @classmethod
+    @untraced
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.__name__ not in _LOOKS and (func.__name__ != "__get__" or func == _DATA):
             for parameter in tensors_in((args, kwargs)):
@@ -278,7 +300,37 @@ def _refuse_gradient(parameter: torch.Tensor) -> None:
     )
 
 
-def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+@untraced
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    tracer = trace_by(None)
+    try:
+        _refuse_replaced(optimizer)
+        if tracer is not None:
+            _let_trace(optimizer)
+    finally:
+        trace_by(tracer)
+
+
+def _let_trace(optimizer: Optimizer) -> None:
+    """A compiled step writes its parameters without a call of `ShardedParameter.__torch_function__`, which it could not
+    trace."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    # Those of a step that raised too.
+    traced = [parameter for parameter in parameters if isinstance(parameter, TracedParameter)]
+    for parameter in traced:
+        if (owner := owner_of(parameter)) is not None:
+            owner.note_write()
+        cast(Any, parameter).__class__ = TracedParameter
+    optimizer.__dict__["_shardwise_traced"] = traced
+
+
+@untraced
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for parameter in optimizer.__dict__.pop("_shardwise_traced", ()):
+        cast(Any, parameter).__class__ = ShardedParameter
+
+
+def _refuse_replaced(optimizer: Optimizer) -> None:
     """An optimizer that holds a replaced parameter would train a tensor that no module uses, in silence."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
