@@ -1894,6 +1894,20 @@ def test_compiled_training_step() -> None:
         torch.testing.assert_close(value, theirs[name])
 
 
+@on_ranks(2, limit=120.0)
+def test_compiled_autograd_is_refused() -> None:
+    """Nothing would reduce the root's gradients; FSDP2 leaves them unreduced, in silence."""
+    from torch._dynamo.compiled_autograd import _enable
+
+    model = wrap(stack(Layer()), shardwise.fully_shard)
+    loss = model(batch(0, dist.get_rank(), 4, WIDTH)).square().mean()
+    with _enable(torch.compile(backend="eager")), pytest.raises(RuntimeError, match="under compiled autograd"):
+        loss.backward()
+    model.reset_iter_state()
+    torch.manual_seed(1)
+    check(lambda: stack(Layer()))
+
+
 # -- Where it is cut
 
 

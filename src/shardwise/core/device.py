@@ -39,7 +39,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 from torch.optim.optimizer import _foreach_supported_types
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import SUPPORTED_NODES, tree_map
 
 ParallelSpec: TypeAlias = DTensorSpec
 """Mesh, placements, global shape and dtype of a DTensor."""
@@ -572,6 +572,21 @@ def in_backward() -> bool:
 def runs_in_this_backward(node: Any) -> bool:
     """Whether the current backward pass goes through an autograd node."""
     return torch._C._will_engine_execute_node(node)
+
+
+def parts_of(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """What is in a container of a class that torch's trees know (a deque, and what libraries register), and a function
+    that makes one of other parts; None of anything else."""
+    if (node := SUPPORTED_NODES.get(type(value))) is None:
+        return None
+    parts, rest = node.flatten_fn(value)
+    return list(parts), lambda new: node.unflatten_fn(new, rest)
+
+
+def in_compiled_autograd() -> bool:
+    """Whether the current backward pass was compiled: nothing would run what `queue_end_of_backward` is given."""
+    compiler = sys.modules.get("torch._dynamo.compiled_autograd")
+    return compiler is not None and compiler.in_compiled_autograd_region
 
 
 def queue_end_of_backward(callback: Callable[[], None]) -> None:

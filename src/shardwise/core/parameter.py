@@ -65,7 +65,7 @@ class TracedParameter(DTensor):
     @classmethod
     def __tensor_unflatten__(cls, inner: Any, flat: Any, size: Any, stride: Any) -> DTensor:
         """The tracer's copy: a wrapper as `wrap_local` makes them, not at the offset of its local tensor."""
-        whole: DTensor = DTensor.__tensor_unflatten__(inner, flat, size, stride)  # type: ignore[no-untyped-call]
+        whole: DTensor = DTensor.__tensor_unflatten__(inner, flat, size, stride)
         return wrap_local(local_of(whole), spec_of(whole), cls, whole.requires_grad)
 
 
