@@ -406,11 +406,18 @@ class Place:
     __hash__ = None  # type: ignore[assignment]
 
     def get(self) -> nn.Parameter:
-        """What is registered now."""
+        """What is registered now.
+
+        Raises:
+            StateError: if nothing is.
+        """
         module = self.module()
         assert module is not None
-        parameter = module._parameters[self.name]
-        assert parameter is not None
+        if (parameter := module._parameters.get(self.name)) is None:
+            raise StateError(
+                f"{type(module).__name__} has lost its parameter {self.name!r} since fully_shard: remove parameters "
+                "and register parametrizations before"
+            )
         return parameter
 
     def give(self, tensor: torch.Tensor) -> None:
