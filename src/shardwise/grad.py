@@ -10,13 +10,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from .core.comm import Comm, comm_for
-from .core.device import local_norms, local_of, mesh_device, scale_each, spec_of, without_torch_function
+from .core.device import eager, local_norms, local_of, mesh_device, scale_each, spec_of, without_torch_function
 from .core.flat import refuse_flat
 from .grad_scaler import ShardedGradScaler
 
 __all__ = ["ShardedGradScaler", "clip_grad_norm_", "norm_over_ranks", "scale_to_norm", "total_norm"]
 
 
+@eager
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],

@@ -1843,6 +1843,71 @@ def test_compiled_blocks(when: str, reshard: bool) -> None:
     assert_records(ours, truth, "plain training", bitwise=False)
 
 
+@on_ranks(2, preset=["zero2", "zero3"], limit=120.0)
+def test_compiled_optimizer(preset: str) -> None:
+    torch._dynamo.reset()
+
+    def train(compiled: bool) -> Stack:
+        torch.manual_seed(1)
+        model = stack(Layer(), Layer())
+        wrap(model, shardwise.fully_shard, placements=preset)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        update = torch.compile(optimizer.step, backend=graphs) if compiled else optimizer.step
+        for step in range(3):
+            model(batch(step, dist.get_rank(), 4, WIDTH)).square().mean().backward()
+            update()
+            optimizer.zero_grad()
+        return model
+
+    graphs = torch._dynamo.testing.CompileCounter()
+    ours, truth = train(True), train(False)
+    assert graphs.frame_count == 1, "one graph updates all parameters"
+    for parameter, expected in zip(ours.parameters(), truth.parameters(), strict=True):
+        assert type(parameter) is type(expected)
+        torch.testing.assert_close(whole(parameter), whole(expected))
+
+
+@on_ranks(2, limit=120.0)
+def test_compiled_training_step() -> None:
+    torch._dynamo.reset()
+
+    def train(model: Any, clip: Callable[..., Any]) -> dict[str, torch.Tensor]:
+        optimizer = make_optimizer(model)
+
+        @torch.compile(backend="eager")
+        def train_step(data: torch.Tensor) -> None:
+            model.unshard()
+            model.encode(data).square().mean().backward()
+            clip(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for step in range(3):
+            train_step(batch(step, dist.get_rank(), 4, WIDTH))
+        return state_of(model)
+
+    models = wrapped_pair(Encoder)
+    shardwise.register_fsdp_forward_method(models[0], "encode")
+    torch_register_forward_method(models[1], "encode")
+    ours, theirs = map(train, models, (shardwise.clip_grad_norm_, torch.nn.utils.clip_grad_norm_))
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name])
+
+
+@on_ranks(2, limit=120.0)
+def test_compiled_autograd_is_refused() -> None:
+    """Nothing would reduce the root's gradients; FSDP2 leaves them unreduced, in silence."""
+    from torch._dynamo.compiled_autograd import _enable
+
+    model = wrap(stack(Layer()), shardwise.fully_shard)
+    loss = model(batch(0, dist.get_rank(), 4, WIDTH)).square().mean()
+    with _enable(torch.compile(backend="eager")), pytest.raises(RuntimeError, match="under compiled autograd"):
+        loss.backward()
+    model.reset_iter_state()
+    torch.manual_seed(1)
+    check(lambda: stack(Layer()))
+
+
 # -- Where it is cut
 
 

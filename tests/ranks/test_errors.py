@@ -370,6 +370,19 @@ def test_dtypes_of_one_unit_that_part() -> None:
 # -- Methods
 
 
+@on_ranks(2)
+def test_parameter_that_is_removed_after_wrapping() -> None:
+    for remove in (
+        lambda layer: setattr(layer, "bias", None),
+        lambda layer: nn.utils.parametrize.register_parametrization(layer, "bias", nn.ReLU()),
+    ):
+        layer = nn.Linear(4, 4)
+        shardwise.fully_shard(layer)
+        remove(layer)
+        with refused(ValueError, "lost its parameter 'bias'", "before"):
+            layer(torch.ones(1, 4))
+
+
 @on_ranks(1)
 def test_reset_on_an_inner_unit() -> None:
     model: Any = stack(Layer())

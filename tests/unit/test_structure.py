@@ -19,9 +19,9 @@ ORDER = [
     "placements",
     "core.errors",
     "core.layout",
-    "core.tree",
     "core.order",
     "core.device",
+    "core.tree",
     "core.comm",
     "core.mesh",
     "core.model_parallel",
@@ -229,6 +229,7 @@ def test_private_torch_apis_have_one_place() -> None:
         "torch._foreach_copy_",
         "torch._foreach_mul_",
         "torch._foreach_norm",
+        "torch._dynamo.compiled_autograd.in_compiled_autograd_region",
         "torch.autograd._profiler_enabled",
         "torch.autograd.Variable._execution_engine.queue_callback",
         "torch.distributed.ProcessGroup._allgather_base",
@@ -239,6 +240,7 @@ def test_private_torch_apis_have_one_place() -> None:
         "torch.distributed.tensor._dtensor_spec.DTensorSpec",
         "torch.optim.optimizer._foreach_supported_types",
         "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
+        "torch.utils._pytree.SUPPORTED_NODES",
     ],
 )
 def test_private_torch_api_exists(path: str) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, deque, namedtuple
 from typing import Any
 
 import torch
 
-from shardwise.core.tree import cast_floating, map_tensors, tensors_requiring_grad
+from shardwise.core.tree import cast_floating, map_tensors, opaque_types, tensors_requiring_grad
 
 Pair = namedtuple("Pair", "left right")
 
@@ -42,6 +42,28 @@ def test_dict_subclasses_keep_type_and_order() -> None:
     assert type(result) is OrderedDict
     assert list(result) == ["b", "a"]
     assert value["b"].item() == 1
+
+
+class Registered:
+    def __init__(self, value: Any, mark: str):
+        self.value, self.mark = value, mark
+
+
+torch.utils._pytree.register_pytree_node(  # what tensordict and others do
+    Registered, lambda it: ([it.value], it.mark), lambda parts, mark: Registered(*parts, mark)
+)
+
+
+def test_what_trees_of_torch_know_is_looked_into() -> None:
+    x = torch.ones(2, requires_grad=True)
+    value = deque([Registered({"x": x}, "kept"), None], maxlen=2)
+    assert tensors_requiring_grad(value) == [x]
+    assert opaque_types(value) == []
+    assert map_tensors(value, lambda t: t) is value
+    result = map_tensors(value, lambda t: t * 2)
+    assert result.maxlen == 2
+    assert torch.equal(result[0].value["x"], x * 2)
+    assert result[0].mark == "kept"
 
 
 def test_only_tensors_that_require_grad_are_found_in_order() -> None:

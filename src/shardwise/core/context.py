@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .device import Device, backward_number, device_for, label, queue_end_of_backward
+from .device import (
+    Device,
+    backward_number,
+    device_for,
+    eager,
+    in_compiled_autograd,
+    label,
+    queue_end_of_backward,
+)
+from .errors import StateError
 from .gradient import Reduction
 from .order import ExecutionOrder
 
@@ -106,8 +115,18 @@ class FSDPCommContext:
     # -- Backward
 
     def queue_end_of_backward(self, *, creates_graph: bool = False) -> None:
-        """Finish this backward pass when autograd has done everything else; any number of calls."""
+        """Finish this backward pass when autograd has done everything else; any number of calls.
+
+        Raises:
+            StateError: under compiled autograd, which has no such end.
+        """
         if not self._end_is_queued:
+            if in_compiled_autograd():
+                raise StateError(
+                    "backward of sharded modules runs under compiled autograd, which would leave gradients unreduced: "
+                    "call backward() outside of it, with the compiler's option compiled_autograd=False; torch.compile "
+                    "compiles the backward of what it compiled all the same"
+                )
             self._end_is_queued = True
             self._backward = backward_number()
             queue_end_of_backward(self._end_of_backward)
@@ -152,6 +171,7 @@ class FSDPCommContext:
                 unit.reduce_accumulated()
         self._end_of_backward()
 
+    @eager
     def _end_of_backward(self) -> None:
         with label("FSDP::root_post_backward_callback", ""), torch.no_grad():
             creates_graph, self._creates_graph = self._creates_graph, False

@@ -39,7 +39,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 from torch.optim.optimizer import _foreach_supported_types
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import SUPPORTED_NODES, tree_map
 
 ParallelSpec: TypeAlias = DTensorSpec
 """Mesh, placements, global shape and dtype of a DTensor."""
@@ -438,6 +438,14 @@ def _wrap_each(
     return made
 
 
+def wrap_at_offset(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient, at the offset of its local tensor if it is a DTensor: `torch.compile` traces no other."""
+    if not isinstance(gradient, DTensor):
+        return gradient
+    wrapped: DTensor = DTensor.__new__(DTensor, local_of(gradient), spec_of(gradient), requires_grad=False)
+    return wrapped
+
+
 def wrap_gradients(locals_: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """``locals_[i]``, all of one dtype and on one device, placed as ``parameters[i]`` is; themselves, if those are not
     DTensors."""
@@ -578,6 +586,21 @@ def in_backward() -> bool:
 def runs_in_this_backward(node: Any) -> bool:
     """Whether the current backward pass goes through an autograd node."""
     return torch._C._will_engine_execute_node(node)
+
+
+def parts_of(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """What is in a container of a class that torch's trees know (a deque, and what libraries register), and a function
+    that makes one of other parts; None of anything else."""
+    if (node := SUPPORTED_NODES.get(type(value))) is None:
+        return None
+    parts, rest = node.flatten_fn(value)
+    return list(parts), lambda new: node.unflatten_fn(new, rest)
+
+
+def in_compiled_autograd() -> bool:
+    """Whether the current backward pass was compiled: nothing would run what `queue_end_of_backward` is given."""
+    compiler = sys.modules.get("torch._dynamo.compiled_autograd")
+    return compiler is not None and compiler.in_compiled_autograd_region
 
 
 def queue_end_of_backward(callback: Callable[[], None]) -> None:

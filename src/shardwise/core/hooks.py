@@ -125,15 +125,14 @@ class Unit:
 
     def install_hooks(self) -> None:
         """Let the modules' forward call `pre_forward` and `post_forward`; where it does not, `run` does."""
-        before = eager(self.pre_forward)
-        after = eager(self.post_forward)
         several = len(self.modules) > 1
         for module in self.modules:
-            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-            module.register_forward_hook(after, always_call=several)
+            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.post_forward, always_call=several)
 
     # -- Forward
 
+    @eager
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gather, register for backward, wait, install, prefetch."""
         if self.phase is Phase.PRE_BACKWARD:  # recomputation of a checkpointed forward
@@ -235,6 +234,7 @@ class Unit:
                 if direction == "forward" or group.options.unshard_in_backward:
                     group.unshard(lane)
 
+    @eager
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Reshard, let the output announce backward."""
         if self.phase is Phase.PRE_BACKWARD:
@@ -309,6 +309,7 @@ class Unit:
             self.leave_by_exception(module)
             raise
 
+    @eager
     def leave_by_exception(self, module: nn.Module) -> None:
         """Forward raised: what it began is over, so that the next one starts anew."""
         if self.phase is Phase.PRE_BACKWARD:

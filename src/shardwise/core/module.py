@@ -21,7 +21,7 @@ from .comm import (
     require_symmetric_memory,
 )
 from .context import FSDPCommContext
-from .device import answer_pipelines
+from .device import answer_pipelines, eager
 from .group import ParamGroup
 from .hooks import Unit
 from .parameter import release_class
@@ -48,6 +48,7 @@ class UnshardHandle(torch_fsdp.UnshardHandle):
     def __init__(self, groups: Sequence[ParamGroup]):
         self._groups = tuple(groups)
 
+    @eager
     def wait(self) -> None:
         """Wait for the parameters and register them on the module."""
         groups, self._groups = self._groups, ()
@@ -101,6 +102,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
 
     # -- Parameters
 
+    @eager
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's own unit (not its children's) and register the unsharded parameters.
 
@@ -121,6 +123,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
         unit.rest()
         return None
 
+    @eager
     def reshard(self) -> None:
         """Register the sharded parameters of this module's own unit and free the gathered ones."""
         for group in self._unit.groups:
@@ -147,6 +150,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
 
     # -- Iteration
 
+    @eager
     def reset_iter_state(self) -> None:
         """Make the next iteration correct after an exception in forward, backward or a hook.
 

@@ -19,7 +19,10 @@ from .device import (
     local_of,
     spec_of,
     step_by_foreach,
+    trace_by,
+    untraced,
     without_torch_function,
+    wrap_at_offset,
     wrap_local,
 )
 from .errors import StateError
@@ -58,7 +61,17 @@ class Owner(Protocol):
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
-class ShardedParameter(DTensor):
+class SteppedParameter(DTensor):
+    """The registered parameter while an optimizer writes it: a DTensor that can be traced."""
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, flat: Any, size: Any, stride: Any) -> DTensor:
+        """The tracer's copy: a wrapper as `wrap_local` makes them, not at the offset of its local tensor."""
+        whole: DTensor = DTensor.__tensor_unflatten__(inner, flat, size, stride)
+        return wrap_local(local_of(whole), spec_of(whole), cls, whole.requires_grad)
+
+
+class ShardedParameter(SteppedParameter):
     """The registered parameter between uses: an ordinary DTensor that explains itself.
 
     It tells its group when something writes it, and replaces torch's message when it is mixed with plain tensors.
@@ -66,6 +79,7 @@ class ShardedParameter(DTensor):
     """
 
     @classmethod
+    @untraced
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (effect := _effects.get(func)) is None:
             effect = _effects[func] = _effect_of(func)
@@ -104,6 +118,7 @@ class ShardedParameter(DTensor):
         return wrap_local(local_of(self), spec_of(self), requires_grad=self.requires_grad).__reduce_ex__(protocol)
 
 
+step_by_foreach(SteppedParameter)
 step_by_foreach(ShardedParameter)
 
 
@@ -225,6 +240,7 @@ class ReplacedParameter(nn.Parameter):
     tree): readable until its sharded successor was written, from when on its values are of the past."""
 
     @classmethod
+    @untraced
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.__name__ not in _LOOKS and (func.__name__ != "__get__" or func == _DATA):
             for parameter in tensors_in((args, kwargs)):
@@ -285,12 +301,21 @@ def _refuse_gradient(parameter: torch.Tensor) -> None:
     )
 
 
+@untraced
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    _refuse_replaced(optimizer)
-    if torch.compiler.is_compiling() or getattr(optimizer, "notes_writes", False):
-        return None
+    tracer = trace_by(None)
+    try:
+        _refuse_replaced(optimizer)
+        if getattr(optimizer, "notes_writes", False):
+            return None
+        return _begin_step(optimizer, args, kwargs, is_traced=tracer is not None)
+    finally:
+        trace_by(tracer)
+
+
+def _begin_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], is_traced: bool) -> Any:
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    step = _Step([parameter for group in optimizer.param_groups for parameter in group["params"]], closure)
+    step = _Step([parameter for group in optimizer.param_groups for parameter in group["params"]], closure, is_traced)
     if not callable(closure):
         step.begin()
         return _Arguments(args, step), kwargs
@@ -300,26 +325,30 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 class _Step:
-    """What an optimizer does to its parameters: those with gradients are plain DTensors meanwhile.
+    """What an optimizer does to its parameters: those with gradients are `SteppedParameter` meanwhile.
 
-    Of a subclass each access of an attribute is a call into Python, of which a step has many for each parameter; that
-    they are written is noted beforehand. Over when nobody refers to it any more, as after an exception.
+    Of a `ShardedParameter` each access of an attribute is a call into Python, of which a step has many for each, and
+    which `torch.compile` cannot trace; that they are written is noted beforehand. Over when nobody refers to it any
+    more, as after an exception.
 
     Args:
         parameters: of the optimizer.
         closure: computes gradients within the step, with the parameters as they are.
+        is_traced: whether `torch.compile` traces the step.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], closure: Any):
-        self._parameters, self._closure = parameters, closure
+    def __init__(self, parameters: Sequence[torch.Tensor], closure: Any, is_traced: bool):
+        self._parameters, self._closure, self._is_traced = parameters, closure, is_traced
         self._written: Sequence[torch.Tensor] = ()
 
+    @untraced
     def __call__(self) -> Any:
         self.end()
         result = self._closure()
         self.begin()
         return result
 
+    @untraced
     def begin(self) -> None:
         """The optimizer writes from now on."""
         with without_torch_function():
@@ -327,9 +356,12 @@ class _Step:
         for owner in {id(owner): owner for one in sharded if (owner := owner_of(one)) is not None}.values():
             owner.note_write()
         for parameter in sharded:
-            cast(Any, parameter).__class__ = DTensor
+            cast(Any, parameter).__class__ = SteppedParameter
+        for parameter in sharded if self._is_traced else ():
+            parameter.grad = wrap_at_offset(cast(torch.Tensor, parameter.grad))
         self._written = sharded
 
+    @untraced
     def end(self) -> None:
         """The optimizer wrote."""
         for parameter in self._written:
@@ -426,11 +458,18 @@ class Place:
     __hash__ = None  # type: ignore[assignment]
 
     def get(self) -> nn.Parameter:
-        """What is registered now."""
+        """What is registered now.
+
+        Raises:
+            StateError: if nothing is.
+        """
         module = self.module()
         assert module is not None
-        parameter = module._parameters[self.name]
-        assert parameter is not None
+        if (parameter := module._parameters.get(self.name)) is None:
+            raise StateError(
+                f"{type(module).__name__} has lost its parameter {self.name!r} since fully_shard: remove parameters "
+                "and register parametrizations before"
+            )
         return parameter
 
     def give(self, tensor: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from .context import FSDPCommContext
-from .device import device_for
+from .device import device_for, eager
 from .group import ShardState
 from .hooks import Unit
 from .module import unit_of
@@ -32,6 +32,7 @@ def _visit(name: str, module: nn.Module, found: list[tuple[str, nn.Module]], see
     found.append((name, module))
 
 
+@eager
 def make_root(root: Unit) -> FSDPCommContext:
     """Make ``root`` the outermost unit of its tree: one context, full names, and its own default for resharding."""
     named = [pair for module in root.modules for pair in module.named_modules()]

@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
+from .device import parts_of
+
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """``value`` with ``function`` of each tensor in it; depth first, in order.
 
-    Looks into dicts, lists, tuples, named tuples and dataclasses. What does not change stays the same object, and
-    containers keep their type.
+    Looks into dicts, lists, tuples, named tuples, dataclasses and what is registered with torch's trees. What does not
+    change stays the same object, and containers keep their type.
     """
     if isinstance(value, torch.Tensor):
         return function(value)
@@ -35,6 +37,10 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
         old = [getattr(value, name) for name in names]
         new = [map_tensors(item, function) for item in old]
         return value if _same(new, old) else _rebuilt_dataclass(value, dict(zip(names, new, strict=True)))
+    if (registered := parts_of(value)) is not None:
+        old, rebuild = registered
+        new = [map_tensors(item, function) for item in old]
+        return value if _same(new, old) else rebuild(new)
     return value
 
 
@@ -104,4 +110,6 @@ def opaque_types(value: Any) -> list[type]:
         return [found for item in value for found in opaque_types(item)]
     if dataclasses.is_dataclass(value):
         return [found for field in dataclasses.fields(value) for found in opaque_types(getattr(value, field.name))]
+    if (registered := parts_of(value)) is not None:
+        return [found for item in registered[0] for found in opaque_types(item)]
     return [type(value)]
