@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from .adapters.whole import gather_in
-from .adapters.wrapping import Policy, without_gradient_sync
+from .adapters.wrapping import Policy, show_shards, without_gradient_sync
 from .arguments import check_arguments, documented
 from .checkpoint.full_state import full_state_dict
 from .checkpoint.model_state import model_state
@@ -260,9 +260,14 @@ class _TrainerStrategy(ProcessesStrategy):
         """Run a step of the module inside the forward of its unit, so that it sees whole parameters."""
         module = self.lightning_module
         step, unit = getattr(module, name), unit_of(self.model)
-        if unit is None or not module.automatic_optimization:
+        if unit is None:
             return step(*args, **kwargs)
-        return unit.run(self.model, step, args, kwargs)
+        by_hand = not module.automatic_optimization
+        result = step(*args, **kwargs) if by_hand else unit.run(self.model, step, args, kwargs)
+        if by_hand or name != "training_step":
+            # No backward follows that would do it, and what comes next, callbacks or another run, is about shards.
+            show_shards(self.model)
+        return result
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's; with automatic optimization inside the forward of the root unit."""

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 pytest.importorskip("lightning")
 
+from shardwise import full_state_dict
 from tests.adapters.lightning_ranks import check_in_ranks
 
 NAMESPACE: str = globals().get("NAMESPACE", "lightning.pytorch")
@@ -129,8 +130,6 @@ def joined(losses: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def full_state(used: Any) -> dict[str, torch.Tensor]:
     """The module's whole state, on every rank."""
-    from shardwise import full_state_dict
-
     is_full = used.strategy.state_dict_type == "full"
     objects = [used.strategy.lightning_module_state_dict() if is_full else full_state_dict(used.lightning_module)]
     dist.broadcast_object_list(objects, 0)
@@ -604,6 +603,31 @@ def finetuning_resumed(directory: Path) -> None:
         used.fit(Head(), loader(True), ckpt_path=path)
         assert [len(group["params"]) for group in used.optimizers[0].param_groups] == [6, 2]
         assert_same_state(used, truth.state_dict())
+
+
+def between_steps(directory: Path) -> None:
+    """Hooks, averages and another run find the shards, also where the forward of validation keeps them gathered."""
+
+    class Shrinking(Module):
+        def on_train_epoch_end(self) -> None:
+            with torch.no_grad():
+                for parameter in self.parameters():
+                    parameter.mul_(0.9)
+
+    weight_averaging = importlib.import_module(f"{NAMESPACE}.callbacks.weight_averaging")
+    states = []
+    for shared in (False, True):
+
+        def make(**options: Any) -> Any:
+            keeping = {"auto_wrap_policy": {nn.Linear}, "reshard_after_forward": False}
+            return trainer(directory, ours(**keeping) if shared else "auto", **options)  # noqa: B023
+
+        averaged, again = Shrinking(), Shrinking()
+        make(callbacks=[weight_averaging.EMAWeightAveraging(decay=0.7)]).fit(averaged, loader(shared), loader(shared))
+        make().validate(again, loader(shared), verbose=False)
+        make().fit(again, loader(shared), loader(shared))
+        states.append([full_state_dict(module, rank0_only=False) for module in (averaged, again)])
+    torch.testing.assert_close(states[1], states[0])
 
 
 def averages(directory: Path) -> None:
@@ -1155,6 +1179,7 @@ CASES = (
     callbacks,
     more_callbacks,
     finetuning_resumed,
+    between_steps,
     averages,
     whole_state_dicts,
     manual_optimization,

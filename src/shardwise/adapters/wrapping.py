@@ -156,6 +156,18 @@ def without_gradient_sync(model: nn.Module) -> Iterator[None]:
             module.set_requires_gradient_sync(synchronizes, recurse=False)
 
 
+def units_in(model: nn.Module) -> list[Any]:
+    """The modules of ``model`` that are units."""
+    return [module for module in model.modules() if unit_of(module) is not None]
+
+
+def show_shards(model: nn.Module) -> None:
+    """Let all units have their sharded parameters registered; gathered ones that are kept stay in memory."""
+    for module in units_in(model):
+        for group in unit_of(module).groups:  # type: ignore[union-attr]
+            group.reshard(keep=True)
+
+
 def forget_history(model: nn.Module) -> None:
     """Let parameters on the meta device be initialized as if nothing had been recorded of their constructors."""
     for module in model.modules():

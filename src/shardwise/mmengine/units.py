@@ -5,14 +5,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from mmengine.model import BaseDataPreprocessor
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from ..adapters.wrapping import chooser, is_never_called, refuse_foreign, share_values, take_whole_tensors
+from ..adapters.wrapping import (
+    chooser,
+    is_never_called,
+    refuse_foreign,
+    share_values,
+    take_whole_tensors,
+    units_in,
+)
 from ..core.device import mesh_device
 from ..core.module import unit_of
 from ..fairscale.wrap import auto_wrap, enable_wrap
@@ -113,15 +119,3 @@ class Units:
         if not recurse and is_never_called(module):
             return False
         return policy(module, recurse, unwrapped_params, module_is_root)
-
-
-def units_in(model: nn.Module) -> list[Any]:
-    """The modules of ``model`` that are units."""
-    return [module for module in model.modules() if unit_of(module) is not None]
-
-
-def show_shards(model: nn.Module) -> None:
-    """Let all units have their sharded parameters registered; gathered ones that are kept stay in memory."""
-    for module in units_in(model):
-        for group in unit_of(module).groups:  # type: ignore[union-attr]
-            group.reshard(keep=True)

@@ -11,7 +11,7 @@ from mmengine.registry import MODEL_WRAPPERS
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch
 
-from ..adapters.wrapping import forget_history, without_gradient_sync
+from ..adapters.wrapping import forget_history, show_shards, units_in, without_gradient_sync
 from ..arguments import check_arguments, documented
 from ..core.device import eager
 from ..init import materialize
@@ -19,7 +19,7 @@ from . import arguments
 from .arguments import WRAPPER_ARGUMENTS, Precision, wrong_type
 from .optimizers import prepare_optim_wrapper
 from .policies import find_policy
-from .units import Units, show_shards, units_in
+from .units import Units
 from .whole import copy_sharded, init_weights_whole
 
 NAME = "MMFullyShardedDataParallel"
