@@ -20,6 +20,7 @@ from .device import (
     spec_of,
     step_by_foreach,
     trace_by,
+    traceable,
     untraced,
     wrap_local,
 )
@@ -321,6 +322,8 @@ def _let_trace(optimizer: Optimizer) -> None:
         if (owner := owner_of(parameter)) is not None:
             owner.note_write()
         cast(Any, parameter).__class__ = TracedParameter
+        if type(parameter.grad) is DTensor:
+            parameter.grad = traceable(parameter.grad)
     optimizer.__dict__["_shardwise_traced"] = traced
 
 
