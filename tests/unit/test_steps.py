@@ -1,4 +1,4 @@
-"""What the engine does around an optimizer's step: parameters do not explain themselves in it, and writes are seen."""
+"""What the engine does around an optimizer's step: parameters are plain DTensors in it, and writes are seen."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from shardwise import Placements, fully_shard
 from shardwise.core.errors import StateError
-from shardwise.core.parameter import ShardedParameter, SteppedParameter
+from shardwise.core.parameter import ShardedParameter
 
 from ..models import inputs_for
 from .test_memory import Collectives, build
@@ -49,7 +50,7 @@ def types_of(model: nn.Module) -> set[type]:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_parameters_are_others_in_a_step_and_themselves_after_it(fake_mesh: Mesh, fails: bool) -> None:
+def test_parameters_are_plain_in_a_step_and_themselves_after_it(fake_mesh: Mesh, fails: bool) -> None:
     model = build(fake_mesh(2))
     frozen = model.layers[0].up.bias.requires_grad_(False)
     optimizer = Watching(model.parameters(), fails)
@@ -61,7 +62,7 @@ def test_parameters_are_others_in_a_step_and_themselves_after_it(fake_mesh: Mesh
             optimizer.step()
         except KeyError:
             assert fails
-        assert set(optimizer.met) == {SteppedParameter}
+        assert set(optimizer.met) == {DTensor}
         assert types_of(model) == {ShardedParameter}
         for parameter, value in zip(model.parameters(), before, strict=True):
             torch.testing.assert_close(parameter.to_local(), value if parameter is frozen else value / 2)
@@ -82,7 +83,7 @@ def test_a_closure_meets_parameters_as_they_are(fake_mesh: Mesh) -> None:
 
     for arguments, named in (((closure,), {}), ((), {"closure": closure})):
         assert isinstance(optimizer.step(*arguments, **named), torch.Tensor)
-        assert set(optimizer.met) == {SteppedParameter}
+        assert set(optimizer.met) == {DTensor}
         assert types_of(model) == {ShardedParameter}
 
 
@@ -138,8 +139,8 @@ def test_a_step_within_a_step(fake_mesh: Mesh) -> None:
     class Outer(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             inner.step()
-            assert types_of(model) == {SteppedParameter}
+            assert types_of(model) == {DTensor}
 
     Outer(model.parameters(), lr=0.1).step()
-    assert set(inner.met) == {SteppedParameter}
+    assert set(inner.met) == {DTensor}
     assert types_of(model) == {ShardedParameter}

@@ -61,8 +61,8 @@ class Owner(Protocol):
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
-class SteppedParameter(DTensor):
-    """The registered parameter while an optimizer writes it: a DTensor that can be traced."""
+class TracedParameter(DTensor):
+    """The registered parameter while a compiled step of an optimizer writes it: a DTensor that can be traced."""
 
     @classmethod
     def __tensor_unflatten__(cls, inner: Any, flat: Any, size: Any, stride: Any) -> DTensor:
@@ -71,7 +71,7 @@ class SteppedParameter(DTensor):
         return wrap_local(local_of(whole), spec_of(whole), cls, whole.requires_grad)
 
 
-class ShardedParameter(SteppedParameter):
+class ShardedParameter(TracedParameter):
     """The registered parameter between uses: an ordinary DTensor that explains itself.
 
     It tells its group when something writes it, and replaces torch's message when it is mixed with plain tensors.
@@ -118,7 +118,7 @@ class ShardedParameter(SteppedParameter):
         return wrap_local(local_of(self), spec_of(self), requires_grad=self.requires_grad).__reduce_ex__(protocol)
 
 
-step_by_foreach(SteppedParameter)
+step_by_foreach(TracedParameter)
 step_by_foreach(ShardedParameter)
 
 
@@ -325,7 +325,7 @@ def _begin_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 class _Step:
-    """What an optimizer does to its parameters: those with gradients are `SteppedParameter` meanwhile.
+    """What an optimizer does to its parameters: those with gradients are plain DTensors meanwhile.
 
     Of a `ShardedParameter` each access of an attribute is a call into Python, of which a step has many for each, and
     which `torch.compile` cannot trace; that they are written is noted beforehand. Over when nobody refers to it any
@@ -356,7 +356,8 @@ class _Step:
         for owner in {id(owner): owner for one in sharded if (owner := owner_of(one)) is not None}.values():
             owner.note_write()
         for parameter in sharded:
-            cast(Any, parameter).__class__ = SteppedParameter
+            # torch dispatches no subclass as fast as its own.
+            cast(Any, parameter).__class__ = TracedParameter if self._is_traced else DTensor
         for parameter in sharded if self._is_traced else ():
             parameter.grad = wrap_at_offset(cast(torch.Tensor, parameter.grad))
         self._written = sharded
