@@ -29,6 +29,7 @@ ORDER = [
     "core.gradient",
     "core.whole",
     "core.parameter",
+    "core.step",
     "core.slot",
     "core.shards",
     "core.flat",

@@ -43,6 +43,7 @@ from .parameter import (
     retire,
 )
 from .slot import GroupPolicy, ManagedParameter, Slot
+from .step import watch_steps
 
 _requires_grad, _is_trained = attrgetter("sharded.requires_grad"), attrgetter("was_unsharded", "sharded.requires_grad")
 """Of a slot: of its sharded face, and with whether there is an unsharded one that gradients come for."""
@@ -60,6 +61,7 @@ class Shards(ABC):
     """Whether every write into a sharded parameter is noticed, also one through ``parameter.data``."""
 
     def __init__(self, mesh: DataParallelRanks, policy: GroupPolicy):
+        watch_steps()
         self.mesh, self.policy = mesh, policy
         self.unit_name = ""
         self.slots: list[Slot] = []
