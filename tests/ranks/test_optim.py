@@ -18,13 +18,14 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import Optimizer
 
 import shardwise
 from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, Placements
 from shardwise.core.errors import StateError
+from shardwise.core.step import ELEMENTWISE
 from shardwise.fairscale import FullyShardedDataParallel
 from shardwise.optim import flat
 
@@ -98,6 +99,63 @@ def test_like_fsdp2(name: str) -> None:
             its.zero_grad()
     assert_same(model, theirs)
     assert_same_state(optimizer, truth)
+
+
+@on_ranks(2, by=["default", "foreach", "fused"])
+def test_plain_optimizers_like_fsdp2(by: str) -> None:
+    """An element-wise one steps this rank's parts as plain tensors; parameters, state and state dicts are DTensors'."""
+    fused = (torch.optim.Adam, torch.optim.AdamW)
+    settings: dict[type[Optimizer], dict[str, Any]] = {
+        torch.optim.AdamW: {"amsgrad": True},
+        torch.optim.SGD: {"momentum": 0.9, "nesterov": True},
+        torch.optim.RMSprop: {"momentum": 0.5, "centered": True},
+    }
+    # The others fail in operators of DTensor, for which ours have no use.
+    kinds = fused if by == "fused" else ELEMENTWISE - {torch.optim.Rprop}
+    for kind in sorted(kinds, key=lambda kind: kind.__name__):
+        engines = (shardwise.fully_shard, torch_fully_shard)
+        models = [wrapped("transformer", verb) for verb in engines]
+        options: Any = {"lr": 1e-2, **settings.get(kind, {})} | ({by: True} if by != "default" else {})
+        optimizers: list[Any] = [kind(groups(model), **options) for model in models]
+        for step in range(4):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                skipped = list(model.parameters())[step]
+                model(inputs_for(model, 10 * step + dist.get_rank())).square().mean().backward()
+                skipped.grad = None
+                optimizer.step()
+                optimizer.zero_grad()
+            if step == 1:  # each goes on with the other's state
+                saved = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
+                for optimizer, state in zip(optimizers, reversed(saved), strict=True):
+                    optimizer.load_state_dict(state)
+        assert_same(*models, kind.__name__)
+        assert_same_state(*optimizers, kind.__name__)
+
+
+@on_ranks(2)
+def test_states_that_are_not_cut_like_parameters() -> None:
+    """Are for DTensor's operators to handle or refuse."""
+    models = [wrapped("mlp", verb) for verb in (shardwise.fully_shard, torch_fully_shard)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+    for step in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(inputs_for(model, dist.get_rank())).square().mean().backward()
+            weight = next(model.parameters())
+            if step == 1:
+                state = optimizer.state[weight]
+                state["momentum_buffer"] = state["momentum_buffer"].redistribute(placements=[Replicate()])
+            if step == 2:
+                weight.grad = weight.grad.redistribute(placements=[Replicate()])
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(*models)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        model(inputs_for(model, dist.get_rank())).square().mean().backward()
+        weight = next(model.parameters())
+        optimizer.state[weight]["momentum_buffer"] = torch.zeros(weight.shape)
+        with pytest.raises(RuntimeError):
+            optimizer.step()
+        assert all(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
 
 
 @on_ranks(2, 3)

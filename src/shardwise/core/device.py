@@ -38,8 +38,13 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
-from torch.optim.optimizer import _foreach_supported_types
+from torch.optim.optimizer import (
+    _foreach_supported_types,
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+)
 from torch.utils._pytree import SUPPORTED_NODES, tree_map
+from torch.utils.hooks import RemovableHandle
 
 ParallelSpec: TypeAlias = DTensorSpec
 """Mesh, placements, global shape and dtype of a DTensor."""
@@ -708,6 +713,12 @@ def step_without_hooks(optimizer_class: type[Optimizer]) -> Callable[..., Any]:
     """``optimizer_class.step`` without what torch wraps around it when the first instance is made."""
     step: Any = optimizer_class.step
     return cast(Callable[..., Any], step.__wrapped__ if getattr(step, "hooked", False) else step)
+
+
+def steps_are_hooked(optimizer: Optimizer, but: Sequence[RemovableHandle]) -> bool:
+    """Whether anybody's hooks run around the steps of ``optimizer``, those of ``but`` aside."""
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(own or _global_optimizer_post_hooks or _global_optimizer_pre_hooks.keys() - {one.id for one in but})
 
 
 def step_by_foreach(kind: type[torch.Tensor]) -> None:

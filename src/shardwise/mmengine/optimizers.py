@@ -13,10 +13,10 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from ..adapters.whole import cut, cut_state
+from ..core.step import ELEMENTWISE
 from ..grad import clip_grad_norm_
 from ..grad_scaler import ShardedGradScaler
 from ..optim import flat, repoint
-from ..optim.flat import ELEMENTWISE
 
 PREPARED = "_shardwise_prepared"
 

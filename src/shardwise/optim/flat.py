@@ -12,26 +12,10 @@ import torch
 from torch.optim import Optimizer
 
 from ..core.device import step_without_hooks, trace_by, untraced, without_torch_function
+from ..core.step import ELEMENTWISE
 from .runs import Member, Run, local_gradients, members_of, runs_of
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
-
-ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
-    {
-        torch.optim.Adadelta,
-        torch.optim.Adagrad,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.Adamax,
-        torch.optim.ASGD,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.SGD,
-    }
-)
-"""Optimizers that step every element by its own gradient and state alone."""
 
 NOT_ELEMENTWISE: dict[str, str] = {
     "Adafactor": "its state is sums over rows and columns",
