@@ -176,8 +176,12 @@ def _give_parts(
             others.append(parameter)
         elif id(parameter) not in parts:
             part = parts[id(parameter)] = local_of(parameter).detach()
-            part.grad = local_of(cast(torch.Tensor, parameter.grad))
-            given[part] = _StateOfPart(state or {}, part, parameter, states)
+            gradient = local_of(cast(torch.Tensor, parameter.grad))
+            if gradient.dtype != part.dtype:
+                part.grad_dtype = None  # any
+            part.grad = gradient
+            own = {name: local_of(value) for name, value in state.items()} if state else {}
+            given[part] = _StateOfPart(own, part, parameter, states)
     groups = [
         {**group, "params": [parts.get(id(parameter), parameter) for parameter in group["params"]]}
         for group in optimizer.param_groups
@@ -203,10 +207,10 @@ class _States(dict[torch.Tensor, Any]):
 
 
 class _StateOfPart(State):
-    """What a parameter's part has as state; what is set becomes the parameter's.
+    """State of a part; what is set becomes the parameter's.
 
     Args:
-        state: of the parameter.
+        state: of the part.
         part: this rank's.
         parameter: the sharded one.
         states: of its optimizer.
@@ -215,13 +219,13 @@ class _StateOfPart(State):
     __slots__ = ("_parameter", "_part", "_states")
 
     def __init__(self, state: State, part: torch.Tensor, parameter: torch.Tensor, states: Any):
-        super().__init__((name, local_of(value)) for name, value in state.items())
+        super().__init__(state)
         self._part, self._parameter, self._states = part, parameter, states
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if name in self and self[name] is value:
+        if self.get(name, self) is value:
             return
-        super().__setitem__(name, value)
+        dict.__setitem__(self, name, value)
         self._states[self._parameter][name] = _as_state_of(self._parameter, self._part, value)
 
 
