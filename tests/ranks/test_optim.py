@@ -132,6 +132,83 @@ def test_plain_optimizers_like_fsdp2(by: str) -> None:
         assert_same_state(*optimizers, kind.__name__)
 
 
+@on_ranks(2, kind=["Adam", "SGD", "Adagrad"])
+def test_failed_steps_whose_exceptions_are_kept(kind: str) -> None:
+    """Param groups and state stay the optimizer's own: they can be saved at once, and training goes on."""
+    kept: list[BaseException] = []
+
+    def run(verb: Any) -> tuple[nn.Module, Optimizer]:
+        model = wrapped("mlp", verb)
+        optimizer = getattr(torch.optim, kind)(groups(model), lr=1e-2, **({"momentum": 0.9} if kind == "SGD" else {}))
+        ids = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        for step in range(5):
+            model(inputs_for(model, 10 * step + dist.get_rank())).square().mean().backward()
+            last = optimizer.param_groups[1]
+            good, last["weight_decay"] = last["weight_decay"], "none" if step in (0, 2) else last["weight_decay"]
+            try:
+                optimizer.step()
+                assert step not in (0, 2)
+            except TypeError as error:  # the first group was stepped
+                kept.append(error)
+                last["weight_decay"] = good
+                assert ids == [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+                assert {*map(id, optimizer.state)} <= {*ids}
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            optimizer.zero_grad()
+        return model, optimizer
+
+    (model, optimizer), (theirs, truth) = run(shardwise.fully_shard), run(torch_fully_shard)
+    assert len(kept) == 4
+    assert_same(model, theirs)
+    assert_same_state(optimizer, truth)
+
+
+@on_ranks(2)
+def test_closures_of_elementwise_optimizers() -> None:
+    """That step another optimizer of the same parameters, change settings, and fail."""
+
+    def run(verb: Any) -> tuple[nn.Module, Optimizer, Optimizer]:
+        model = wrapped("mlp", verb)
+        optimizer = torch.optim.SGD(groups(model), lr=1e-2, momentum=0.9)
+        other = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(inputs_for(model, 10 * step + dist.get_rank())).square().mean()
+            loss.backward()
+            other.step()
+            optimizer.param_groups[0]["lr"] *= 0.5
+            if step == 1:
+                raise KeyError("on purpose")
+            return loss
+
+        for step in range(4):
+            try:
+                assert optimizer.step(closure).ndim == 0
+            except KeyError:
+                assert step == 1
+        return model, optimizer, other
+
+    (model, *optimizers), (theirs, *truths) = run(shardwise.fully_shard), run(torch_fully_shard)
+    assert_same(model, theirs)
+    for one, truth in zip(optimizers, truths, strict=True):
+        assert_same_state(one, truth)
+
+
+@on_ranks(2)
+def test_gradients_of_another_dtype() -> None:
+    models = [wrap(build("mlp").bfloat16(), verb) for verb in (shardwise.fully_shard, torch_fully_shard)]
+    for model in models:
+        parameters = list(model.parameters())
+        for parameter in parameters:
+            parameter.grad_dtype = None
+        model(inputs_for(model, dist.get_rank()).bfloat16()).square().mean().backward()
+        for parameter in parameters:
+            parameter.grad = parameter.grad.float()
+        torch.optim.SGD(parameters, lr=0.1).step()
+    assert_same(*models)
+
+
 @on_ranks(2)
 def test_states_that_are_not_cut_like_parameters() -> None:
     """Are for DTensor's operators to handle or refuse."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise import Placements, fully_shard
+from shardwise.core.device import local_of
 from shardwise.core.errors import StateError
 from shardwise.core.parameter import ShardedParameter
 
@@ -144,3 +147,32 @@ def test_a_step_within_a_step(fake_mesh: Mesh) -> None:
     Outer(model.parameters(), lr=0.1).step()
     assert set(inner.met) == {DTensor}
     assert types_of(model) == {ShardedParameter}
+
+
+def test_the_next_forward_ends_a_step_whose_exception_is_kept(fake_mesh: Mesh) -> None:
+    model = build(fake_mesh(2))
+    optimizer = Watching(model.parameters(), fails=True)
+    model(inputs_for(model, 0)).sum().backward()
+    with pytest.raises(KeyError) as kept:
+        optimizer.step()
+    model(inputs_for(model, 0)).sum().backward()
+    assert types_of(model) == {ShardedParameter}
+    del kept
+    assert types_of(model) == {ShardedParameter}
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_step_keeps_nothing_alive(fake_mesh: Mesh, kind: type[torch.optim.Optimizer]) -> None:
+    model = build(fake_mesh(2))
+    optimizer = kind(model.parameters(), lr=0.1)
+    gc.collect()
+    gc.disable()
+    try:
+        for arguments in ((), (lambda: None,)):
+            model(inputs_for(model, 0)).sum().backward()
+            gradients = [weakref.ref(local_of(parameter.grad)) for parameter in model.parameters()]
+            optimizer.step(*arguments)
+            optimizer.zero_grad()
+            assert not any(gradient() is not None for gradient in gradients)
+    finally:
+        gc.enable()

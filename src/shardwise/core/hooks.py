@@ -29,6 +29,7 @@ from .device import (
 from .errors import StateError
 from .group import ParamGroup
 from .parameter import owner_of
+from .step import end_steps
 from .tree import cast_floating, map_tensors, opaque_types, tensors_requiring_grad
 
 
@@ -190,6 +191,7 @@ class Unit:
         self._is_checked = True
 
     def _enter_pass(self, context: FSDPCommContext, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        end_steps()
         context.recover_from_aborted_backward()
         if context.has_root:
             context.forward_root = self

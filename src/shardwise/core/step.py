@@ -3,7 +3,7 @@ write sharded ones as fast as plain DTensors."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
@@ -67,7 +67,9 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _begin_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], is_traced: bool) -> Any:
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    step = _Step(optimizer, closure, is_traced)
+    stand_in = None if is_traced else _stand_in_for(optimizer)
+    step = _Step(optimizer, stand_in, closure, is_traced)
+    args = args if stand_in is None else (stand_in, *args[1:])
     if not callable(closure):
         step.begin()
         return _Arguments(args, step), kwargs
@@ -76,23 +78,33 @@ def _begin_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     return (args[0], step, *args[2:]), kwargs
 
 
+_running: dict[int, weakref.ref[_Step]] = {}
+"""Steps that have changed the class of parameters, by id."""
+
+
+def end_steps() -> None:
+    """No step runs: those that seem to have failed, and whoever caught the exception keeps it."""
+    for reference in list(_running.values()):
+        if (step := reference()) is not None:
+            step.end()
+
+
 class _Step:
     """One step of an optimizer, during which its sharded parameters with gradients are others.
 
     Each access of an attribute of a `ShardedParameter` is a call into Python, of which a step has many for each, and
     which `torch.compile` cannot trace; that they are written is noted beforehand. Over when nobody refers to it any
-    more, as after an exception.
+    more, as after an exception, or by `end_steps`.
 
     Args:
         optimizer: that steps.
+        stand_in: steps this rank's parts in its stead, if anything does.
         closure: computes gradients within the step, with the parameters as they are.
         is_traced: whether `torch.compile` traces the step.
     """
 
-    def __init__(self, optimizer: Optimizer, closure: Any, is_traced: bool):
-        self._optimizer, self._closure, self._is_traced = optimizer, closure, is_traced
-        steps_parts = type(optimizer) in ELEMENTWISE and not (is_traced or steps_are_hooked(optimizer, but=_guard))
-        self._parts = _Parts(optimizer) if steps_parts else None
+    def __init__(self, optimizer: Optimizer, stand_in: Optimizer | None, closure: Any, is_traced: bool):
+        self._optimizer, self._stand_in, self._closure, self._is_traced = optimizer, stand_in, closure, is_traced
         self._plain: Sequence[torch.Tensor] = ()
 
     @untraced
@@ -107,24 +119,29 @@ class _Step:
         """The optimizer writes from now on."""
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         with without_torch_function():
-            written = [one for one in parameters if type(one) is ShardedParameter and one.grad is not None]
+            written: Sequence[torch.Tensor] = [
+                one for one in parameters if type(one) is ShardedParameter and one.grad is not None
+            ]
             for owner in {id(owner): owner for one in written if (owner := owner_of(one)) is not None}.values():
                 owner.note_write()
-            self._plain = written if self._parts is None else self._parts.put(written)
-        for parameter in self._plain:
+            if self._stand_in is not None:
+                written = _give_parts(self._stand_in, self._optimizer, written)
+        self._plain = written
+        if written:
+            _running[id(self)] = weakref.ref(self)
+        for parameter in written:
             # torch dispatches no subclass as fast as its own.
             cast(Any, parameter).__class__ = TracedParameter if self._is_traced else DTensor
-        for parameter in self._plain if self._is_traced else ():
+        for parameter in written if self._is_traced else ():
             parameter.grad = wrap_at_offset(cast(torch.Tensor, parameter.grad))
 
     @untraced
     def end(self) -> None:
         """The optimizer wrote."""
+        _running.pop(id(self), None)
         for parameter in self._plain:
             cast(Any, parameter).__class__ = ShardedParameter
         self._plain = ()
-        if self._parts is not None:
-            self._parts.take_back()
 
     __del__ = end
 
@@ -133,66 +150,83 @@ State = dict[str, Any]
 """Of one parameter, by name."""
 
 
-class _Parts:
-    """What an element-wise optimizer steps in place of sharded parameters: this rank's parts as plain tensors, whose
-    operators take a third of the time of a `DTensor`'s. Its state belongs to the parameters all the same.
+def _stand_in_for(optimizer: Optimizer) -> Optimizer | None:
+    """A copy of an element-wise optimizer to step this rank's parts of sharded parameters as plain tensors, whose
+    operators take a third of the time of a `DTensor`'s; the optimizer itself has its parameters throughout, whatever
+    fails. None of another optimizer, and where somebody would see the copy."""
+    if type(optimizer) not in ELEMENTWISE or steps_are_hooked(optimizer, but=_guard):
+        return None
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return None
+    stand_in = type(optimizer).__new__(type(optimizer))
+    stand_in.__dict__.update(optimizer.__dict__)
+    return stand_in
+
+
+def _give_parts(
+    stand_in: Optimizer, optimizer: Optimizer, parameters: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor]:
+    """Let ``stand_in`` step parts in place of ``parameters``; gives those that have to be stepped as they are."""
+    states, given = optimizer.state, _States(optimizer.state)
+    parts: dict[int, torch.Tensor] = {}
+    others: list[torch.Tensor] = []
+    for parameter in parameters:
+        state = states.get(parameter)
+        if not _is_cut_alike(parameter, state):
+            others.append(parameter)
+        elif id(parameter) not in parts:
+            part = parts[id(parameter)] = local_of(parameter).detach()
+            gradient = local_of(cast(torch.Tensor, parameter.grad))
+            if gradient.dtype != part.dtype:
+                part.grad_dtype = None  # any
+            part.grad = gradient
+            own = {name: local_of(value) for name, value in state.items()} if state else {}
+            given[part] = _StateOfPart(own, part, parameter, states)
+    groups = [
+        {**group, "params": [parts.get(id(parameter), parameter) for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    stand_in.__dict__.update({**optimizer.__dict__, "param_groups": groups, "state": given})
+    return others
+
+
+class _States(dict[torch.Tensor, Any]):
+    """States of parts; of everything else those of the optimizer.
 
     Args:
-        optimizer: whose param groups and state have the parts meanwhile.
+        states: of the optimizer, by parameter.
     """
 
-    def __init__(self, optimizer: Optimizer):
-        self._optimizer = optimizer
-        self._stepped: dict[torch.Tensor, tuple[torch.Tensor, State | None]] = {}
-        """By part: its parameter, and what state it was given."""
-        self._originals: tuple[list[list[torch.Tensor]], Any] | None = None
+    __slots__ = ("_states",)
 
-    def put(self, parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Replace ``parameters``; gives those that have to be stepped as they are."""
-        groups, states = self._optimizer.param_groups, self._optimizer.state
-        if any(group.get("differentiable") for group in groups):
-            return parameters
-        parts: dict[int, torch.Tensor] = {}
-        others: list[torch.Tensor] = []
-        for parameter in parameters:
-            state = states.get(parameter)
-            if not _is_cut_alike(parameter, state):
-                others.append(parameter)
-                continue
-            part = parts[id(parameter)] = local_of(parameter).detach()
-            part.grad = local_of(cast(torch.Tensor, parameter.grad))
-            own = None if state is None else {name: local_of(value) for name, value in state.items()}
-            self._stepped[part] = parameter, own
-        self._originals = [group["params"] for group in groups], states
-        for group in groups:
-            group["params"] = [parts.get(id(parameter), parameter) for parameter in group["params"]]
-        given = {id(parameter) for parameter, _ in self._stepped.values()}
-        self._optimizer.state = defaultdict(dict, {key: one for key, one in states.items() if id(key) not in given})
-        for part, (_, own) in self._stepped.items():
-            if own is not None:
-                self._optimizer.state[part] = dict(own)
-        return others
+    def __init__(self, states: Any):
+        self._states = states
 
-    def take_back(self) -> None:
-        """Put the parameters back, with the state that their parts have."""
-        if self._originals is None:
+    def __missing__(self, parameter: torch.Tensor) -> Any:
+        return self._states[parameter]
+
+
+class _StateOfPart(State):
+    """State of a part; what is set becomes the parameter's.
+
+    Args:
+        state: of the part.
+        part: this rank's.
+        parameter: the sharded one.
+        states: of its optimizer.
+    """
+
+    __slots__ = ("_parameter", "_part", "_states")
+
+    def __init__(self, state: State, part: torch.Tensor, parameter: torch.Tensor, states: Any):
+        super().__init__(state)
+        self._part, self._parameter, self._states = part, parameter, states
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if self.get(name, self) is value:
             return
-        (lists, states), found = self._originals, self._optimizer.state
-        for group, parameters in zip(self._optimizer.param_groups, lists, strict=True):
-            group["params"] = parameters
-        self._optimizer.state = states
-        for key, state in found.items():
-            if key not in self._stepped:
-                states[key] = state
-                continue
-            parameter, given = self._stepped[key]
-            own = states[parameter]
-            for name in [name for name in own if name not in state]:
-                del own[name]
-            for name, value in state.items():
-                if given is None or value is not given.get(name, _Parts):
-                    own[name] = _as_state_of(parameter, key, value)
-        self._stepped, self._originals = {}, None
+        dict.__setitem__(self, name, value)
+        self._states[self._parameter][name] = _as_state_of(self._parameter, self._part, value)
 
 
 def _is_cut_alike(parameter: torch.Tensor, state: State | None) -> bool:
