@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .checkpoint.names import parameter_names
-from .core.device import copy_each, local_of, move_each, not_inference, respec, shard_like, spec_of, wrap_local
+from .core.device import copy_each, local_of, move_each, not_inference, shard_like, spec_of, wrap_local
 from .core.errors import StateError
 from .core.flat import refuse_flat
 from .core.module import unit_of
@@ -216,4 +216,4 @@ def _copy_of(name: str, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Te
         )
     if not isinstance(parameter, DTensor):
         return parameter.detach().to(dtype, copy=True)
-    return wrap_local(local_of(parameter).detach().to(dtype, copy=True), respec(spec_of(parameter), dtype=dtype))
+    return wrap_local(local_of(parameter).detach().to(dtype, copy=True), spec_of(parameter))

@@ -31,7 +31,6 @@ class Watching(torch.optim.SGD):
         super().__init__(parameters, lr=0.1)
         self.fails = fails
         self.met: list[type] = []
-        self.met_by_closure: list[type] = []
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         loss = None

@@ -163,9 +163,10 @@ def units_in(model: nn.Module) -> list[Any]:
 
 def show_shards(model: nn.Module) -> None:
     """Let all units have their sharded parameters registered; gathered ones that are kept stay in memory."""
-    for module in units_in(model):
-        for group in unit_of(module).groups:  # type: ignore[union-attr]
-            group.reshard(keep=True)
+    for module in model.modules():
+        if (unit := unit_of(module)) is not None:
+            for group in unit.groups:
+                group.reshard(keep=True)
 
 
 def forget_history(model: nn.Module) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..core.device import local_of, respec, spec_of, wrap_local
+from ..core.device import local_of, spec_of, wrap_local
 from .names import listed
 from .objects import Path, tree_of
 from .reading import StoredData
@@ -249,7 +249,7 @@ def _target(
         return torch.empty(size, dtype=dtype, device="cpu")
     local = local_of(like)
     empty = torch.empty_like(local, dtype=dtype, device=device if local.is_meta else None)
-    return wrap_local(empty, respec(spec_of(like), dtype=dtype)) if isinstance(like, DTensor) else empty
+    return wrap_local(empty, spec_of(like)) if isinstance(like, DTensor) else empty
 
 
 def _load(

@@ -423,7 +423,10 @@ def _at_offset_zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 def wrap_local(
     local: torch.Tensor, spec: DTensorSpec, kind: type[DTensor] = DTensor, requires_grad: bool = False
 ) -> DTensor:
-    """A DTensor (of class ``kind``) around ``local``, without a copy, a check or a new autograd node."""
+    """A DTensor (of class ``kind``) around ``local``, in its dtype, placed as ``spec`` says; without a copy, a check or
+    a new autograd node."""
+    if local.dtype != cast(TensorMeta, spec.tensor_meta).dtype:
+        spec = respec(spec, dtype=local.dtype)
     with not_inference():
         return _wrap_each([local], [spec], kind, requires_grad)[0]
 

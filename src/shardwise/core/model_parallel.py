@@ -35,7 +35,7 @@ class ModelParallel:
 
     def unsharded(self, local: torch.Tensor) -> DTensor:
         """The whole parameter around its gathered local tensor."""
-        return wrap_local(local, respec(self.original, dtype=local.dtype))
+        return wrap_local(local, self.original)
 
     def local_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Local tensor of an unsharded gradient, laid out as the parameter is; sums over data axes stay partial."""

@@ -1,5 +1,5 @@
 """What the engine does around the steps of all optimizers: it refuses those of replaced parameters, and lets the others
-write sharded ones as fast as plain DTensors."""
+write sharded ones as plain tensors or DTensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .device import (
     local_of,
-    respec,
     spec_of,
     steps_are_hooked,
     trace_by,
@@ -48,7 +47,7 @@ _guard: list[Any] = []
 
 
 def watch_steps() -> None:
-    """Do it from now on."""
+    """Let `_before_step` run before every step of every optimizer, from now on."""
     if not _guard:
         _guard.append(register_optimizer_step_pre_hook(_before_step))
 
@@ -58,7 +57,9 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     tracer = trace_by(None)
     try:
         _refuse_replaced(optimizer)
-        if getattr(optimizer, "notes_writes", False):
+        if getattr(optimizer, "notes_writes", False) or not any(
+            type(parameter) is ShardedParameter for group in optimizer.param_groups for parameter in group["params"]
+        ):
             return None
         return _begin_step(optimizer, args, kwargs, is_traced=tracer is not None)
     finally:
@@ -78,15 +79,14 @@ def _begin_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     return (args[0], step, *args[2:]), kwargs
 
 
-_running: dict[int, weakref.ref[_Step]] = {}
-"""Steps that have changed the class of parameters, by id."""
+_running: weakref.WeakSet[_Step] = weakref.WeakSet()
+"""Steps that have changed the class of parameters."""
 
 
 def end_steps() -> None:
     """No step runs: those that seem to have failed, and whoever caught the exception keeps it."""
-    for reference in list(_running.values()):
-        if (step := reference()) is not None:
-            step.end()
+    for step in list(_running):
+        step.end()
 
 
 class _Step:
@@ -128,7 +128,7 @@ class _Step:
                 written = _give_parts(self._stand_in, self._optimizer, written)
         self._plain = written
         if written:
-            _running[id(self)] = weakref.ref(self)
+            _running.add(self)
         for parameter in written:
             # torch dispatches no subclass as fast as its own.
             cast(Any, parameter).__class__ = TracedParameter if self._is_traced else DTensor
@@ -138,7 +138,7 @@ class _Step:
     @untraced
     def end(self) -> None:
         """The optimizer wrote."""
-        _running.pop(id(self), None)
+        _running.discard(self)
         for parameter in self._plain:
             cast(Any, parameter).__class__ = ShardedParameter
         self._plain = ()
@@ -225,8 +225,10 @@ class _StateOfPart(State):
     def __setitem__(self, name: str, value: Any) -> None:
         if self.get(name, self) is value:
             return
-        dict.__setitem__(self, name, value)
-        self._states[self._parameter][name] = _as_state_of(self._parameter, self._part, value)
+        super().__setitem__(name, value)
+        if isinstance(value, torch.Tensor) and value.shape == self._part.shape:
+            value = wrap_local(value, spec_of(self._parameter))
+        self._states[self._parameter][name] = value
 
 
 def _is_cut_alike(parameter: torch.Tensor, state: State | None) -> bool:
@@ -239,13 +241,6 @@ def _is_cut_alike(parameter: torch.Tensor, state: State | None) -> bool:
         elif isinstance(value, torch.Tensor) and value.ndim > 0:
             return False
     return parameter.ndim > 0
-
-
-def _as_state_of(parameter: torch.Tensor, part: torch.Tensor, value: Any) -> Any:
-    if not isinstance(value, torch.Tensor) or value.shape != part.shape:
-        return value
-    spec = spec_of(parameter)
-    return wrap_local(value, spec if value.dtype == part.dtype else respec(spec, dtype=value.dtype))
 
 
 class _Arguments(tuple[Any, ...]):

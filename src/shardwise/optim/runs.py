@@ -16,7 +16,6 @@ from ..core.device import (
     get_local,
     get_spec,
     local_of,
-    respec,
     shares_storage,
     spec_of,
     wrap_local,
@@ -54,7 +53,7 @@ class Member:
         """``local``, this rank's part of something of the parameter's shape, as state of the parameter."""
         if self.spec is None:
             return local
-        return wrap_local(local, self.spec if local.dtype == self.local.dtype else respec(self.spec, dtype=local.dtype))
+        return wrap_local(local, self.spec)
 
     def has_element_state(self, name: str, value: Any) -> bool:
         """Whether a value of the state has one number for each element.
