@@ -13,6 +13,7 @@ import pickle
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path as FilePath
 from typing import Any, BinaryIO
 
@@ -62,10 +63,18 @@ class _MetadataUnpickler(pickle.Unpickler):
             return super().find_class(module_name, global_name)
         if module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype):
             return getattr(torch, global_name)
+        if (module_name, global_name) == ("builtins", "getattr"):
+            return _member  # of an enumeration is pickled so by the first releases of Python 3.11
         raise CheckpointError(
             f"the checkpoint's {DCP_METADATA} names {module_name}.{global_name}, which is not what checkpoints consist "
             "of: if you trust it, pass weights_only=False"
         )
+
+
+def _member(kind: Any, name: str) -> Any:
+    if not (isinstance(kind, type) and issubclass(kind, Enum)):
+        raise CheckpointError(f"the checkpoint's {DCP_METADATA} names attribute {name!r} of what is no enumeration")
+    return kind[name]
 
 
 @dataclass(frozen=True)
