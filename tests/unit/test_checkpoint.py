@@ -28,6 +28,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
 from torch import nn
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.optim import SGD, AdamW, lr_scheduler
 
 import shardwise
@@ -35,6 +36,7 @@ from shardwise.checkpoint import CheckpointError, CorruptFileError, latest, load
 from shardwise.checkpoint.atomic import Draft
 from shardwise.checkpoint.integrity import BLOCK, RunningSum, SummingStream
 from shardwise.checkpoint.objects import leaves, pickled, tree_of, unpickled, warn_of_unsafe
+from shardwise.checkpoint.reading import _MetadataUnpickler
 
 
 def make(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -785,3 +787,25 @@ def test_what_the_user_allowed_stays_allowed() -> None:
         assert datetime.date in torch.serialization.get_safe_globals()
     assert unpickled(io.BytesIO(item.data), "extra", weights_only=True) == datetime.date(2026, 1, 2)
     assert datetime.date not in torch.serialization.get_safe_globals()
+
+
+class _ByGetattr:
+    """Pickled as an attribute of ``of``, as Python 3.11.2 pickles members of enumerations."""
+
+    def __init__(self, of: Any, name: str):
+        self.of, self.name = of, name
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.of, self.name)
+
+
+def test_metadata_gives_members_of_enumerations_and_no_other_attributes() -> None:
+    def load(value: Any) -> Any:
+        return _MetadataUnpickler(io.BytesIO(pickle.dumps(value))).load()
+
+    member = next(iter(_MEM_FORMAT_ENCODING))
+    assert load(_ByGetattr(_MEM_FORMAT_ENCODING, member.name)) is member
+    with pytest.raises(CheckpointError, match="no enumeration"):
+        load(_ByGetattr(torch.Size, "__init__"))
+    with pytest.raises(KeyError):
+        load(_ByGetattr(_MEM_FORMAT_ENCODING, "__init__"))
