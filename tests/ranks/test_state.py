@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,10 +23,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardwise
 from shardwise import Placements
+from shardwise.core.errors import StateError
 
 from ..models import Transformer, inputs_for, wrap
 from .harness import on_ranks
@@ -200,6 +202,92 @@ def test_marks_on_parameters_survive() -> None:
     model.norm.weight.no_weight_decay = True  # type: ignore[attr-defined]
     wrap(model, shardwise.fully_shard, mesh=init_device_mesh("cpu", (2,)))
     assert model.norm.weight.no_weight_decay  # type: ignore[attr-defined]
+
+
+def assign(layer: nn.Linear, value: DTensor) -> None:
+    layer.weight = nn.Parameter(value)
+
+
+def assign_data(layer: nn.Linear, value: DTensor) -> None:
+    layer.weight.data = value
+
+
+def swap(layer: nn.Linear, value: DTensor) -> None:
+    torch.utils.swap_tensors(layer.weight, nn.Parameter(value))
+
+
+def load(layer: nn.Linear, value: DTensor) -> None:
+    layer.load_state_dict({"weight": value}, assign=True)
+
+
+REPLACING: dict[str, Any] = {one.__name__: one for one in (assign, assign_data, swap, load)}
+
+
+@on_ranks(2, 3, how=[*REPLACING], preset=["zero1", "zero3"])
+def test_what_replaces_a_parameter_inside_a_unit_counts(how: str, preset: str) -> None:
+    """Before the first forward and after a step, with a parameter that keeps its gradient."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 7, bias=False), nn.Linear(7, 5, bias=False))
+    model = copy.deepcopy(plain)
+    shardwise.fully_shard(model, mesh=mesh, placements=getattr(Placements, preset))
+    x = torch.randn(3, 5)
+    for step in range(3):
+        value = torch.randn(7, 5)
+        REPLACING[how](model[0], distribute_tensor(value, mesh, model[0].weight.placements))
+        plain[0].weight.data = value
+        loss, expected = model(x).square().mean(), plain(x).square().mean()
+        torch.testing.assert_close(loss, expected, msg=f"step {step}")
+        for each, one in ((model, loss), (plain, expected)):
+            one.backward()
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        for ours, truth in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(whole(ours), truth.detach())
+
+
+@on_ranks(2)
+@torch.no_grad()
+def test_what_cannot_replace_a_parameter_is_named() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Sequential(nn.Linear(4, 4))
+    shardwise.fully_shard(model, mesh=mesh)
+    x = torch.ones(1, 4)
+    own, expected = dict(model.named_parameters()), model(x)
+    call = torch.func.functional_call
+    assert torch.equal(call(model, own, x), expected)
+    assert torch.equal(call(model, {name: one.detach() for name, one in own.items()}, x), expected)
+    for value in (torch.zeros(4, 4), distribute_tensor(torch.zeros(4, 4), mesh, [Shard(0)])):
+        with pytest.raises(StateError, match=r"'0\.weight' .* was replaced"):
+            call(model, {"0.weight": value}, x)
+        assert torch.equal(model(x), expected)
+    for value in (torch.zeros(4, 4), distribute_tensor(torch.zeros(4, 4), mesh, [Shard(1)])):
+        with pytest.raises(StateError, match=r"plain tensor|redistribute"):
+            model[0].weight.data = value
+    model[0].weight = nn.Parameter(torch.zeros(4, 4))
+    with pytest.raises(StateError, match=r"'0\.weight' .* not sharded"):
+        model(x)
+
+
+@on_ranks(2)
+def test_modules_may_go() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for trains_before in (False, True):
+        models = [nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))) for _ in VERBS]
+        models[1].load_state_dict(models[0].state_dict())
+        found = []
+        for verb, model in zip(VERBS.values(), models, strict=True):
+            verb(model[1], mesh=mesh)
+            verb(model, mesh=mesh)
+            if trains_before:
+                model(torch.ones(1, 4)).sum().backward()
+            model[1][0] = nn.Identity()  # type: ignore[index]
+            loss = model(torch.ones(1, 4)).sum()
+            loss.backward()
+            found.append([loss, *(whole(one.grad) for one in model.parameters() if one.grad is not None)])
+        for ours, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(ours, theirs)
 
 
 @on_ranks(2, 3, offload=[True, False])

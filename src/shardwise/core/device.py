@@ -522,9 +522,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
-def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
-    """Let a DTensor refer to other local memory of the same shape."""
+def set_local(tensor: torch.Tensor, local: torch.Tensor, spec: DTensorSpec | None = None) -> None:
+    """Let a DTensor refer to other local memory of the same shape, placed as ``spec`` says where it is given."""
     tensor._local_tensor = local  # type: ignore[attr-defined]
+    if spec is not None:
+        tensor._spec = spec  # type: ignore[attr-defined]
 
 
 def shard_like(value: torch.Tensor, sharded: DTensor) -> DTensor:

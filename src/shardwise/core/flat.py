@@ -182,7 +182,8 @@ class FlatSlot(Slot):
 
     def registered(self) -> nn.Parameter:
         """What is registered as the sharded face."""
-        return self.home.get() if self.home is not None else self.parts[0].places[0].get()
+        place = self.home if self.home is not None else self.parts[0].places[0]
+        return place.get() if place.exists else self.sharded
 
     # -- The two faces
 

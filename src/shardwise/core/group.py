@@ -132,17 +132,22 @@ class ParamGroup:
         """Whether a gather was started that nobody waited for."""
         return self._gather is not None
 
-    def unshard(self, lane: Lane) -> None:
-        """Start gathering; does nothing if the parameters are gathered or on their way."""
+    def unshard(self, lane: Lane, *, for_backward: bool = False) -> None:
+        """Start gathering; does nothing if the parameters are gathered or on their way.
+
+        Args:
+            lane: that communicates.
+            for_backward: the graph has the gathered buffers, so that what replaced parameters since counts later.
+        """
         if self._gather is not None:
             return
-        if not self.shards.is_adopted:
-            self.adopt_registered()
         if self.state is ShardState.UNSHARDED:
             if not self.shards.changed():
                 return
             # Kept since before the optimizer changed the shards.
             self.reshard()
+        if self.state is ShardState.SHARDED and not for_backward and not self.shards.is_adopted:
+            self.adopt_registered()
         if self._is_kept and not self.shards.changed():
             self._gather = None, ()
             return

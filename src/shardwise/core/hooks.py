@@ -137,7 +137,7 @@ class Unit:
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gather, register for backward, wait, install, prefetch."""
         if self.phase is Phase.PRE_BACKWARD:  # recomputation of a checkpointed forward
-            self.unshard()
+            self.unshard_again()
             return self._cast_inputs(args, kwargs)
         context = self.context or self.become_root(self)
         if self._opaque:
@@ -162,7 +162,7 @@ class Unit:
         if self.precision.param_dtype is not None:
             args, kwargs = self._cast_inputs(args, kwargs)
         for group in self.groups:
-            group.unshard(context.gather_lane)
+            group.unshard(context.gather_lane, for_backward=self._recomputes)
         self._inside.append(id(module))
         if is_first and torch.is_grad_enabled():
             args, kwargs = self._register_post_backward(context, args, kwargs)
@@ -234,7 +234,7 @@ class Unit:
         with label(f"FSDP::{direction}_prefetch for {self.name}", ""):
             for group in self.groups:
                 if direction == "forward" or group.options.unshard_in_backward:
-                    group.unshard(lane)
+                    group.unshard(lane, for_backward=direction != "forward")
 
     @eager
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -421,7 +421,7 @@ class Unit:
         self._computes_backward = True
         for group in self.groups:
             if group.options.unshard_in_backward:
-                group.unshard(context.gather_lane)
+                group.unshard(context.gather_lane, for_backward=True)
         self._prefetch_for_backward(context)
         for group in self.groups:
             group.wait_for_unshard()
@@ -566,12 +566,12 @@ class Unit:
         """Whether a forward of it, as far as is known, was not followed by a backward yet."""
         return bool(self._positions)
 
-    def unshard(self) -> None:
-        """Gather and register the unsharded parameters now."""
+    def unshard_again(self) -> None:
+        """Gather and register the unsharded parameters of a forward before, now."""
         context = self.context
         assert context is not None
         for group in self.groups:
-            group.unshard(context.gather_lane)
+            group.unshard(context.gather_lane, for_backward=True)
         for group in self.groups:
             group.wait_for_unshard()
 

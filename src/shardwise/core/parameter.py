@@ -15,9 +15,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .device import (
     call_without_torch_function,
     local_of,
+    set_local,
+    shares_storage,
     spec_of,
     step_by_foreach,
     untraced,
+    without_torch_function,
     wrap_local,
 )
 from .errors import StateError
@@ -54,6 +57,7 @@ class Owner(Protocol):
 
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class TracedParameter(DTensor):
@@ -85,6 +89,8 @@ class ShardedParameter(TracedParameter):
                 if (owner := owner_of(parameter)) is not None:
                     owner.note_write()
         try:
+            if effect is _Effect.REPLACES:
+                return _replace_data(*args)
             result = call_without_torch_function(func, types, args, kwargs or {})
             if effect is _Effect.ALIASES:
                 result.__class__ = cls  # writes through it are seen; `nn.Parameter` asks it of a subclass
@@ -123,6 +129,7 @@ class _Effect(Enum):
     NONE = auto()
     WRITES = auto()
     ALIASES = auto()
+    REPLACES = auto()
 
 
 _effects: dict[Any, _Effect] = {}
@@ -132,11 +139,31 @@ _effects: dict[Any, _Effect] = {}
 def _effect_of(func: Any) -> _Effect:
     if func == torch.Tensor.detach or func == _DATA:
         return _Effect.ALIASES
+    if func == _SET_DATA:
+        return _Effect.REPLACES
     name: str = func.__name__
     if name == "requires_grad_" or name[-1] != "_":
         return _Effect.NONE
     writes = not name.endswith("__") or name.startswith("__i") or name == "__setitem__"
     return _Effect.WRITES if writes else _Effect.NONE
+
+
+def _replace_data(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """``parameter.data = value``, which torch alone does to the wrapper of a DTensor and not to its local tensor."""
+    own, other = local_of(parameter), local_of(value)
+    if not isinstance(value, DTensor):
+        raise StateError(_used_while_sharded("copy_", True, _sharded_in(parameter)))
+    if value.placements != spec_of(parameter).placements or other.shape != own.shape:
+        raise StateError(
+            f"the data of a sharded parameter of placements {spec_of(parameter).placements} and local shape "
+            f"{tuple(own.shape)} was replaced by a DTensor of {value.placements} and {tuple(other.shape)}: "
+            "redistribute it before"
+        )
+    with without_torch_function():
+        parameter.data = value
+        set_local(parameter, other, spec_of(value))
+    if (owner := owner_of(parameter)) is not None:
+        owner.note_write()
 
 
 def _sharded_in(value: Any) -> list[ShardedParameter]:
@@ -200,6 +227,14 @@ def alias_of(detached: DTensor, owner: weakref.ref[Any]) -> DTensor:
     alias = wrap_local(local_of(detached), spec_of(detached), ShardedParameter)
     alias.__dict__["_shardwise_owner"] = owner
     return alias
+
+
+def is_alias(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether ``tensor`` is a sharded one detached, as `torch.func.functional_call` may register it."""
+    if isinstance(tensor, nn.Parameter) or not isinstance(tensor, DTensor) or tensor.requires_grad:
+        return False
+    local, own = local_of(tensor), local_of(parameter)
+    return local.data_ptr() == own.data_ptr() and shares_storage(local, own)
 
 
 def adopt_parameter(parameter: nn.Parameter, owner: weakref.ref[Any]) -> None:
@@ -316,6 +351,8 @@ def successor_of(original: torch.Tensor) -> nn.Parameter | None:
 class Registry(Protocol):
     """Where a module's parameters are registered by name."""
 
+    def get(self, name: str, /) -> Any: ...
+
     def __setitem__(self, name: str, parameter: Any, /) -> None: ...
 
 
@@ -326,6 +363,10 @@ class _Attributes:
 
     def __init__(self, module: weakref.ref[nn.Module]):
         self.module = module
+
+    def get(self, name: str, /) -> Any:
+        module = self.module()
+        return None if module is None else module._parameters.get(name)
 
     def __setitem__(self, name: str, parameter: Any, /) -> None:
         if (module := self.module()) is not None:
@@ -353,8 +394,13 @@ class Place:
 
     __hash__ = None  # type: ignore[assignment]
 
+    @property
+    def exists(self) -> bool:
+        """Whether its module does."""
+        return self.module() is not None
+
     def get(self) -> nn.Parameter:
-        """What is registered now.
+        """What is registered now on a module that exists.
 
         Raises:
             StateError: if nothing is.

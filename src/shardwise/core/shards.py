@@ -8,7 +8,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
-from operator import attrgetter
+from operator import attrgetter, is_
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from .buffer import ShardedBuffer
 from .device import (
     Ticket,
+    get_local,
     get_requires_grad,
     local_of,
     make_spec,
@@ -241,6 +242,9 @@ class ParameterShards(Shards):
         """For each place its registry and name, and what is registered there: sharded, and unsharded."""
         self._unsharded: list[nn.Parameter] = []
         """The unsharded face of each slot; none where they have to be made."""
+        self._registered: list[tuple[Registry, str]] = []
+        self._taken_over: tuple[list[nn.Parameter], list[torch.Tensor]] = [], []
+        """What was registered at those places, and the local tensors of the slots' parameters."""
         by_dtype: dict[torch.dtype, list[ManagedParameter]] = defaultdict(list)
         for parameter in parameters:
             by_dtype[parameter.value.dtype].append(parameter)
@@ -249,6 +253,7 @@ class ParameterShards(Shards):
                 self._add_buffer(dtype, members)
         order = {id(parameter.places[0]): position for position, parameter in enumerate(parameters)}
         self.slots.sort(key=lambda slot: order[id(slot.places[0])])
+        self._note_registered()
         for index, parameter in enumerate(parameters):
             remember_successor(parameter.value, self.reference, index)
             retire(parameter.value)
@@ -307,8 +312,21 @@ class ParameterShards(Shards):
 
     @property
     def is_adopted(self) -> bool:
-        """See `Shards.is_adopted`; what replaces them otherwise calls `adopt_registered`."""
-        return not self._waits_for_others
+        """See `Shards.is_adopted`. Looked up: who assigns to a module's attribute tells nobody."""
+        if self._waits_for_others:
+            return False
+        registered = [registry.get(name) for registry, name in self._registered]
+        try:
+            locals_ = [*map(get_local, [slot.sharded for slot in self.slots])]
+        except AttributeError:  # swapped with a plain tensor
+            return False
+        parameters, own = self._taken_over
+        return all(map(is_, registered, parameters)) and all(map(is_, locals_, own))
+
+    def _note_registered(self) -> None:
+        entries = [(place, slot.sharded) for slot in self.slots for place in slot.places if place.exists]
+        self._registered = [(place.registry, place.name) for place, _ in entries]
+        self._taken_over = [sharded for _, sharded in entries], [local_of(slot.sharded) for slot in self.slots]
 
     def leave_meta(self) -> list[Slot]:
         """See `Shards.leave_meta`."""
@@ -332,6 +350,7 @@ class ParameterShards(Shards):
                     # Not another object: optimizers may hold this one.
                     torch.utils.swap_tensors(slot.sharded, replacement)
                 waiting += members
+        self._note_registered()
         self.mark_stale()
         return waiting
 
@@ -364,16 +383,23 @@ class ParameterShards(Shards):
                 slot.sharded = parameter
                 for place in slot.places:  # `assign=True` gives each name of a tied parameter a tensor of its own
                     place.put(parameter)
+        self._note_registered()
         return rebuilt
 
     def _check_registered(self, slots: Sequence[Slot], registered: Sequence[nn.Parameter]) -> None:
         for slot, parameter in zip(slots, registered, strict=True):
-            if parameter is slot.sharded:
-                continue
             if not isinstance(parameter, DTensor):
                 raise StateError(
                     f"parameter {slot.name!r} of unit {self.unit_name!r} was replaced by a {type(parameter).__name__} "
                     "that is not sharded: replace it before fully_shard, or write its values into the sharded one"
+                )
+            if parameter is slot.sharded:
+                continue
+            if not isinstance(parameter, nn.Parameter):
+                raise StateError(
+                    f"parameter {slot.name!r} of unit {self.unit_name!r} was replaced by a DTensor that is no "
+                    "parameter, with which the unit cannot compute (torch.func.functional_call does so): write its "
+                    "values into the sharded one"
                 )
             owner = owner_of(parameter)
             if owner is not None and owner.current(parameter):

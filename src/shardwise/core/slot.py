@@ -16,7 +16,7 @@ from .device import local_of, not_inference
 from .errors import StateError
 from .mesh import DataParallelMesh
 from .model_parallel import ModelParallel
-from .parameter import Place
+from .parameter import Place, is_alias
 
 
 @dataclass
@@ -148,7 +148,8 @@ class Slot:
 
     def registered(self) -> nn.Parameter:
         """What is registered: of a tied parameter, the one that was replaced last."""
-        replaced = [value for place in self.places if (value := place.get()) is not self.sharded]
+        found = [place.get() for place in self.places if place.exists]
+        replaced = [value for value in found if value is not self.sharded and not is_alias(value, self.sharded)]
         return replaced[-1] if replaced else self.sharded
 
 
