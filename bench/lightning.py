@@ -88,12 +88,21 @@ def measure(shape: Shape, rounds: int) -> dict[str, list[Fit]]:
         return interleave(actions, warm_up=1, rounds=rounds)
 
 
-def _fit(name: str, shape: Shape, directory: str) -> Fit:
+def _strategy(name: str) -> Any:
     # Here, since Lightning's import takes seconds.
-    import lightning
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
     from shardwise.lightning import DDPFullyShardedStrategy
+
+    if name == FSDP2:
+        return ModelParallelStrategy(data_parallel_size=WORLD_SIZE, tensor_parallel_size=1)
+    if name == DDP:
+        return DDPStrategy(process_group_backend="gloo", gradient_as_bucket_view=True)
+    return DDPFullyShardedStrategy(auto_wrap_policy={Block}, reshard_after_forward=name == OURS)
+
+
+def _fit(name: str, shape: Shape, directory: str) -> Fit:
+    import lightning
 
     for package in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(package).setLevel(logging.ERROR)  # its import sets another level
@@ -129,14 +138,8 @@ def _fit(name: str, shape: Shape, directory: str) -> Fit:
                 return flat(torch.optim.AdamW, self.parameters(), lr=1e-4)
             return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
-    strategies: dict[str, Any] = {
-        OURS: lambda: DDPFullyShardedStrategy(auto_wrap_policy={Block}),
-        KEPT: lambda: DDPFullyShardedStrategy(auto_wrap_policy={Block}, reshard_after_forward=False),
-        FSDP2: lambda: ModelParallelStrategy(data_parallel_size=WORLD_SIZE, tensor_parallel_size=1),
-        DDP: lambda: DDPStrategy(process_group_backend="gloo", gradient_as_bucket_view=True),
-    }
     trainer = lightning.Trainer(
-        strategy=strategies[name](),
+        strategy=_strategy(name),
         accelerator="cpu",
         devices=WORLD_SIZE,
         max_steps=STEPS,

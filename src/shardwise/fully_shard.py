@@ -108,13 +108,10 @@ def fully_shard(
         TypeError: for an argument of a wrong type.
     """
     modules = _root_modules(module)
-    for name, value, kind in (("mesh", mesh, DeviceMesh), ("comm_ctx", comm_ctx, FSDPCommContext)):
-        if value is not None and not isinstance(value, kind):
-            raise TypeError(f"{name} must be a {kind.__name__}, not {type(value).__name__}")
+    _check_kinds(mesh, comm_ctx)
     strategy = _strategy(placements)
     data_parallel = data_parallel_mesh(mesh if mesh is not None else _default_mesh(), strategy, dp_mesh_dims)
-    if comm_ctx is not None and comm_ctx.device.torch_device.type != data_parallel.device.type:
-        raise ValueError(f"comm_ctx is for {comm_ctx.device.torch_device.type}, the mesh is on {data_parallel.device}")
+    _check_device(comm_ctx, data_parallel.device)
     managed = managed_modules(modules)
     policy = _policy(mp_policy, offload_policy, reshard_after_forward, data_parallel)
     parameters = _managed_parameters(managed, ignored_params or set(), module_fqn)
@@ -123,15 +120,35 @@ def fully_shard(
     # The root's parameters are needed at once in backward; where they are kept anyway, resharding costs nothing.
     by_default = reshard_after_forward is None and comm_ctx is None and not strategy.keeps_unsharded
     unit = Unit(modules, groups, data_parallel.device, mp_policy, module_fqn, comm_ctx, by_default, make_root)
-    for group in groups:
-        group.options.reshard_after_forward = reshard_after_forward is None or bool(reshard_after_forward)
-        if reshard_after_forward == 1 and reshard_after_forward is not True:
-            group.options.reshard_after_forward = False
+    _install(unit, modules, reshards=_reshards(reshard_after_forward))
+    return module
+
+
+def _check_kinds(mesh: object, comm_ctx: object) -> None:
+    for name, value, kind in (("mesh", mesh, DeviceMesh), ("comm_ctx", comm_ctx, FSDPCommContext)):
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(f"{name} must be a {kind.__name__}, not {type(value).__name__}")
+
+
+def _check_device(comm_ctx: FSDPCommContext | None, device: torch.device) -> None:
+    if comm_ctx is not None and comm_ctx.device.torch_device.type != device.type:
+        raise ValueError(f"comm_ctx is for {comm_ctx.device.torch_device.type}, the mesh is on {device}")
+
+
+def _reshards(reshard_after_forward: bool | int | None) -> bool:
+    """Whether parameters are resharded after forward; not to groups of one rank."""
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return reshard_after_forward is not False
+    return reshard_after_forward != 1
+
+
+def _install(unit: Unit, modules: Sequence[nn.Module], *, reshards: bool) -> None:
+    for group in unit.groups:
+        group.options.reshard_after_forward = reshards
         _install_state_dict_hooks(group)
     unit.install_hooks()
-    for member in modules:
-        become_fsdp_module(member, unit)
-    return module
+    for module in modules:
+        become_fsdp_module(module, unit)
 
 
 # -- Arguments

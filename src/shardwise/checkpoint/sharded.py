@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -46,23 +46,22 @@ def save(
     """Save a training run as a new checkpoint in ``directory``.
 
     ``directory`` is the root of many checkpoints: each call writes a new one beside those that are there, as a hidden
-    draft, has it written to the disk and then renames it. A process killed at any moment leaves the checkpoints of
-    before whole, and `latest` finds the newest complete one. What killed saves left behind, the next save removes.
+    draft, which it renames once it is on the disk. A process killed at any moment leaves the checkpoints of before
+    whole, and `latest` finds the newest complete one. What killed saves left behind, the next save removes.
 
     A collective: all ranks of the default process group call it, between optimizer steps (unreduced gradients are not
     saved). A checkpoint is a directory of `torch.distributed.checkpoint` with the keys ``model`` and ``optimizer`` as
-    `torch.distributed.checkpoint.state_dict` makes them, so plain DCP and FSDP2 programs can load it. Beside the
-    arguments the states of the random number generators of every rank are saved.
+    `torch.distributed.checkpoint.state_dict` makes them, so plain DCP and FSDP2 programs can load it. The states of
+    every rank's random number generators are saved too.
 
     Args:
         directory: seen by all ranks; made if it does not exist.
         model: sharded or not.
-        optimizer: of ``model``'s parameters; or several, in a list or dict. It is saved as it is: before its first
-            step it has no state.
+        optimizer: of ``model``'s parameters, as it is (without state before its first step); several in a list or dict.
         scheduler: has ``state_dict`` and ``load_state_dict``; or a container of such.
-        extra: anything that can be pickled: numbers, containers, objects. Objects with ``state_dict`` and
-            ``load_state_dict`` in its dicts, lists and tuples (data loaders, gradient scalers, `shardwise.EMA`) are
-            saved by their state. Ranks may differ in it; sharded tensors are saved sharded.
+        extra: anything that can be pickled. Objects with ``state_dict`` and ``load_state_dict`` in its dicts, lists and
+            tuples (data loaders, gradient scalers, `shardwise.EMA`) are saved by their state. Ranks may differ in it;
+            sharded tensors are saved sharded.
         async_: return as soon as everything is copied to the host's memory, and write beside training. The next
             save waits for this one and raises what made it fail; so does `wait`. The process does not end before.
         step: a number for the name of the checkpoint.
@@ -77,16 +76,29 @@ def save(
         TypeError: for an argument of a wrong type, or what cannot be pickled.
         ValueError: if the optimizer has parameters that ``model`` does not have, or a number is out of range.
     """
-    root = Path(os.path.abspath(directory))
     ranks, failed = saving_ranks(), background.take_error()
+
+    def collect() -> Leaves:
+        if failed is not None:
+            raise failed
+        _check_numbers(step, keep)
+        leaves = contents(_module(model), _optimizers(model, optimizer), _scheduler(scheduler), extra)
+        return host_copies(leaves) if async_ else leaves
+
+    leaves, draft, path, final = _begin(ranks, Path(os.path.abspath(directory)), step, model, collect)
+    work = functools.partial(_write, path, leaves, ranks, draft, keep, shown=not async_)
+    background.start(work) if async_ else work()
+    return final
+
+
+def _begin(
+    ranks: SavingRanks, root: Path, step: int | None, model: nn.Module | None, collect: Callable[[], Leaves]
+) -> tuple[Leaves, Draft | None, Path, Path]:
+    """What this rank writes of what ``collect`` gives, the first rank's draft, its path and that of the checkpoint."""
     draft: Draft | None = None
     try:
         with ranks.together():
-            if failed is not None:
-                raise failed
-            _check_numbers(step, keep)
-            leaves: Leaves = contents(_module(model), _optimizers(model, optimizer), _scheduler(scheduler), extra)
-            leaves = host_copies(leaves) if async_ else leaves
+            leaves = collect()
             own = digests(leaves, model)
             draft = _new_draft(root, step) if ranks.is_first else None
         paths = (draft.path, draft.final) if draft is not None else None
@@ -96,12 +108,7 @@ def save(
         raise
     leaves = apart(leaves, [found for found, _ in exchanged], ranks.position)
     path, final = cast(tuple[Path, Path], exchanged[0][1])
-    work = functools.partial(_write, path, leaves, ranks, draft, keep, shown=not async_)
-    if async_:
-        background.start(work)
-    else:
-        work()
-    return final
+    return leaves, draft, path, final
 
 
 def _write(path: Path, leaves: Leaves, ranks: SavingRanks, draft: Draft | None, keep: int | None, shown: bool) -> None:
@@ -144,19 +151,17 @@ def load(
     """Load a checkpoint into what a training run consists of, at any number of ranks, in place.
 
     A collective: all ranks of the default process group call it. All bytes of a checkpoint of `save` are compared
-    with their checksums first, by all ranks together, each a part: a damaged one changes nothing. Checkpoints that
+    with their checksums first, each rank a part: a damaged one changes nothing. Checkpoints that
     `torch.distributed.checkpoint` wrote (those of FSDP2 programs, whole state dicts, optimizers flattened or not) are
-    loaded too, without checksums; the model is looked for under ``model`` first, the optimizer under ``optimizer``
-    and ``optim``.
+    loaded too, without checksums: the model from under ``model``, the optimizer from ``optimizer`` or ``optim``.
 
     Args:
         directory: a root, of which the newest complete checkpoint is loaded, or a checkpoint.
         model: may be sharded in another way than it was saved, or not at all; parameters on the meta device get
             memory. Its dtypes stay.
-        optimizer: with the param groups that it was saved with, in any order; or several. Its state becomes the one
-            saved, whatever it had.
+        optimizer: with the param groups that it was saved with, in any order; or several. Its old state is dropped.
         scheduler: as saved.
-        extra: what to fill: objects with ``load_state_dict`` take their state, dicts get the saved items.
+        extra: what to fill: objects with ``load_state_dict`` take their state, dicts the saved items.
         rng: whether to continue with the saved states of random number generators. At the world size that saved,
             every rank has its own ones again. At another one rank ``r`` has those of the saved rank ``r``, and
             further ranks have streams of their own, seeded from those of rank 0 and their number; a generator
@@ -190,14 +195,20 @@ def load(
             _check_files(path, manifest, ranks, progress)
         with ranks.together():
             stored = StoredData.open(path, None if manifest is None else manifest.unusual, weights_only)
-            saved_by = manifest.world_size if manifest is not None else None
-            restoring = Restoring(stored, saved_by, ranks.position, ranks.size, wanted)
-        check_fit(ranks.exchange(restoring.misfit), strict)
-        with ranks.together():
-            restoring.read(progress.advance)
-        with ranks.together():
-            result = restoring.hand_over()
-    return result
+        return _restore(stored, None if manifest is None else manifest.world_size, wanted, ranks, strict, progress)
+
+
+def _restore(
+    stored: StoredData, saved_by: int | None, wanted: Wanted, ranks: SavingRanks, strict: bool, progress: Progress
+) -> Any:
+    """Fill what is wanted with what ``saved_by`` ranks stored; gives the saved extra."""
+    with ranks.together():
+        restoring = Restoring(stored, saved_by, ranks.position, ranks.size, wanted)
+    check_fit(ranks.exchange(restoring.misfit), strict)
+    with ranks.together():
+        restoring.read(progress.advance)
+    with ranks.together():
+        return restoring.hand_over()
 
 
 def _check_files(path: Path, manifest: Manifest, ranks: SavingRanks, progress: Progress) -> None:

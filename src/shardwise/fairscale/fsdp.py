@@ -131,9 +131,7 @@ class FullyShardedDataParallel(nn.Module):
         self.state_dict_on_rank_0_only = state_dict_on_rank_0_only
         self.allow_reset_parameters = allow_reset_parameters
         self._check_settings()
-        before = gradient_predivide_factor or self._predivide_factor()
-        self._divisors: tuple[float, float] = before, self.world_size / before
-        self._own_divisors = gradient_predivide_factor is not None
+        self._choose_divisors(gradient_predivide_factor)
         own = own_parameters(module)
         check_parameters(own, mixed_precision, self.compute_dtype)
         sync_from_first_rank(module, own, group, self.compute_device)
@@ -141,13 +139,20 @@ class FullyShardedDataParallel(nn.Module):
         self._appended: list[nn.Parameter] = []
         self._names = {path: tuple(member._parameters) for path, member in own_modules(module)}
         self._runs = describe_runs(own, flatten_parameters)
-        self.register_state_dict_post_hook(finish_state_dict)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_pre_hook(prepare_load)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_post_hook(finish_load)  # type: ignore[no-untyped-call]
+        self._watch_state_dicts()
         values = dict(own)
         self._start(group, process_group_reduce_scatter, [values[one] for run in self._runs for one in run.members])
 
     # -- Construction
+
+    def _choose_divisors(self, before: float | None) -> None:
+        self._own_divisors, before = before is not None, before or self._predivide_factor()
+        self._divisors: tuple[float, float] = before, self.world_size / before
+
+    def _watch_state_dicts(self) -> None:
+        self.register_state_dict_post_hook(finish_state_dict)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(prepare_load)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(finish_load)  # type: ignore[no-untyped-call]
 
     def _check_settings(self) -> None:
         self._check_widens(self.fp32_reduce_scatter)

@@ -73,13 +73,7 @@ def materialize(
             record.check_constants()
         for owner in shards:
             owner.leave_meta()
-        states = States(starts)
-        for record, members in work.items():
-            if fast:
-                FastReplay(record, states).run(members, _random_buffers(names, record))
-            else:
-                buffers = _random_buffers(names, record) if any(map(states.is_replaced, starts)) else {}
-                Replay(record, states).run({**write_each(members), **buffers})
+        states = _replay(work, starts, names, fast)
         for owner in shards:
             owner.mark_stale()
         for target in targets:
@@ -154,6 +148,18 @@ def _seeded(own: Mapping[Position, torch.Tensor], seed: int) -> dict[Position, t
         number = found.setdefault(key, sum(device == start.device for device, _ in found))
         starts[start] = seeded_state(start.device, seed if not number else derived_seed(seed, number))
     return starts
+
+
+def _replay(work: Work, starts: Mapping[Position, torch.Tensor], names: Mapping[nn.Module, str], fast: bool) -> States:
+    """Give the targets their values, with the generators at ``starts``; gives where those end."""
+    states = States(starts)
+    for record, members in work.items():
+        if fast:
+            FastReplay(record, states).run(members, _random_buffers(names, record))
+        else:
+            buffers = _random_buffers(names, record) if any(map(states.is_replaced, starts)) else {}
+            Replay(record, states).run({**write_each(members), **buffers})
+    return states
 
 
 def _random_buffers(names: Mapping[nn.Module, str], record: Record) -> dict[int, Sink]:
