@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import shardwise
 from shardwise import Placements
@@ -212,6 +212,11 @@ def assign_data(layer: nn.Linear, value: DTensor) -> None:
     layer.weight.data = value
 
 
+def assign_data_cut_otherwise(layer: nn.Linear, value: DTensor) -> None:
+    layer.weight.data = value.redistribute(placements=[Replicate()])
+    layer.weight.data -= 0.5 * value
+
+
 def swap(layer: nn.Linear, value: DTensor) -> None:
     torch.utils.swap_tensors(layer.weight, nn.Parameter(value))
 
@@ -220,7 +225,7 @@ def load(layer: nn.Linear, value: DTensor) -> None:
     layer.load_state_dict({"weight": value}, assign=True)
 
 
-REPLACING: dict[str, Any] = {one.__name__: one for one in (assign, assign_data, swap, load)}
+REPLACING: dict[str, Any] = {one.__name__: one for one in (assign, assign_data, assign_data_cut_otherwise, swap, load)}
 
 
 @on_ranks(2, 3, how=[*REPLACING], preset=["zero1", "zero3"])
@@ -235,7 +240,7 @@ def test_what_replaces_a_parameter_inside_a_unit_counts(how: str, preset: str) -
     for step in range(3):
         value = torch.randn(7, 5)
         REPLACING[how](model[0], distribute_tensor(value, mesh, model[0].weight.placements))
-        plain[0].weight.data = value
+        plain[0].weight.data = 0.5 * value if how == "assign_data_cut_otherwise" else value
         loss, expected = model(x).square().mean(), plain(x).square().mean()
         torch.testing.assert_close(loss, expected, msg=f"step {step}")
         for each, one in ((model, loss), (plain, expected)):
@@ -262,8 +267,8 @@ def test_what_cannot_replace_a_parameter_is_named() -> None:
         with pytest.raises(StateError, match=r"'0\.weight' .* was replaced"):
             call(model, {"0.weight": value}, x)
         assert torch.equal(model(x), expected)
-    for value in (torch.zeros(4, 4), distribute_tensor(torch.zeros(4, 4), mesh, [Shard(1)])):
-        with pytest.raises(StateError, match=r"plain tensor|redistribute"):
+    for value in (torch.zeros(4, 4), distribute_tensor(torch.zeros(4, 5), mesh, [Shard(0)])):
+        with pytest.raises(StateError, match=r"plain tensor|\(4, 5\)"):
             model[0].weight.data = value
     model[0].weight = nn.Parameter(torch.zeros(4, 4))
     with pytest.raises(StateError, match=r"'0\.weight' .* not sharded"):

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .device import (
     call_without_torch_function,
+    complete,
     local_of,
     set_local,
     shares_storage,
@@ -148,20 +149,19 @@ def _effect_of(func: Any) -> _Effect:
     return _Effect.WRITES if writes else _Effect.NONE
 
 
-def _replace_data(parameter: torch.Tensor, value: torch.Tensor) -> None:
+def _replace_data(parameter: DTensor, value: torch.Tensor) -> None:
     """``parameter.data = value``, which torch alone does to the wrapper of a DTensor and not to its local tensor."""
-    own, other = local_of(parameter), local_of(value)
     if not isinstance(value, DTensor):
         raise StateError(_used_while_sharded("copy_", True, _sharded_in(parameter)))
-    if value.placements != spec_of(parameter).placements or other.shape != own.shape:
+    if (value.shape, value.device_mesh) != (parameter.shape, parameter.device_mesh):
         raise StateError(
-            f"the data of a sharded parameter of placements {spec_of(parameter).placements} and local shape "
-            f"{tuple(own.shape)} was replaced by a DTensor of {value.placements} and {tuple(other.shape)}: "
-            "redistribute it before"
+            f"the data of a sharded parameter of shape {tuple(parameter.shape)} on {parameter.device_mesh} was "
+            f"replaced by a DTensor of shape {tuple(value.shape)} on {value.device_mesh}"
         )
+    value = cast(DTensor, value.detach()).redistribute(placements=parameter.placements)
     with without_torch_function():
         parameter.data = value
-        set_local(parameter, other, spec_of(value))
+        set_local(parameter, complete(local_of(value)), spec_of(value))
     if (owner := owner_of(parameter)) is not None:
         owner.note_write()
 
