@@ -504,21 +504,24 @@ def test_after_a_failed_backward() -> None:
         yield model.local_state_dict()
         yield model.half().float()
         yield model.clip_grad_norm_(1.0)
+        yield model.set_gradient_divide_factors(1.0, 2.0, recursive=True)
 
-    for index in range(4):
+    for index in range(6):
         first, last = FSDP(nn.Linear(4, 4)), FSDP(nn.Linear(4, 4))
-        model = FSDP(nn.Sequential(first, last))
+        model = FSDP(nn.Sequential(first, last)).half().float()
+        error_of(model(INPUTS[0])).backward()
+        expected = [p.grad.clone() for p in model.parameters()]
         handle = first.register_forward_hook(lambda _, inputs, output: Boom.apply(output))
         with pytest.raises(ZeroDivisionError):
             error_of(model(INPUTS[0])).backward()
         uses = iter(states(model))
-        for _ in range(index + 1):
+        for _ in range(index):
             next(uses)
-        assert all(one.training_state is TrainingState.IDLE for one in get_fsdp_instances(model))
+        assert not index or all(one.training_state is TrainingState.IDLE for one in get_fsdp_instances(model))
         handle.remove()
         model.zero_grad()
         error_of(model(INPUTS[0])).backward()
-        assert all(parameter.grad is not None for parameter in model.parameters())
+        torch.testing.assert_close([p.grad.clone() for p in model.parameters()], expected)
 
 
 # -- What users do to parameters
