@@ -627,6 +627,16 @@ def test_norms_of_half_precision_gradients(dtype: torch.dtype) -> None:
         model[1].clip_grad_norm_(1.0)
 
 
+@on_ranks(3)
+def test_norm_of_float64_gradients_where_a_rank_has_none() -> None:
+    plain = nn.Linear(1, 2).double()
+    model = FSDP(copy.deepcopy(plain), flatten_parameters=False, compute_dtype=torch.float64)
+    for one in (plain, model):
+        error_of(one(torch.ones(1, 1, dtype=torch.float64))).backward()
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    torch.testing.assert_close(model.clip_grad_norm_(0.1), expected)
+
+
 class Experts(nn.Module):
     """Ranks have experts of their own, of as many layers as they like, and need not use them."""
 
