@@ -504,21 +504,24 @@ def test_after_a_failed_backward() -> None:
         yield model.local_state_dict()
         yield model.half().float()
         yield model.clip_grad_norm_(1.0)
+        yield model.set_gradient_divide_factors(1.0, 2.0, recursive=True)
 
-    for index in range(4):
+    for index in range(6):
         first, last = FSDP(nn.Linear(4, 4)), FSDP(nn.Linear(4, 4))
-        model = FSDP(nn.Sequential(first, last))
+        model = FSDP(nn.Sequential(first, last)).half().float()
+        error_of(model(INPUTS[0])).backward()
+        expected = [p.grad.clone() for p in model.parameters()]
         handle = first.register_forward_hook(lambda _, inputs, output: Boom.apply(output))
         with pytest.raises(ZeroDivisionError):
             error_of(model(INPUTS[0])).backward()
         uses = iter(states(model))
-        for _ in range(index + 1):
+        for _ in range(index):
             next(uses)
-        assert all(one.training_state is TrainingState.IDLE for one in get_fsdp_instances(model))
+        assert not index or all(one.training_state is TrainingState.IDLE for one in get_fsdp_instances(model))
         handle.remove()
         model.zero_grad()
         error_of(model(INPUTS[0])).backward()
-        assert all(parameter.grad is not None for parameter in model.parameters())
+        torch.testing.assert_close([p.grad.clone() for p in model.parameters()], expected)
 
 
 # -- What users do to parameters
@@ -622,6 +625,16 @@ def test_norms_of_half_precision_gradients(dtype: torch.dtype) -> None:
         assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
     with pytest.raises(ValueError, match="outermost"):
         model[1].clip_grad_norm_(1.0)
+
+
+@on_ranks(3)
+def test_norm_of_float64_gradients_where_a_rank_has_none() -> None:
+    plain = nn.Linear(1, 2).double()
+    model = FSDP(copy.deepcopy(plain), flatten_parameters=False, compute_dtype=torch.float64)
+    for one in (plain, model):
+        error_of(one(torch.ones(1, 1, dtype=torch.float64))).backward()
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    torch.testing.assert_close(model.clip_grad_norm_(0.1), expected)
 
 
 class Experts(nn.Module):

@@ -481,6 +481,20 @@ def test_changes_may_go_unsaid_or_unseen() -> None:
     assert oss.world_size == other.world_size
 
 
+@on_ranks(2, mode=(torch.no_grad, torch.inference_mode))
+def test_what_trains_changes_before_an_evaluation(mode: Any) -> None:
+    sharded, optimizer = shard(model_of())
+    plain = model_of()
+    for model in (sharded, plain):
+        inner(model).layers[0].bias.requires_grad_(False)
+        with mode():
+            loss_of(model, 0, inner(model))
+    truth = DistributedDataParallel(plain)
+    for model in (sharded, truth):
+        backward(model, 1)
+    assert_gradients(sharded, optimizer, truth)
+
+
 @on_ranks(2)
 def test_everything_frozen_and_thawed() -> None:
     sharded, oss = shard(model_of(), warn_on_trainable_params_changed=False)

@@ -172,6 +172,23 @@ def test_exception_on_all_ranks(failure: str, reshard: bool) -> None:
     assert_like_plain(train_with_failures(model, FAILURES[failure], (0, 2, 3)), fragile_stack)
 
 
+@on_ranks(2, units=["layers", "root"], failure=["backward", "backward_hook"])
+def test_forward_after_a_failed_backward_is_no_recomputation(units: str, failure: str) -> None:
+    """Without `reset_iter_state`, which loops that catch a lack of memory do not know of."""
+    torch.manual_seed(1)
+    model: Any = fragile_stack()
+    model = wrap(model, shardwise.fully_shard) if units == "layers" else shardwise.fully_shard(model)
+    step_once(model, 0, dist.get_rank())
+    expected = gradients_of(model)
+    model.zero_grad()
+    disarm = FAILURES[failure](model)
+    with pytest.raises(PlannedError):
+        step_once(model, 1, dist.get_rank())
+    disarm()
+    step_once(model, 0, dist.get_rank())
+    torch.testing.assert_close(gradients_of(model), expected)
+
+
 @on_ranks(2, failure=list(FAILURES), preset=["ddp", "zero1", "zero2"])
 def test_exception_with_other_presets(failure: str, preset: str) -> None:
     torch.manual_seed(1)

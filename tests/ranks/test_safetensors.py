@@ -248,6 +248,18 @@ def test_converts_dtypes_as_torch_does(stored: torch.dtype) -> None:
 
 
 @on_ranks(2)
+def test_several_tensors_without_elements() -> None:
+    """Which have one place in the file, so that the library gives each process another order."""
+    state = {f"empty.{index}": torch.empty(0, index) for index in range(12)}
+    model = nn.Module()
+    model.empty = nn.ParameterList(state.values())
+    shardwise.fully_shard(model, mesh=mesh_of_all())
+    with shared_directory() as directory:
+        write(directory, state)
+        assert load_safetensors(model, directory).missing_keys == []
+
+
+@on_ranks(2)
 def test_bools_whose_bytes_are_anything() -> None:
     model = shard_plainly(make_mixed(1))
     with shared_directory() as directory:

@@ -34,7 +34,7 @@ from torch.optim import SGD, AdamW, lr_scheduler
 import shardwise
 from shardwise.checkpoint import CheckpointError, CorruptFileError, latest, load, save
 from shardwise.checkpoint.atomic import Draft
-from shardwise.checkpoint.integrity import BLOCK, RunningSum, SummingStream
+from shardwise.checkpoint.integrity import BLOCK, Manifest, RunningSum, SummingStream, find_damage
 from shardwise.checkpoint.objects import leaves, pickled, tree_of, unpickled, warn_of_unsafe
 from shardwise.checkpoint.reading import _MetadataUnpickler
 
@@ -279,12 +279,64 @@ def test_a_damaged_checkpoint_of_plain_dcp(tmp_path: Path) -> None:
     model = make()
     dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "theirs")
     (file,) = (tmp_path / "theirs").glob("*.distcp")
-    file.write_bytes(file.read_bytes()[:100])
+    size = file.stat().st_size
+    file.write_bytes(bytes(size))
     with pytest.raises(CheckpointError, match=f"reading the checkpoint {tmp_path / 'theirs'} failed"):
+        load(tmp_path / "theirs", model=model)
+    file.write_bytes(bytes(100))
+    with pytest.raises(CorruptFileError, match=rf"outside of '{file.name}', which has 100 bytes"):
         load(tmp_path / "theirs", model=model)
     (tmp_path / "theirs" / ".metadata").write_bytes(b"no pickle")
     with pytest.raises(CorruptFileError, match=r"\.metadata is damaged"):
         load(tmp_path / "theirs", model=model)
+
+
+@pytest.mark.parametrize("what", ["file", "place", "length", "chunk", "dtype", "entry", "paths"])
+def test_metadata_that_do_not_describe_their_files(tmp_path: Path, what: str) -> None:
+    """Read by torch, these leave values as they were, read other files, or raise errors that name nothing."""
+    model, directory = make(), tmp_path / "theirs"
+    dcp.save({"model": model.state_dict()}, checkpoint_id=directory)
+    metadata = pickle.loads((directory / ".metadata").read_bytes())
+    tensor = metadata.state_dict_metadata["model.0.weight"]
+    index = next(index for index in metadata.storage_data if index.fqn == "model.0.weight")
+    where = metadata.storage_data[index]
+    if what == "file":
+        os.mkfifo(tmp_path / "pipe")
+        object.__setattr__(where, "relative_path", "../pipe")
+    elif what == "place":
+        object.__setattr__(where, "offset", -1)
+    elif what == "length":
+        object.__setattr__(where, "length", 1.5)
+    elif what == "chunk":
+        tensor.chunks.clear()
+    elif what == "dtype":
+        object.__setattr__(tensor.properties, "dtype", "float32")
+    elif what == "entry":
+        del metadata.storage_data[index]
+    else:
+        metadata.planner_data["model.0.weight"] = 5
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CorruptFileError, match="does not describe the files beside it"):
+        load(directory, model=model)
+
+
+def test_a_pipe_in_the_place_of_a_file(tmp_path: Path) -> None:
+    path = save(tmp_path, model=make())
+    (path / "__0_0.distcp").unlink()
+    os.mkfifo(path / "__0_0.distcp")
+    with pytest.raises(CorruptFileError, match="it is no file"):
+        load(tmp_path, model=make())
+    manifest = Manifest.read(path)
+    assert find_damage(path, manifest, 1, 2, lambda _: None) == {"__0_0.distcp": "it is no file"}
+
+
+def test_state_of_another_optimizer(tmp_path: Path) -> None:
+    model = make()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    train(model, optimizer)
+    save(tmp_path, model=model, optimizer=optimizer)
+    with pytest.raises(ValueError, match="does not fit AdamW"):
+        load(tmp_path, model=model, optimizer=AdamW(model.parameters()))
 
 
 # -- Names

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -250,6 +251,17 @@ def test_indexes_that_promise_too_much(tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text(json.dumps(index))
     with pytest.raises(ValueError, match=r"their files do not have: 'more' in part\.safetensors"):
         load_safetensors(MLP(), tmp_path)
+
+
+def test_pipes_in_the_place_of_files(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    (tmp_path / "other").mkdir()
+    os.mkfifo(tmp_path / "other" / INDEX)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "x.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "pipe"}}))
+    for where in (".", "other", "x.safetensors.index.json"):
+        with pytest.raises(ValueError, match="is no file"):
+            load_safetensors(MLP(), tmp_path / where)
 
 
 def test_what_can_be_given_as_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -186,7 +187,7 @@ class Manifest:
                     f"{path} has format {body['format']}, which this version of shardwise cannot read"
                 )
             files = {name: FileSum(file["size"], tuple(file["sums"])) for name, file in body["files"].items()}
-            return Manifest(body["world_size"], files, body["unusual"])
+            return Manifest(operator.index(body["world_size"]), files, list(map(str, body["unusual"])))
         except (ValueError, KeyError, TypeError) as error:
             raise CorruptFileError(f"{path} is damaged: {error}") from error
 
@@ -237,9 +238,14 @@ def find_damage(
     for name, index in share:
         by_file.setdefault(name, []).append(index)
     for name, indices in by_file.items():
+        if name in damage:
+            continue
+        if problem := _wrong_size(directory / name, manifest.files[name]):
+            damage[name] = problem
+            continue
         try:
             expected = [manifest.files[name].blocks[index] for index in indices]
-            if name not in damage and expected != list(_block_sums(directory / name, indices, advance)):
+            if expected != list(_block_sums(directory / name, indices, advance)):
                 damage[name] = "its contents are not those that were saved (the checksum differs)"
         except OSError as error:
             damage[name] = f"it cannot be read: {error.strerror}"
@@ -251,4 +257,6 @@ def _wrong_size(path: Path, file: FileSum) -> str | None:
         size = path.stat().st_size
     except OSError as error:
         return f"it cannot be read: {error.strerror}"
+    if not path.is_file():
+        return "it is no file"  # opening a pipe would wait for its other end
     return None if size == file.size else f"it has {size:,} bytes and was saved with {file.size:,}"

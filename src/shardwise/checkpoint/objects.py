@@ -91,6 +91,8 @@ def unpickled(stream: io.BytesIO, where: str, weights_only: bool) -> Any:
                 "names: if you trust it, pass weights_only=False, or allow their types by "
                 "torch.serialization.add_safe_globals"
             ) from error
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{where} is damaged: {error}") from error
 
 
 def _place(storage: Any, location: str) -> Any:

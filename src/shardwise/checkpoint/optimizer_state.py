@@ -265,7 +265,12 @@ def _load(
                 packed_state[index] = state[parameter]
         position += count
     others = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
-    optimizer.load_state_dict({STATE: {**packed_state, **others}, GROUPS: packed_groups, **more})
+    try:
+        optimizer.load_state_dict({STATE: {**packed_state, **others}, GROUPS: packed_groups, **more})
+    except (KeyError, TypeError, AttributeError) as error:  # as when another optimizer's state lacks what it looks up
+        raise ValueError(
+            f"the saved state of the optimizer does not fit {type(optimizer).__name__}: {error!r}"
+        ) from error
     _undo_casts(optimizer, state)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import math
+import operator
 import os
 import pickle
 import struct
@@ -20,7 +21,12 @@ from typing import Any, BinaryIO
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
@@ -109,6 +115,12 @@ class StoredData:
             raise CorruptFileError(f"{path} is damaged: {error}") from error
         if not isinstance(metadata, Metadata) or metadata.storage_data is None:
             raise CorruptFileError(f"{path} has no metadata of a checkpoint")
+        try:
+            problem = _problem_of(metadata, directory)
+        except Exception as error:  # a pickle may have anything in the place of anything
+            problem = repr(error)
+        if problem:
+            raise CorruptFileError(f"{path} does not describe the files beside it: {problem}")
         return StoredData(directory, metadata, unusual, weights_only)
 
     @property
@@ -153,6 +165,53 @@ class StoredData:
             raise
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise CheckpointError(f"reading the checkpoint {self.directory} failed: {error}") from error
+
+
+def _problem_of(metadata: Metadata, directory: FilePath) -> str | None:
+    """What is wrong with what ``metadata`` say of files in ``directory``: torch would leave out what is not there, and
+    read whatever they name."""
+    paths = metadata.planner_data or {}
+    if not isinstance(paths, Mapping) or not all(isinstance(path, tuple) for path in paths.values()):
+        return "it has no paths of what was saved"
+    indices: list[MetadataIndex] = []
+    for key, kind in metadata.state_dict_metadata.items():
+        if isinstance(kind, BytesStorageMetadata):
+            indices.append(MetadataIndex(key))
+        elif not _is_covered(kind):
+            return f"the chunks of {key!r} are not what it consists of"
+        else:
+            indices += [MetadataIndex(key, chunk.offsets) for chunk in kind.chunks]
+    sizes: dict[str, int] = {}
+    for index in indices:
+        if (where := metadata.storage_data.get(index)) is None:
+            return f"it does not tell where {index.fqn!r} is"
+        if (name := where.relative_path) not in sizes:
+            if FilePath(name).is_absolute() or ".." in FilePath(name).parts:
+                return f"{index.fqn!r} is in {name!r}, and has to be below it"
+            if not (directory / name).is_file():
+                return f"{index.fqn!r} is in {name!r}, and there is no such file"
+            sizes[name] = (directory / name).stat().st_size
+        start, length = operator.index(where.offset), operator.index(where.length)
+        if start < 0 or length < 0 or start + length > sizes[name]:
+            return f"{index.fqn!r} is outside of {name!r}, which has {sizes[name]:,} bytes"
+    return None
+
+
+def _is_covered(tensor: TensorStorageMetadata) -> bool:
+    """Whether its chunks are inside of it, and have as many elements together."""
+    inside = all(
+        len(chunk.offsets) == len(chunk.sizes) == len(tensor.size)
+        and all(
+            first >= 0 and count >= 0 and first + count <= size
+            for first, count, size in zip(chunk.offsets, chunk.sizes, tensor.size, strict=True)
+        )
+        for chunk in tensor.chunks
+    )
+    return (
+        isinstance(tensor.properties.dtype, torch.dtype)
+        and inside
+        and sum(math.prod(chunk.sizes) for chunk in tensor.chunks) == math.prod(tensor.size)
+    )
 
 
 def _path_below(key: str, path: Path, prefix: str) -> Path:

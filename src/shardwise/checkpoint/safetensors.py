@@ -115,7 +115,8 @@ def _check_same(peers: Peers, stored: Mapping[str, StoredTensor], path: object) 
     Raises:
         WeightsError: unless all ranks have read the same headers (each host may have files of its own).
     """
-    headers = [(key, s.key, s.label, s.shape, s.start) for key, s in stored.items()]
+    # Sorted: of tensors without elements, which start at the same byte, the library gives any one first.
+    headers = sorted((key, s.key, s.label, s.shape, s.start) for key, s in stored.items())
     digests = peers.exchange(hashlib.sha256(repr(headers).encode()).hexdigest())
     if len(set(digests)) > 1:
         other = next(rank for rank, digest in zip(peers.ranks, digests, strict=True) if digest != digests[0])

@@ -100,6 +100,7 @@ def read_stored(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
         path = _weights_in(path)
     if not path.exists():
         raise FileNotFoundError(f"there is no {path} (models of the hub must be downloaded before)")
+    _check_file(path)
     return _read_index(path) if path.name.endswith(".index.json") else _read_header(path)
 
 
@@ -110,6 +111,15 @@ def _weights_in(directory: Path) -> Path:
     others = sorted(entry.name for entry in directory.iterdir() if ".safetensors" in entry.name)
     found = f"; it has {', '.join(others)}: pass the path of the file or index to load" if others else ""
     raise FileNotFoundError(f"{directory} has neither {SINGLE} nor {INDEX}{found}")
+
+
+def _check_file(path: Path) -> None:
+    """
+    Raises:
+        CorruptFileError: if it is none: opening a pipe would wait for its other end.
+    """
+    if not path.is_file():
+        raise CorruptFileError(f"{path} is no file")
 
 
 def _read_index(path: Path) -> dict[str, StoredTensor]:
@@ -128,6 +138,8 @@ def _read_index(path: Path) -> dict[str, StoredTensor]:
     missing = [name for name in names if not (path.parent / name).exists()]
     if missing:
         raise FileNotFoundError(f"{path} refers to files that do not exist: {', '.join(map(repr, missing))}")
+    for name in names:
+        _check_file(path.parent / name)
     headers = {name: _read_header(path.parent / name) for name in names}
     absent = [f"{key!r} in {name}" for key, name in file_of.items() if key not in headers[name]]
     if absent:

@@ -136,10 +136,12 @@ class Unit:
     @eager
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gather, register for backward, wait, install, prefetch."""
-        if self.phase is Phase.PRE_BACKWARD:  # recomputation of a checkpointed forward
-            self.unshard_again()
-            return self._cast_inputs(args, kwargs)
         context = self.context or self.become_root(self)
+        if self.phase is Phase.PRE_BACKWARD:
+            if in_backward():  # recomputation of a checkpointed forward
+                self.unshard_again()
+                return self._cast_inputs(args, kwargs)
+            context.recover_from_aborted_backward()
         if self._opaque:
             self._refuse_unannounced()
         if not self._is_checked:

@@ -465,7 +465,7 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             ValueError: if the instance is not idle.
         """
-        self.assert_state(TrainingState.IDLE)
+        self._check_idle()
         for instance in get_fsdp_instances(self) if recursive else [self]:
             instance._divide_by(pre, post)
 

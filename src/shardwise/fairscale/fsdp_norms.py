@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -13,7 +13,7 @@ from ..grad import norm_over_ranks
 
 
 def norm_of_gradients(
-    slots: Iterable[FlatSlot], everyone: Comm, device: torch.device, norm_type: float
+    slots: Sequence[FlatSlot], everyone: Comm, device: torch.device, norm_type: float
 ) -> torch.Tensor:
     """Norm of the gradients of ``slots`` over all ranks, in float32 for narrower ones; all ranks call this.
 
@@ -23,25 +23,25 @@ def norm_of_gradients(
         device: that communicates, and has the result.
         norm_type: order of the norm.
     """
+    # By the parameters, since a rank may have gradients of none of them.
+    is_wide = any(slot.sharded.dtype == torch.float64 for slot in slots)
+    wide = torch.float64 if is_wide else torch.float32
+    nothing = torch.tensor(math.inf if norm_type < 0 else 0.0, dtype=wide, device=device)
     by_comm: dict[Comm, list[torch.Tensor]] = {everyone: []}
     for slot in slots:
         norms = by_comm.setdefault(slot.buffer.comm, [])
         gradient = slot.sharded.grad
         if gradient is not None and (numel := gradient.numel() - slot.padding):
-            wide = torch.promote_types(gradient.dtype, torch.float32)
             norms.append(torch.linalg.vector_norm(gradient[:numel], norm_type, dtype=wide).to(device))
     # One number for each communicator, whatever gradients there are: in the place of an instance over fewer ranks
     # (experts) other ranks have other parameters, and other gradients.
-    shares = [_share_of_norm(norms, comm, everyone, norm_type, device) for comm, norms in by_comm.items()]
+    shares = [_share_of_norm(norms or [nothing], comm, everyone, norm_type) for comm, norms in by_comm.items()]
     return norm_over_ranks(_joint_norm(shares, norm_type), everyone, norm_type)
 
 
-def _share_of_norm(
-    norms: Sequence[torch.Tensor], comm: Comm, everyone: Comm, norm_type: float, device: torch.device
-) -> torch.Tensor:
+def _share_of_norm(norms: Sequence[torch.Tensor], comm: Comm, everyone: Comm, norm_type: float) -> torch.Tensor:
     """This rank's share of the norm of what the ranks of ``comm`` have together."""
-    nothing = torch.tensor(math.inf if norm_type < 0 else 0.0, device=device)
-    norm = _joint_norm(norms, norm_type) if norms else nothing
+    norm = _joint_norm(norms, norm_type)
     if comm is everyone:
         return norm
     norm = norm_over_ranks(norm, comm, norm_type)

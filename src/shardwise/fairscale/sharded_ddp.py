@@ -16,7 +16,7 @@ from torch import nn
 
 from ..arguments import Argument, documented
 from ..core.comm import Comm, comm_for
-from ..core.device import backward_number, in_backward, queue_end_of_backward
+from ..core.device import backward_number, in_backward, not_inference, queue_end_of_backward
 from ..core.errors import StateError
 from ..core.tree import map_tensors, tensors_requiring_grad
 from ..core.whole import OwnerReducer, WholeBroadcast
@@ -327,7 +327,8 @@ class GradientHooks:
             if parameter.requires_grad:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(_accumulated(me, index)))
                 if index in owned:
-                    node = torch.autograd.graph.get_gradient_edge(parameter).node
+                    with not_inference(), torch.enable_grad():
+                        node = torch.autograd.graph.get_gradient_edge(parameter).node
                     self._handles.append(node.register_prehook(_before_accumulation(me, index)))
                     self._nodes.append(node)
 
