@@ -64,15 +64,6 @@ def test_parameters_can_be_copied_pickled_and_made_parameters(fake_mesh: Mesh) -
     assert bool(weight.to_local().any())
 
 
-def test_parameters_are_told_apart_by_address(fake_mesh: Mesh) -> None:
-    parameters = list(build(fake_mesh(2)).parameters())
-    # As accelerate maps an optimizer's parameters: by the address of what it takes for the memory of each.
-    assert [parameter.data_ptr() for parameter in parameters] == [
-        parameter.to_local().data_ptr()  # type: ignore[attr-defined]
-        for parameter in parameters
-    ]
-
-
 def test_conversions_of_submodules_that_change_nothing(fake_mesh: Mesh) -> None:
     model = build(fake_mesh(2))
     before = model.layers[0].up.weight

@@ -99,11 +99,6 @@ class ShardedParameter(TracedParameter):
             message = _used_while_sharded(func.__name__, writes_sharded, _sharded_in((args, kwargs)))
             raise StateError(message) from error
 
-    def data_ptr(self) -> int:
-        """Address of this rank's part. Who tells parameters apart by address takes it of a plain DTensor's local
-        tensor, and asks the others themselves; DTensor's own would be 0 for each."""
-        return local_of(self).data_ptr()
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A plain DTensor, or parameter, with memory of its own."""
         with torch.no_grad():
