@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
 
+from . import truth
 from .harness import on_ranks
 from .truth import batch, gradients_of
 
@@ -163,3 +164,24 @@ def test_zeros_for_a_unit_that_took_no_part() -> None:
             torch.testing.assert_close(found[name], expected, msg=lambda text, n=name, u=users: f"{n} {u}: {text}")
         model.zero_grad()
         single.zero_grad()
+
+
+class Heads(nn.Module):
+    """Two outputs, of which the second is a view of its linear layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(9, 5), nn.Linear(9, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.one(x), self.other(x).t()
+
+
+@on_ranks(2)
+def test_outputs_that_nothing_uses_give_no_gradients() -> None:
+    def run(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        loss: torch.Tensor = model(batch(step, rank, 4, 9))[step % 2].square().mean()
+        loss.backward()
+        return loss
+
+    truth.check(Heads, run, wrapping=lambda model, verb: verb(model, mesh=init_device_mesh("cpu", (2,))))

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
@@ -388,3 +389,24 @@ def test_buffers_on_the_meta_device_are_refused(fake_mesh: Mesh) -> None:
     model[1].num_batches_tracked = torch.tensor(0)  # type: ignore[assignment]
     model(torch.ones(2, 4)).sum().backward()
     model(torch.ones(2, 4)).sum().backward()
+
+
+def test_wrappers_have_no_memory_of_their_own(fake_mesh: Mesh) -> None:
+    # torch's staging of asynchronous checkpoints goes by the address whether there is a storage to copy.
+    model = build(fake_mesh(2))
+    staged = StateDictStager(pin_memory=False, share_memory=False).stage({**model.state_dict(), "p": model.head.weight})
+    for name, value in {**model.state_dict(), "p": model.head.weight}.items():
+        assert torch.equal(staged[name].to_local(), value.to_local())
+
+
+def test_our_class_in_place_of_torchs(fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    # So that libraries find ours, which import the names only when they shard.
+    monkeypatch.setattr(torch.distributed.fsdp, "FSDPModule", shardwise.FSDPModule)
+    with torch.device("meta"):
+        model = Transformer()
+    mesh = fake_mesh(2)
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh)
+    model.to_empty(device="cpu").bfloat16()
+    assert all(parameter.dtype == torch.bfloat16 and not parameter.is_meta for parameter in model.parameters())
+    assert type(type(model.layers[0])(16)).__name__ == "Block"

@@ -387,13 +387,17 @@ class Unit:
 
     def _register_pre_backward(self, output: Any) -> tuple[Any, bool]:
         tensors = tensors_requiring_grad(output)
-        if any(map(torch.Tensor._is_view, tensors)):
-            # A hook on a view is lost when the view is modified in place.
-            replaced = iter(apply_function(_PreBackward, self, None, *tensors))
-            output = map_tensors(output, lambda t: next(replaced) if t.requires_grad else t)
-        else:
-            for tensor in tensors:
+        for tensor in tensors:
+            if not tensor._is_view():
                 tensor.register_hook(self._pre_backward_hook)
+        if any(map(torch.Tensor._is_view, tensors)):
+            # A hook on a view is lost when the view is modified in place. One function for each: autograd would give
+            # one for all zeros for those that got no gradient, and so gradients to what nothing used.
+            def announce(tensor: torch.Tensor) -> torch.Tensor:
+                is_view = tensor.requires_grad and tensor._is_view()
+                return apply_function(_PreBackward, self, None, tensor)[0] if is_view else tensor
+
+            output = map_tensors(output, announce)
         return output, bool(tensors)
 
     # -- Backward

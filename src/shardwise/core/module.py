@@ -29,6 +29,8 @@ from .slot import GroupOptions
 
 _UNIT = "_shardwise_unit"
 _classes: dict[type, type] = {}
+_TorchModule = torch_fsdp.FSDPModule
+"""Bound now: who wants libraries to use shardwise puts our class in place of torch's in its module."""
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -56,7 +58,7 @@ class UnshardHandle(torch_fsdp.UnshardHandle):
             group.wait_for_unshard()
 
 
-class FSDPModule(torch_fsdp.FSDPModule):
+class FSDPModule(_TorchModule):
     """What a module wrapped by `fully_shard` is beside its own class.
 
     A subclass of torch's ``FSDPModule``, so that libraries that look for that one find it.
@@ -140,7 +142,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
         is_done = False
         try:
             # Past torch's own FSDPModule, which would look for its state.
-            result = super(torch_fsdp.FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
+            result = super(_TorchModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
             is_done = True
         finally:
             for unit in units:
@@ -391,7 +393,7 @@ def _references(modules: Iterable[Any]) -> list[weakref.ref[Unit]]:
 
 def class_before_sharding(wrapped: type) -> type[nn.Module]:
     """The class that a unit's module was made of."""
-    return cast(type[nn.Module], wrapped.__mro__[wrapped.__mro__.index(torch_fsdp.FSDPModule) + 1])
+    return cast(type[nn.Module], wrapped.__mro__[wrapped.__mro__.index(_TorchModule) + 1])
 
 
 def become_fsdp_module(module: nn.Module, unit: Unit) -> None:
