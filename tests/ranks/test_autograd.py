@@ -335,6 +335,16 @@ def test_module_runs_several_times(reshard: bool, first_without_gradient: bool) 
     check(make, bitwise=False, reshard_after_forward=reshard)
 
 
+@on_ranks(2)
+def test_unit_without_a_root_runs_twice_and_reduces_once() -> None:
+    unit = shardwise.fully_shard(nn.Linear(WIDTH, WIDTH))
+    for step in range(2):
+        loss = unit(torch.tanh(unit(batch(step, dist.get_rank(), 4, WIDTH)))).square().mean()
+        with counted() as seen:
+            loss.backward()
+        assert len(seen["reduce_scatter"]) == 1, seen
+
+
 def several_forwards(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     losses = [model(batch(10 * step + part, rank, 4, WIDTH)).square().mean() for part in range(3)]
     loss = torch.stack(losses).sum()

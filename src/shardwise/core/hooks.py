@@ -452,9 +452,15 @@ class Unit:
         self._reduce(is_complete=is_complete and not creates_graph)
 
     def _awaits_others(self, forward_pass: int) -> bool:
-        """Whether this backward goes on to another forward pass, whose gradients autograd adds before it gives any."""
-        for other, reference in self._nodes.items():
-            if other != forward_pass and other > 0 and self._calls[other] > 0:
+        """Whether this backward goes on to another forward pass, whose gradients autograd adds before it gives any.
+
+        Of a pass on inputs without gradients that is not known before the end of this backward.
+        """
+        for other, calls in self._calls.items():
+            if other != forward_pass and other > 0 and calls > 0:
+                reference = self._nodes.get(other)
+                if reference is None:
+                    return True
                 node = reference()
                 if node is not None and runs_in_this_backward(node):
                     return True
