@@ -319,7 +319,7 @@ def _slots_of(model: nn.Module) -> dict[int, tuple[Slot, Shards]]:
             group.reshard()
             if not group.shards.is_adopted:
                 group.adopt_registered()
-            slots.update({id(slot.sharded): (slot, group.shards) for slot in group.slots})
+            slots.update({id(slot.sharded): (slot, group.shards) for slot in group.slots if not slot.is_borrowed})
     return slots
 
 

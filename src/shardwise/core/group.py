@@ -157,6 +157,8 @@ class ParamGroup:
     @labelled("FSDP::all_gather")
     @outside_transforms
     def _submit_gather(self, lane: Lane) -> None:
+        if self.shards.borrowed:
+            self.shards.take_borrowed()
         prepared, self._prepared = self._prepared, None
         after: tuple[Any, ...] = ()
         if prepared is None:

@@ -71,6 +71,7 @@ class Shards(ABC):
         self.written_since_wrapping = False
         self.read_by: Ticket | None = None
         """Copies from offloaded shards that may still be under way."""
+        self.borrowed: list[Slot] = []
         self._writes = 0
         self._gathered_writes = self._has_values_since = -1
         self._trainable: Sequence[Sequence[Slot]] = ()
@@ -145,9 +146,15 @@ class Shards(ABC):
         """Whether one of these parameters is registered at ``place``."""
         return any(place in slot.places for slot in self.slots)
 
-    def current(self, parameter: torch.Tensor) -> bool:
-        """Whether ``parameter`` is the sharded parameter of a slot."""
-        return any(slot.sharded is parameter for slot in self.slots)
+    def lends(self, parameter: torch.Tensor, to: Slot) -> bool:
+        """Whether ``parameter`` is the sharded parameter of a slot that is not ``to``."""
+        return any(slot.sharded is parameter and slot is not to and not slot.is_borrowed for slot in self.slots)
+
+    def take_borrowed(self) -> None:
+        """Copy the values of the parameters that are other slots'."""
+        with torch.no_grad(), not_inference():
+            for slot in self.borrowed:
+                slot.local.copy_(local_of(slot.sharded))
 
     def check_materialized(self) -> None:
         """
@@ -156,10 +163,14 @@ class Shards(ABC):
         """
         if self._has_values_since == self._writes:
             return
+        waiting = [slot for slot in self.borrowed if local_of(slot.sharded).is_meta]
         if all(slot.has_values for slot in self.slots) and not any(buffer.local.is_meta for buffer in self.buffers):
-            self._has_values_since = self._writes
-            return
-        names = [slot.name for slot in self.slots if slot.buffer.local.is_meta or not slot.has_values]
+            if not waiting:
+                self._has_values_since = self._writes
+                return
+        else:
+            waiting += [slot for slot in self.slots if slot.buffer.local.is_meta or not slot.has_values]
+        names = [slot.name for slot in waiting]
         raise StateError(
             f"unit {self.unit_name!r}: parameters {', '.join(map(repr, names))} are still on the meta device or "
             "without values: before the first forward call shardwise.materialize(model), load a checkpoint, or call "
@@ -341,15 +352,17 @@ class ParameterShards(Shards):
                 self.buffers[position] = buffer
                 members = [slot for slot in self.slots if slot.buffer is old]
                 for slot in members:
-                    slot.buffer, slot.has_values = buffer, False
+                    slot.buffer, slot.has_values = buffer, slot.is_borrowed
                     slot.forget_unsharded()
+                    if slot.is_borrowed:
+                        continue
                     spec, requires_grad = spec_of(slot.sharded), slot.sharded.requires_grad
                     replacement = make_sharded_parameter(slot.local, spec, requires_grad, self.reference)
                     marks = {key: value for key, value in slot.sharded.__dict__.items() if key[:1] != "_"}
                     replacement.__dict__.update(marks)
                     # Not another object: optimizers may hold this one.
                     torch.utils.swap_tensors(slot.sharded, replacement)
-                waiting += members
+                waiting += [slot for slot in members if not slot.is_borrowed]
         self._note_registered()
         self.mark_stale()
         return waiting
@@ -359,40 +372,39 @@ class ParameterShards(Shards):
         self.mark_stale()
         self._waits_for_others, self._faces, self._unsharded = False, [], []
         rebuilt = False
+        taken: set[int] = set()
         for buffer in list(self.buffers):
             slots = [slot for slot in self.slots if slot.buffer is buffer]
             registered = [slot.registered() for slot in slots]
-            self._check_registered(slots, registered)
+            self._check_registered(slots, registered, taken)
             with without_torch_function():
                 locals_ = [local_of(parameter) for parameter in registered]
-                untouched = all(
-                    new is slot.sharded
-                    and local.data_ptr() == buffer.local_view(slot.index).data_ptr()
-                    and shares_storage(local, buffer.local)  # empty shards have no address, and all ranks have to agree
-                    and local.dtype == buffer.local.dtype
-                    and local.device == buffer.local.device
-                    and not local.is_meta
-                    for slot, new, local in zip(slots, registered, locals_, strict=True)
-                )
+                untouched = all(map(_is_in_place, slots, registered, locals_))
             if not untouched:
                 rebuilt |= self._rebuild(buffer, slots, registered, locals_, is_loading)
             for slot, parameter in zip(slots, registered, strict=True):
                 if parameter is not slot.sharded:
                     mark_replaced(slot.sharded)
-                adopt_parameter(parameter, self.reference)
+                if not slot.is_borrowed:
+                    adopt_parameter(parameter, self.reference)
                 slot.sharded = parameter
                 for place in slot.places:  # `assign=True` gives each name of a tied parameter a tensor of its own
                     place.put(parameter)
+        self.borrowed = [slot for slot in self.slots if slot.is_borrowed]
         self._note_registered()
         return rebuilt
 
-    def _check_registered(self, slots: Sequence[Slot], registered: Sequence[nn.Parameter]) -> None:
+    def _check_registered(self, slots: Sequence[Slot], registered: Sequence[nn.Parameter], taken: set[int]) -> None:
+        """Whether they can be taken over, and which are other slots': ``taken`` has those of the slots before."""
         for slot, parameter in zip(slots, registered, strict=True):
             if not isinstance(parameter, DTensor):
                 raise StateError(
                     f"parameter {slot.name!r} of unit {self.unit_name!r} was replaced by a {type(parameter).__name__} "
                     "that is not sharded: replace it before fully_shard, or write its values into the sharded one"
                 )
+            slot.is_borrowed = id(parameter) in taken or _is_lent(parameter, slot)
+            if not slot.is_borrowed:
+                taken.add(id(parameter))
             if parameter is slot.sharded:
                 continue
             if not isinstance(parameter, nn.Parameter):
@@ -401,11 +413,12 @@ class ParameterShards(Shards):
                     "parameter, with which the unit cannot compute (torch.func.functional_call does so): write its "
                     "values into the sharded one"
                 )
-            owner = owner_of(parameter)
-            if owner is not None and owner.current(parameter):
+            if slot.is_borrowed and not _is_cut_alike(parameter, slot.sharded):
+                owner = owner_of(parameter)
+                other = "another parameter" if owner is None else repr(owner.name_of(parameter)[0])
                 raise StateError(
-                    f"parameter {slot.name!r} was tied to {owner.name_of(parameter)[0]!r} after both were sharded, and "
-                    "each has a shard of its own: tie them before fully_shard"
+                    f"parameter {slot.name!r} was tied to {other} after both were sharded, and they are cut in other "
+                    "ways or over other meshes: tie them before fully_shard"
                 )
 
     def _rebuild(
@@ -438,8 +451,9 @@ class ParameterShards(Shards):
                     continue  # half materialized: stays as it is until the rest is
                 if not meta:
                     view.copy_(value)
-                with without_torch_function():
-                    set_local(parameter, view)
+                if not slot.is_borrowed:
+                    with without_torch_function():
+                        set_local(parameter, view)
         if meta and not all(value.is_meta for value in locals_):
             return False
         self.buffers[self.buffers.index(old)] = buffer
@@ -448,3 +462,25 @@ class ParameterShards(Shards):
             slot.buffer = buffer
             slot.forget_unsharded()
         return True
+
+
+def _is_in_place(slot: Slot, registered: nn.Parameter, local: torch.Tensor) -> bool:
+    """Whether ``local``, of what is registered, is where the slot's values are, or can be copied there."""
+    own = slot.buffer.local
+    if (local.dtype, local.device) != (own.dtype, own.device) or local.is_meta:
+        return False
+    if slot.is_borrowed:
+        return True
+    # Empty shards have no address, and all ranks have to agree.
+    is_there = local.data_ptr() == slot.local.data_ptr() and shares_storage(local, own)
+    return registered is slot.sharded and is_there
+
+
+def _is_lent(parameter: torch.Tensor, to: Slot) -> bool:
+    owner = owner_of(parameter)
+    return owner is not None and owner.lends(parameter, to)
+
+
+def _is_cut_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    first, second = spec_of(one), spec_of(other)
+    return (first.shape, first.placements, first.mesh) == (second.shape, second.placements, second.mesh)

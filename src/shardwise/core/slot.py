@@ -56,6 +56,9 @@ class Slot:
     """Whether there is an unsharded face, which gradients may come for."""
     accumulated: torch.Tensor | None = None
     """Unsharded gradient in the reduction's dtype, summed over backward passes without synchronization."""
+    is_borrowed: bool = False
+    """Whether the sharded face is that of another slot, tied after both were sharded; its values are copied from there
+    before each gather, and its gradient goes there."""
     has_values: bool = True
     """False from the moment a meta parameter gets memory until something is written there."""
 

@@ -200,7 +200,7 @@ def find_targets(modules: list[tuple[str, nn.Module]], shards: list[Shards]) -> 
     targets: list[Target] = []
     for owner in shards:
         for slot in owner.slots:
-            if slot.buffer.local.is_meta or not slot.has_values:
+            if not slot.is_borrowed and (slot.buffer.local.is_meta or not slot.has_values):
                 alive = [(place.module(), place.name) for place in slot.places]
                 if sites := [Site(module, name) for module, name in alive if module is not None]:
                     targets.append(SlotTarget(full(sites[0]), sites, slot))

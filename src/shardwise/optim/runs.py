@@ -161,7 +161,8 @@ def members_of(parameters: Sequence[torch.Tensor]) -> tuple[list[Member], list[t
             seen.add(id(owner))
             for slot in owner.slots:
                 tensor = slot.buffer.layout.tensors[slot.index]
-                reserved[id(slot.sharded)] = tensor.reserved(slot.buffer.comm.rank) * slot.buffer.local.itemsize
+                if not slot.is_borrowed:
+                    reserved[id(slot.sharded)] = tensor.reserved(slot.buffer.comm.rank) * slot.buffer.local.itemsize
         if owner is not None or isinstance(parameter, DTensor):
             members.append(Member(parameter, len(members), reserved.get(id(parameter), 0)))
         else:
