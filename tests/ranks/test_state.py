@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -250,6 +251,72 @@ def test_what_replaces_a_parameter_inside_a_unit_counts(how: str, preset: str) -
             optimizer.zero_grad()
         for ours, truth in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(whole(ours), truth.detach())
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(7, 5), nn.Linear(5, 7, bias=False)
+        self.between = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.between(self.embed(x)).tanh())
+        return logits
+
+    def tie(self, first: bool) -> None:
+        if first:
+            self.head.weight = self.embed.weight
+        else:
+            self.embed.weight = self.head.weight  # type: ignore[assignment]
+
+
+@on_ranks(2, 3, units=["", "embed", "embed head"], options=[{}, {"placements": "zero1"}])
+def test_parameters_may_be_tied_after_they_were_sharded(units: str, options: dict[str, Any]) -> None:
+    """Before the first step or later, either way round; one parameter then, with one gradient, state and key."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size,))
+    for first, when in ((True, 0), (False, 1)):
+        torch.manual_seed(0)
+        plain = Tied()
+        model = copy.deepcopy(plain)
+        for name in units.split():
+            shardwise.fully_shard(getattr(model, name), mesh=mesh, **options)
+        shardwise.fully_shard(model, mesh=mesh, **options)
+        for step in range(4):
+            if step == when:
+                for each in (model, plain):
+                    each.tie(first)
+                optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, plain)]
+            batches = [(torch.arange(4) + 2 * other + step) % 7 for other in range(size)]
+            F.cross_entropy(model(batches[rank]), batches[rank]).backward()
+            for batch in batches:
+                (F.cross_entropy(plain(batch), batch) / size).backward()
+            if step >= when:
+                for optimizer in optimizers:
+                    optimizer.step()
+            with torch.no_grad():  # between steps, where everything may be kept from before the write
+                torch.testing.assert_close(model(batches[0]), plain(batches[0]))
+            for unit in (module for module in model.modules() if isinstance(module, shardwise.FSDPModule)):
+                unit.reshard()
+            named = dict(plain.named_parameters())
+            assert dict(model.named_parameters()).keys() == named.keys()
+            for name, ours in model.named_parameters():
+                torch.testing.assert_close(whole(ours), named[name].detach())
+                torch.testing.assert_close(whole(ours.grad), named[name].grad)
+            for each in (model, plain):
+                each.zero_grad()
+        full = shardwise.full_state_dict(model)
+        torch.testing.assert_close(full, dict(plain.state_dict()) if rank == 0 else {})
+        with shared_directory() as directory:
+            shardwise.save(directory, model=model)
+            nn.init.zeros_(model.embed.weight)
+            shardwise.load(directory, model=model)
+        torch.testing.assert_close(whole(model.head.weight), plain.head.weight.detach())
+        torch.testing.assert_close(model(batches[0]), plain(batches[0]))
+        model.reshard()  # type: ignore[operator]
+        model.head.weight = nn.Parameter(model.embed.weight.detach().clone())  # and they may part again
+        nn.init.zeros_(model.embed.weight)
+        assert model(batches[0]).unique().numel() > 1
 
 
 @on_ranks(2)
