@@ -683,20 +683,44 @@ def whole_state_dicts(directory: Path) -> None:
     assert torch.equal(state["net.0.weight"], other["0.weight"])
 
 
+def maker_and_judge() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3)), nn.Sequential(
+        nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)
+    )
+
+
+def adversarial_losses() -> list[torch.Tensor]:
+    """Of a plain loop."""
+    maker, judge = maker_and_judge()
+    make_optimizer, judge_optimizer = (
+        torch.optim.SGD(maker.parameters(), 0.3),
+        torch.optim.Adam(judge.parameters(), 0.02),
+    )
+    losses = []
+    for _ in range(2):
+        for inputs, targets in loader(False):
+            loss = F.softplus(judge(maker(inputs).detach())).mean() + F.softplus(-judge(targets)).mean()
+            judge.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(judge.parameters(), 0.1)
+            judge_optimizer.step()
+            other = F.softplus(-judge(maker(inputs))).mean()
+            maker.zero_grad()
+            other.backward()
+            make_optimizer.step()
+            losses += [loss.detach(), other.detach()]
+    return losses
+
+
 def manual_optimization(directory: Path) -> None:
     """Two optimizers, two backward passes a step, as a plain loop on the joined batch."""
-
-    def nets() -> tuple[nn.Module, nn.Module]:
-        torch.manual_seed(3)
-        return nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3)), nn.Sequential(
-            nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)
-        )
 
     class Adversarial(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.automatic_optimization = False
-            self.maker, self.judge = nets()
+            self.maker, self.judge = maker_and_judge()
             self.losses: list[torch.Tensor] = []
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -725,25 +749,7 @@ def manual_optimization(directory: Path) -> None:
 
     module, used = Adversarial(), trainer(directory, "shardwise")
     used.fit(module, loader(True))
-    maker, judge = nets()
-    make_optimizer, judge_optimizer = (
-        torch.optim.SGD(maker.parameters(), 0.3),
-        torch.optim.Adam(judge.parameters(), 0.02),
-    )
-    losses = []
-    for _ in range(2):
-        for inputs, targets in loader(False):
-            loss = F.softplus(judge(maker(inputs).detach())).mean() + F.softplus(-judge(targets)).mean()
-            judge.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(judge.parameters(), 0.1)
-            judge_optimizer.step()
-            other = F.softplus(-judge(maker(inputs))).mean()
-            maker.zero_grad()
-            other.backward()
-            make_optimizer.step()
-            losses += [loss.detach(), other.detach()]
-    torch.testing.assert_close(joined(module.losses), losses)
+    torch.testing.assert_close(joined(module.losses), adversarial_losses())
     path = directory / "manual.ckpt"
     used.save_checkpoint(path)
     again, other_trainer = Adversarial(), trainer(directory, ours(state_dict_type="sharded"), max_epochs=3)
@@ -751,21 +757,8 @@ def manual_optimization(directory: Path) -> None:
     assert len(again.losses) == 2 * len(loader(True))
 
 
-def optimizers(directory: Path) -> None:
-    """Made before wrapping; over something else; over nothing; several groups."""
-
-    class Early(Module):
-        def __init__(self) -> None:
-            super().__init__()
-            decayed = [parameter for parameter in self.parameters() if parameter.ndim > 1]
-            others = [parameter for parameter in self.parameters() if parameter.ndim < 2]
-            self.made = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=0.05)
-
-        def configure_optimizers(self) -> Any:
-            scheduler = torch.optim.lr_scheduler.StepLR(self.made, step_size=1, gamma=0.9)
-            return {"optimizer": self.made, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-    assert_like_one_process(directory, "shardwise", Early, Early)
+def wrong_optimizers(directory: Path) -> None:
+    """Over something else; over nothing; on some ranks; that cannot be made."""
 
     class Foreign(Module):
         def configure_optimizers(self) -> Any:
@@ -774,17 +767,6 @@ def optimizers(directory: Path) -> None:
     class Empty(Module):
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD([], lr=0.1)
-
-    class FromTrainer(Module):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.trainer.model.parameters(), lr=0.1)
-
-    class Without(Module):
-        def configure_optimizers(self) -> Any:
-            return None
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.loss(batch)
 
     class OnOneRank(Module):
         def configure_optimizers(self) -> Any:
@@ -811,6 +793,23 @@ def optimizers(directory: Path) -> None:
         trainer(directory, "shardwise").fit(module, loader(True))
         assert len(module.losses) == 12
 
+
+def optimizers(directory: Path) -> None:
+    """Made before wrapping, with several groups; with state at once; that keep lists of parameters; none."""
+
+    class Early(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            decayed = [parameter for parameter in self.parameters() if parameter.ndim > 1]
+            others = [parameter for parameter in self.parameters() if parameter.ndim < 2]
+            self.made = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=0.05)
+
+        def configure_optimizers(self) -> Any:
+            scheduler = torch.optim.lr_scheduler.StepLR(self.made, step_size=1, gamma=0.9)
+            return {"optimizer": self.made, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    assert_like_one_process(directory, "shardwise", Early, Early)
+
     class Eager(Module):
         """Its optimizer makes state at once."""
 
@@ -828,6 +827,17 @@ def optimizers(directory: Path) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
 
+    class FromTrainer(Module):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.trainer.model.parameters(), lr=0.1)
+
+    class Without(Module):
+        def configure_optimizers(self) -> Any:
+            return None
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch)
+
     # It keeps the list of its parameters: those are the sharded ones, which torch's LBFGS cannot flatten.
     searching = Searching()
     with pytest.raises(RuntimeError, match="evenly"):
@@ -838,7 +848,6 @@ def optimizers(directory: Path) -> None:
 
 
 def refusals(directory: Path) -> None:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
     class Emptied(Module):
@@ -884,7 +893,12 @@ def refusals(directory: Path) -> None:
     torch_fully_shard(foreign.net)
     with raises(TypeError, "net", "torch's own"):
         trainer(directory, "shardwise").fit(foreign, loader(True))
-    for arguments, message in (
+
+
+def arguments(directory: Path) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    for given, message in (
         ({"state_dict_type": "half"}, "state_dict_type"),
         ({"move_grads_to_cpu": True}, "move_grads_to_cpu"),
         ({"mp_policy": torch.float16}, "mp_policy"),
@@ -898,7 +912,7 @@ def refusals(directory: Path) -> None:
         ({"timeout": 3}, "timeout"),
     ):
         with raises((ValueError, TypeError), message):  # type: ignore[arg-type]
-            ours(**arguments)
+            ours(**given)
     with pytest.warns(UserWarning, match="bucket_cap_mb"):
         ours(bucket_cap_mb=3, flatten_parameters=False)
     with raises(ValueError, "mp_policy", "compute_dtype"):
@@ -926,9 +940,23 @@ def different_beginnings(directory: Path) -> None:
     assert_same_state(used, first, rtol=0, atol=0)
 
 
+def best_and_last(directory: Path) -> None:
+    """Checkpoints that replace others."""
+    for kind in ("full", "sharded"):  # the best only, which is the last, replaced each time; and the last by a link
+        kept = pl.callbacks.ModelCheckpoint(
+            dirpath=directory / f"kept_{kind}", monitor="val_loss", mode="min", save_top_k=1, save_last="link"
+        )
+        used = trainer(directory, ours(state_dict_type=kind), callbacks=[kept], enable_checkpointing=True)
+        used.fit(Module(), loader(True), loader(True))
+        dist.barrier()
+        assert len(list((directory / f"kept_{kind}").iterdir())) <= 3
+        (found,) = used.validate(Module(), loader(True), verbose=False, ckpt_path="best")
+        assert found["val_loss"] == pytest.approx(float(kept.best_model_score), rel=1e-6)
+
+
 def other_uses(directory: Path) -> None:
-    """A strategy given to a Trainer of the other name, one process's idea of strictness, checkpoints that replace
-    others, a step that returns a dict, units called by themselves."""
+    """A strategy given to a Trainer of the other name, one process's idea of strictness, a step that returns a dict,
+    units called by themselves."""
     from shardwise.lightning import DDPFullyShardedStrategy
 
     # The public class serves Trainers of both names.
@@ -961,17 +989,6 @@ def other_uses(directory: Path) -> None:
         lenient.strict_loading = True
         with raises(ValueError, "more.weight"):
             trainer(directory, "shardwise").validate(lenient, loader(True), verbose=False, ckpt_path=path)
-
-    for kind in ("full", "sharded"):  # the best only, which is the last, replaced each time; and the last by a link
-        kept = pl.callbacks.ModelCheckpoint(
-            dirpath=directory / f"kept_{kind}", monitor="val_loss", mode="min", save_top_k=1, save_last="link"
-        )
-        used = trainer(directory, ours(state_dict_type=kind), callbacks=[kept], enable_checkpointing=True)
-        used.fit(Module(), loader(True), loader(True))
-        dist.barrier()
-        assert len(list((directory / f"kept_{kind}").iterdir())) <= 3
-        (found,) = used.validate(Module(), loader(True), verbose=False, ckpt_path="best")
-        assert found["val_loss"] == pytest.approx(float(kept.best_model_score), rel=1e-6)
 
     class Dict(Module):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -1184,16 +1201,19 @@ CASES = (
     whole_state_dicts,
     manual_optimization,
     optimizers,
+    wrong_optimizers,
     refusals,
+    arguments,
     different_beginnings,
     on_meta,
     other_uses,
+    best_and_last,
     smaller_groups,
     saving_options,
     schedules,
     hooks,
 )
-OTHER_NAME = (fit_by_both_names, clipping, exact_resume, other_uses)
+OTHER_NAME = (fit_by_both_names, clipping, exact_resume, other_uses, best_and_last)
 EXACT_RESUME = "trainer", "exact_resume", 2
 AT_OTHER_SIZES = (fit_by_both_names, clipping, every_stage)
 AT_FOUR = (smaller_groups, resume_at_another_size)

@@ -515,6 +515,9 @@ def units_by_policy(directory: Path) -> None:
             assert set(expected) - {"data_preprocessor"} == set(units) - {"data_preprocessor"}, (policy, units)
             assert given == policy  # configs are not changed
             assert wrapper(torch.randn(2, 7)).shape == (2, 3)
+
+
+def ignored_by_name(directory: Path) -> None:
     wrapper = MMFullyShardedDataParallel(
         Toy(), auto_wrap_policy=LINEAR, ignored_modules=["net.0"], ignored_parameters=["net.3.bias"]
     )
@@ -718,6 +721,7 @@ TWO: dict[str, Case] = {
         steps,
         accumulates,
         units_by_policy,
+        ignored_by_name,
         strategies,
         normalizes_in_its_own_dtype,
         averages_by_hand,

@@ -170,7 +170,7 @@ class Shards(ABC):
                 return
         else:
             waiting += [slot for slot in self.slots if slot.buffer.local.is_meta or not slot.has_values]
-        names = [slot.name for slot in waiting]
+        names = dict.fromkeys(slot.name for slot in waiting)
         raise StateError(
             f"unit {self.unit_name!r}: parameters {', '.join(map(repr, names))} are still on the meta device or "
             "without values: before the first forward call shardwise.materialize(model), load a checkpoint, or call "
