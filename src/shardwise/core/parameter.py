@@ -237,10 +237,11 @@ def is_alias(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
     return local.data_ptr() == own.data_ptr() and shares_storage(local, own)
 
 
-def adopt_parameter(parameter: nn.Parameter, owner: weakref.ref[Any]) -> None:
-    """Make an existing DTensor parameter one of ``owner``."""
+def adopt_parameter(parameter: nn.Parameter, owner: weakref.ref[Any] | None) -> None:
+    """Make an existing DTensor parameter a sharded one of ``owner``; None: of whose it is."""
     cast(Any, parameter).__class__ = ShardedParameter
-    parameter.__dict__["_shardwise_owner"] = owner
+    if owner is not None:
+        parameter.__dict__["_shardwise_owner"] = owner
 
 
 def release_class(parameters: Iterable[torch.Tensor]) -> None:
