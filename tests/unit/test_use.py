@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import shardwise
 from shardwise import FSDPCommContext, Placements, fully_shard
@@ -251,12 +251,13 @@ def test_only_some_modules_of_an_outermost_unit_run(fake_mesh: Mesh) -> None:
         model.zero_grad()
 
 
-def test_tying_after_sharding_is_refused(fake_mesh: Mesh) -> None:
+def test_tying_what_is_cut_otherwise_is_refused(fake_mesh: Mesh) -> None:
     model = Transformer()
     mesh = fake_mesh(2)
+    fully_shard(model.embed, mesh=mesh, shard_placement_fn=lambda parameter: Shard(1))
     fully_shard(model, mesh=mesh)
     model.head.weight = model.embed.weight
-    with pytest.raises(ValueError, match=r"'head\.weight'|'embed\.weight'.*tie them before fully_shard"):
+    with pytest.raises(ValueError, match=r"'head\.weight' .*'embed\.weight'.* cut in other ways.*before fully_shard"):
         model(inputs_for(model, 0))
 
 
