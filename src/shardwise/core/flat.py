@@ -180,9 +180,14 @@ class FlatSlot(Slot):
         """Whether the sharded parameter still has its memory in the buffer."""
         return self.sharded.data_ptr() == self.address
 
+    @property
+    def sharded_places(self) -> Sequence[Place]:
+        """See `Slot.sharded_places`."""
+        return self.parts[0].places if self.home is None else [self.home]
+
     def registered(self) -> nn.Parameter:
         """What is registered as the sharded face."""
-        place = self.home if self.home is not None else self.parts[0].places[0]
+        place = self.sharded_places[0]
         return place.get() if place.exists else self.sharded
 
     # -- The two faces

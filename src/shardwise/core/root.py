@@ -55,16 +55,16 @@ def make_root(root: Unit) -> FSDPCommContext:
 
 def _name_units(root: Unit, named: Sequence[tuple[str, nn.Module]]) -> None:
     names: dict[Unit, list[str]] = {}
-    by_parameter: dict[int, str] = {}
+    known: dict[nn.Module | None, str] = {}
     for name, module in named:
+        known.setdefault(module, f"{name}." if name else "")
         if (unit := unit_of(module)) is not None:
             names.setdefault(unit, []).append(name)
-        for parameter_name, parameter in module._parameters.items():
-            by_parameter.setdefault(id(parameter), f"{name}.{parameter_name}" if name else parameter_name)
     for unit, own in names.items():
         if unit.given_name is not None:
             continue
         unit.rename(", ".join(own))
         for group in unit.groups:
             for slot in group.slots:
-                slot.name = by_parameter.get(id(slot.registered()), slot.name)
+                places = ((place.module(), place.name) for place in slot.sharded_places)
+                slot.name = next((known[module] + last for module, last in places if module in known), slot.name)

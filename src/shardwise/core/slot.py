@@ -149,6 +149,11 @@ class Slot:
         self.local.copy_(whole.narrow(tensor.dim, tensor.start(rank), tensor.length(rank)))
         self.has_values = True
 
+    @property
+    def sharded_places(self) -> Sequence[Place]:
+        """Where the sharded face is registered."""
+        return self.places
+
     def registered(self) -> nn.Parameter:
         """What is registered: of a tied parameter, the one that was replaced last."""
         found = [place.get() for place in self.places if place.exists]
