@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardwise
 
-from ..models import MLP, Stack, Transformer, wrap
+from ..models import MLP, Stack, Transformer, inputs_for, wrap
 from .harness import on_ranks
 from .test_autograd import Layer, PartlyUsedModel, counted, stack, wrap_like_the_seed
 from .truth import (
@@ -421,3 +421,20 @@ def test_uneven_shards_add_up() -> None:
 
     model = check(lambda: MLP((7, 2, 5, 1)), run)
     assert all(value.isfinite().all() for value in state_of(model).values())
+
+
+@on_ranks(2, preset=PRESETS, set_to_none=[True, False])
+def test_zeroing_gradients_between_forward_and_backward(preset: str, set_to_none: bool) -> None:
+    """Where unsharded parameters are registered (the root's, or all): the sharded ones' gradients go too."""
+    plain, model = Transformer(), Transformer()
+    model.load_state_dict(plain.state_dict())
+    wrap(model, shardwise.fully_shard, placements=preset)
+    for step in range(3):
+        x = inputs_for(plain, step)
+        for each in (plain, model):
+            loss = each(x).square().mean()
+            each.zero_grad(set_to_none)
+            loss.backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert isinstance(ours.grad, DTensor)
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)

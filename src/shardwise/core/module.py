@@ -22,7 +22,7 @@ from .comm import (
 )
 from .context import FSDPCommContext
 from .device import answer_pipelines, eager
-from .group import ParamGroup
+from .group import ParamGroup, ShardState
 from .hooks import Unit
 from .parameter import release_class
 from .slot import GroupOptions
@@ -103,6 +103,17 @@ class FSDPModule(_TorchModule):
         return self._unit.context or self._unit.become_root(self._unit)
 
     # -- Parameters
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of `nn.Module`; also of the sharded parameters where others are registered, as between forward and
+        backward: their gradients would be added to the next ones."""
+        cast(Any, super()).zero_grad(set_to_none)
+        for group in self._groups(recurse=True):
+            for slot in group.slots if group.state is not ShardState.SHARDED else ():
+                if set_to_none:
+                    slot.sharded.grad = None
+                elif slot.sharded.grad is not None:
+                    slot.sharded.grad.zero_()
 
     @eager
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
