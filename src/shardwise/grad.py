@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from .core.comm import Comm, comm_for
 from .core.device import eager, local_norms, local_of, mesh_device, scale_each, spec_of, without_torch_function
 from .core.flat import refuse_flat
+from .core.parameter import successor_of
 from .grad_scaler import ShardedGradScaler
 
 __all__ = ["ShardedGradScaler", "clip_grad_norm_", "norm_over_ranks", "scale_to_norm", "total_norm"]
@@ -32,7 +33,8 @@ def clip_grad_norm_(
     ranks of the mesh call it.
 
     Args:
-        parameters: one or many; those without gradients count nothing.
+        parameters: one or many; those without gradients count nothing. Of unsharded ones (registered while a unit is
+            not resharded) and of those that `fully_shard` replaced the sharded ones' gradients count.
         max_norm: in the unit of the gradients.
         norm_type: order of the norm; ``inf`` for the largest absolute value.
         error_if_nonfinite: whether a norm that is nan or infinite is an error, before anything is scaled.
@@ -47,7 +49,8 @@ def clip_grad_norm_(
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     refuse_flat(parameters, "clip_grad_norm_")
     with without_torch_function():
-        gradients = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
+        found = [one.grad if one.grad is not None else _gradient_of_successor(one) for one in parameters]
+    gradients = [gradient for gradient in found if gradient is not None]
     if not gradients:
         return torch.tensor(0.0)
     norm_type = float(norm_type)  # "inf", as torch takes it
@@ -59,6 +62,11 @@ def clip_grad_norm_(
         )
     scale_to_norm(gradients, norm, max_norm, foreach=foreach is not False)
     return norm
+
+
+def _gradient_of_successor(parameter: torch.Tensor) -> torch.Tensor | None:
+    successor = None if isinstance(parameter, DTensor) else successor_of(parameter)
+    return None if successor is None else successor.grad
 
 
 def scale_to_norm(
