@@ -556,6 +556,21 @@ def test_micro_batches_gather_nothing_for_each_other() -> None:
         assert len(seen["all_gather"]) == 3 * 4
 
 
+@on_ranks(2)
+def test_one_reduction_for_each_of_two_backwards_through_a_unit_that_runs_twice() -> None:
+    """Also in the second, which begins when an iteration seems to be over."""
+    torch.manual_seed(1)
+    unit = shardwise.fully_shard(Layer())
+    for step in range(2):
+        losses = [
+            unit(torch.tanh(unit(batch(2 * step + k, dist.get_rank(), 4, WIDTH).requires_grad_()))) for k in (0, 1)
+        ]
+        for loss in reversed(losses):
+            with counted() as seen:
+                loss.square().sum().backward()
+            assert len(seen["reduce_scatter"]) == 1
+
+
 # -- Frozen, unused and tied parameters
 
 
