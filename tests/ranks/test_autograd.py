@@ -542,6 +542,35 @@ def test_evaluation_prefetch_is_freed() -> None:
     assert_resharded(model)
 
 
+@on_ranks(2)
+def test_micro_batches_gather_nothing_for_each_other() -> None:
+    """Where no root with parameters lies between them: each gathers its two layers for forward and for backward."""
+    model = nn.Sequential(Layer(), Layer())
+    for module in (*model, model):
+        shardwise.fully_shard(module, reshard_after_forward=True)
+    for _ in range(3):
+        with counted() as seen:
+            for part in range(3):
+                model.set_is_last_backward(part == 2)  # type: ignore[operator]
+                model(batch(part, dist.get_rank(), 4, WIDTH)).sum().backward()
+        assert len(seen["all_gather"]) == 3 * 4
+
+
+@on_ranks(2)
+def test_one_reduction_for_each_of_two_backwards_through_a_unit_that_runs_twice() -> None:
+    """Also in the second, which begins when an iteration seems to be over."""
+    torch.manual_seed(1)
+    unit = shardwise.fully_shard(Layer())
+    for step in range(2):
+        losses = [
+            unit(torch.tanh(unit(batch(2 * step + k, dist.get_rank(), 4, WIDTH).requires_grad_()))) for k in (0, 1)
+        ]
+        for loss in reversed(losses):
+            with counted() as seen:
+                loss.square().sum().backward()
+            assert len(seen["reduce_scatter"]) == 1
+
+
 # -- Frozen, unused and tied parameters
 
 

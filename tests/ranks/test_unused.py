@@ -148,13 +148,13 @@ def test_a_unit_left_out_of_the_last_micro_batch(preset: str, announces: str) ->
         single.zero_grad()
 
 
-@on_ranks(2, 3)
-def test_zeros_for_a_unit_that_took_no_part() -> None:
-    """Also where another rank's backward does go through the unit."""
+@on_ranks(2, 3, reshards=[False, True])
+def test_zeros_for_a_unit_that_took_no_part(reshards: bool) -> None:
+    """Also where another rank's backward does go through the unit; all ranks gather it, whatever theirs did before."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    model, single = pair(shardwise.fully_shard, reshard_after_forward=False), pair()
+    model, single = pair(shardwise.fully_shard, reshard_after_forward=reshards), pair()
     model.set_reduce_scatter_unused_params(True)
-    for users in (set(), {0}, {0, 1, 2}):
+    for users in (set(), set(), {0}, {0}, {0, 1, 2}):
         model(batch(1, rank, 4, WIDTH), rank not in users).square().sum().backward()
         for other in range(ranks):
             (single(batch(1, other, 4, WIDTH), other not in users).square().sum() / ranks).backward()

@@ -118,6 +118,20 @@ def test_backward_goes_back_by_position() -> None:
     assert list(order.behind(2)) == []
 
 
+def test_backward_does_not_go_on_to_forwards_whose_backward_is_over() -> None:
+    things, (a, b, _) = references(3)
+    order: ExecutionOrder[Thing] = ExecutionOrder()
+    earlier = [order.record_for_backward(unit) for unit in (a, b)]
+    order.end_backward()
+    later = [order.record_for_backward(unit) for unit in (a, b)]
+    assert [list(order.behind(position)) for position in later] == [[], [things[0]]]
+    # A pipeline may run forwards ahead, and their backward in turn.
+    assert [list(order.behind(position)) for position in earlier] == [[], [things[0]]]
+    order.clear_backward()
+    assert [order.record_for_backward(unit) for unit in (a, b)] == earlier
+    assert list(order.behind(1)) == [things[0]]
+
+
 def test_nothing_is_kept_alive() -> None:
     things, (a, b) = references(2)
     order: ExecutionOrder[Thing] = ExecutionOrder()

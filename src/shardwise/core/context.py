@@ -193,6 +193,8 @@ class FSDPCommContext:
                 for unit in units:
                     unit.forget_calls()
                 self.order.clear_backward()
+            elif not self.is_last_backward:
+                self.order.end_backward()
             self.rest()
 
     # -- After an exception

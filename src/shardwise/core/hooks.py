@@ -561,9 +561,14 @@ class Unit:
         self._to_run, self._inside, self._passed, self.phase = set(), [], [], Phase.IDLE
 
     def forget_calls(self) -> None:
-        """The iteration's last backward is over: forwards that took no part in it are not waited for."""
+        """The iteration's last backward is over: forwards that took no part in it are not waited for, but those whose
+        graph exists still may have a backward of their own."""
+        left = [(key, self._calls[key], node) for key, node in self._nodes.items() if self._calls[key] > 0 < key]
         self._calls.clear()
         self._nodes.clear()
+        for key, count, node in left:
+            if node() is not None:
+                self._calls[key], self._nodes[key] = count, node
         self._positions.clear()
 
     # -- Anywhere
@@ -599,6 +604,7 @@ class Unit:
             group.gradients.drop()
         self._computes_backward = False
         self._forget_forward()
+        self._calls.clear()
         self.forget_calls()
 
 

@@ -33,6 +33,8 @@ class ExecutionOrder(Generic[T]):
         self._runs: defaultdict[weakref.ref[T], int] = defaultdict(int)
         self._matches = True
         self._backward: list[weakref.ref[T]] = []
+        self._settled = 0
+        """Positions whose backward is over, as far as forward passes tell."""
 
     def start_pass(self) -> None:
         """A forward pass begins."""
@@ -86,19 +88,28 @@ class ExecutionOrder(Generic[T]):
         return len(self._backward) - 1
 
     def behind(self, position: int) -> Iterator[T]:
-        """The units expected next in backward: those that ran forward before ``position``, the last first."""
-        for reference in reversed(self._backward[:position]):
+        """The units expected next in backward: those that ran forward before ``position``, the last first.
+
+        Also where backward went another way the last time: ranks whose backward reaches different units gather alike.
+        """
+        first = self._settled if position >= self._settled else 0
+        for reference in reversed(self._backward[first:position]):
             if (unit := reference()) is None:
                 return
             yield unit
 
+    def end_backward(self) -> None:
+        """A backward of the iteration is over: those of forwards to come do not go on to the forwards before."""
+        self._settled = len(self._backward)
+
     def clear_backward(self) -> None:
-        """Backward is over."""
+        """The iteration's last backward is over."""
         self._backward.clear()
+        self._settled = 0
 
     def forget(self) -> None:
         """Nothing is known of the order any more."""
         self._next.clear()
         self._runs.clear()
-        self._backward.clear()
+        self.clear_backward()
         self._place, self._first, self._matches = None, None, True
