@@ -572,3 +572,16 @@ def test_instances_without_parameters_tell_so() -> None:
         assert outer.gradient_predivide_factor == 1.0
         train(model)
         model.zero_grad()
+
+
+@on_ranks(2, kept=(True, False))
+def test_outermost_instances_without_parameters_keep_none_after_forward(kept: bool) -> None:
+    same = {"process_group": dist.group.WORLD, "process_group_reduce_scatter": dist.group.WORLD}
+    with fairscale_fsdp() as theirs:
+        read = []
+        for cls, extra in ((theirs, {"bucket_cap_mb": 0, **same}), (FSDP, {})):
+            model = cls(nn.Sequential(cls(nn.Linear(3, 3), **extra)), disable_reshard_on_root=kept, **extra)
+            before = model.reshard_after_forward
+            train(model)
+            read.append((before, model.reshard_after_forward))
+    assert read[0] == read[1] == (True, not kept)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import struct
 import tempfile
 from collections.abc import Callable
@@ -556,6 +557,19 @@ def test_a_full_disk_on_one_rank_leaves_the_earlier_weights(several: bool, apart
         assert_equal(read(directory), earlier)
         save_safetensors(model, directory, max_shard_size=limit)
         assert_equal(read(directory), build("mlp", 2).state_dict())
+
+
+@on_ranks(2)
+def test_a_disk_too_full_for_a_header_is_told_with_the_file() -> None:
+    model = shard_plainly(build("mlp", 1))
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with shared_directory() as directory:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, unlimited[1]))
+        try:
+            assert_raises_alike(OSError, f"{directory}/model.safetensors", lambda: save_safetensors(model, directory))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        assert not list(directory.iterdir())
 
 
 @on_ranks(2)

@@ -268,7 +268,7 @@ class _Target:
                 if time.time() - entry.stat().st_mtime > ABANDONED_AFTER:
                     entry.unlink()
         for file in self.files:
-            with self._temporary(file.name).open("xb") as created:
+            with _naming(self.directory / file.name), self._temporary(file.name).open("xb") as created:
                 created.write(file.header)
                 created.truncate(file.size)
 
@@ -284,10 +284,9 @@ class _Target:
         """Descriptor to write one of the files; what was written is on disk afterwards."""
         descriptor = os.open(self._temporary(file.name), os.O_WRONLY | os.O_CLOEXEC)
         try:
-            yield descriptor
-            os.fsync(descriptor)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self.directory / file.name)) from error
+            with _naming(self.directory / file.name):
+                yield descriptor
+                os.fsync(descriptor)
         finally:
             os.close(descriptor)
 
@@ -300,7 +299,7 @@ class _Target:
         """
         names = {file.name for file in self.files}
         if index is not None:
-            with self._temporary(INDEX).open("xb") as created:
+            with _naming(self.directory / INDEX), self._temporary(INDEX).open("xb") as created:
                 created.write(index)
                 created.flush()
                 os.fsync(created.fileno())
@@ -321,6 +320,15 @@ class _Target:
         for name in (*(file.name for file in self.files), INDEX):
             with contextlib.suppress(OSError):
                 self._temporary(name).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Let errors of the operating system tell ``path``: those of writing to an open file tell none."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _write(names: Mapping[str, Weight], files: Sequence[PlannedFile], target: _Target, peers: Peers) -> None:

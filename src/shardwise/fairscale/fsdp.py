@@ -252,7 +252,9 @@ class FullyShardedDataParallel(nn.Module):
     def reshard_after_forward(self) -> bool:
         """Whether whole parameters are freed between forward and backward. After the first forward it is False for the
         outermost instance, unless ``disable_reshard_on_root=False``."""
-        return self._reshards if self._own is None else self._own.options.reshard_after_forward
+        if self._own is not None:
+            return self._own.options.reshard_after_forward
+        return self._reshards and not (self._disable_reshard_on_root and self._unit.is_root)
 
     @reshard_after_forward.setter
     def reshard_after_forward(self, reshards: bool) -> None:
