@@ -101,7 +101,7 @@ class Shards(ABC):
             Whether buffers were made anew.
 
         Raises:
-            StateError: naming a parameter that is not sharded, or tied to another since it was sharded.
+            StateError: naming a parameter that is not sharded, or since tied to one that is cut otherwise.
         """
 
     @abstractmethod
@@ -163,14 +163,15 @@ class Shards(ABC):
         """
         if self._has_values_since == self._writes:
             return
-        waiting = [slot for slot in self.borrowed if local_of(slot.sharded).is_meta]
-        if all(slot.has_values for slot in self.slots) and not any(buffer.local.is_meta for buffer in self.buffers):
-            if not waiting:
-                self._has_values_since = self._writes
-                return
-        else:
-            waiting += [slot for slot in self.slots if slot.buffer.local.is_meta or not slot.has_values]
-        names = dict.fromkeys(slot.name for slot in waiting)
+        values = [*(buffer.local for buffer in self.buffers), *(local_of(slot.sharded) for slot in self.borrowed)]
+        if all(slot.has_values for slot in self.slots) and not any(value.is_meta for value in values):
+            self._has_values_since = self._writes
+            return
+        names = [
+            slot.name
+            for slot in self.slots
+            if not slot.has_values or slot.buffer.local.is_meta or local_of(slot.sharded).is_meta
+        ]
         raise StateError(
             f"unit {self.unit_name!r}: parameters {', '.join(map(repr, names))} are still on the meta device or "
             "without values: before the first forward call shardwise.materialize(model), load a checkpoint, or call "
