@@ -215,7 +215,8 @@ def _block_sums(path: Path, indices: Sequence[int], advance: Callable[[int], Non
 def find_damage(
     directory: Path, manifest: Manifest, part: int, parts: int, advance: Callable[[int], None]
 ) -> dict[str, str]:
-    """Compare one of ``parts`` equal parts of a checkpoint's bytes with its manifest; the first also compares sizes.
+    """Compare one of ``parts`` equal parts of a checkpoint's bytes with its manifest, after the sizes of the files
+    that it is of; the first compares those of all files.
 
     Args:
         directory: of the checkpoint.
@@ -227,21 +228,16 @@ def find_damage(
     Returns:
         What is wrong, by name of the file.
     """
-    damage = {}
-    if part == 0:
-        damage = {
-            name: problem for name, file in manifest.files.items() if (problem := _wrong_size(directory / name, file))
-        }
     blocks = [(name, index) for name, file in manifest.files.items() for index in range(len(file.blocks))]
     share = blocks[part * len(blocks) // parts : (part + 1) * len(blocks) // parts]
     by_file: dict[str, list[int]] = {}
     for name, index in share:
         by_file.setdefault(name, []).append(index)
+    looked_at = manifest.files if part == 0 else by_file
+    sizes = {name: _wrong_size(directory / name, manifest.files[name]) for name in looked_at}
+    damage = {name: problem for name, problem in sizes.items() if problem}
     for name, indices in by_file.items():
         if name in damage:
-            continue
-        if problem := _wrong_size(directory / name, manifest.files[name]):
-            damage[name] = problem
             continue
         try:
             expected = [manifest.files[name].blocks[index] for index in indices]
