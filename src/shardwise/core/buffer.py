@@ -53,7 +53,7 @@ class GatherPlan:
         self._packed: list[tuple[TensorLayout, torch.Tensor]] = []
         self._run = layout.even_numel if pack_all else layout.packed_numel
         self._thin = full[layout.full_even_numel :] if layout.thin else None
-        self._thin_rows = [] if self._thin is None else thin_rows(layout, rank, self._thin)
+        self._thin_rows = [] if self._thin is None else [self._thin.narrow(0, *row) for row in thin_rows(layout, rank)]
         in_order = sorted(zip(layout.tensors, offsets, strict=True), key=lambda pair: pair[0].local_offset)
         for tensor, offset in in_order:
             if (size := tensor.chunk_numel) and not tensor.thin:
@@ -65,6 +65,7 @@ class GatherPlan:
         self._outputs = [target for _, target in self._direct]
         self._source: torch.Tensor | None = None
         self._inputs: list[torch.Tensor] = []
+        self._own_rows: list[torch.Tensor] = []
 
     def _runs(self, source: torch.Tensor) -> list[torch.Tensor]:
         """Runs of ``source`` (a rank-major buffer) to send: the packed one first, where there is one."""
@@ -74,7 +75,12 @@ class GatherPlan:
 
     def keep(self, source: torch.Tensor) -> None:
         """Remember the runs of a source that will be sent many times."""
-        self._source, self._inputs = source, self._runs(source)
+        self._source, self._inputs, self._own_rows = source, self._runs(source), self._rows_in(source)
+
+    def _rows_in(self, source: torch.Tensor) -> list[torch.Tensor]:
+        """This rank's rows of thin tensors in ``source``."""
+        sizes = [row.numel() for row in self._thin_rows]
+        return [*source[self.layout.even_numel :].split_with_sizes(sizes)] if sizes else []
 
     def start(self, source: torch.Tensor, allocate: Allocate, release: Release | None = None, *, casts: bool) -> Gather:
         """Gather ``source`` with staging memory of ``allocate``, which ``release`` gets back.
@@ -104,7 +110,8 @@ class GatherPlan:
         if self._thin is not None:
             self._thin.zero_()
         if rows := self._thin_rows:
-            own, inputs = [*own, *rows], [*inputs, *source[self.layout.even_numel :].split([*map(torch.numel, rows)])]
+            own_rows = self._own_rows if source is self._source else self._rows_in(source)
+            own, inputs = [*own, *rows], [*inputs, *own_rows]
         if own:
             copy_each(own, inputs)
 
@@ -122,15 +129,14 @@ class GatherPlan:
             release(staging)
 
 
-def thin_rows(layout: Layout, rank: int, whole: torch.Tensor) -> list[torch.Tensor]:
-    """Rows that ``rank`` owns of the thin tensors, in ``whole``, which has all rows of all of them; ordered as in its
-    local buffer."""
-    starts = [
+def thin_rows(layout: Layout, rank: int) -> list[tuple[int, int]]:
+    """Rows that ``rank`` owns of the thin tensors, where all rows of all of them lie one after the other: where they
+    start and their elements; ordered as in its local buffer."""
+    return [
         (tensor.full_offset - layout.full_even_numel + rank * tensor.chunk_numel, tensor.chunk_numel)
         for tensor in layout.thin
         if tensor.reserved(rank)
     ]
-    return [whole[start : start + size] for start, size in starts]
 
 
 def join_chunks(tensor: TensorLayout, chunks: torch.Tensor, target: torch.Tensor) -> None:

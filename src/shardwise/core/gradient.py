@@ -113,7 +113,7 @@ class GradientPlan:
         flags: int | None = None,
     ):
         world_size = shard.size
-        self.dtype, self.world_size, self.rank = dtype, world_size, shard.rank
+        self.dtype, self.world_size = dtype, world_size
         count, self.sums_flags = flags or len(tensors), any(tensor.thin for tensor in tensors)
         # Where anything is summed whole the flags are too, instead of once for every rank. They are at the start or at
         # the end, so that the shards of gradients lie as those of the parameters do.
@@ -131,6 +131,8 @@ class GradientPlan:
         self.flags = slice(0, count) if front else slice(held, held + count)
         self.numel = held if front else held + count
         self.partial: torch.Tensor | None = None
+        self._own_rows = [*thin_rows(layout, shard.rank), (layout.full_numel, count)]
+        self._own_sizes = [size for _, size in self._own_rows]
         self._views = [local_strides(tensor, shard.rank, held) for tensor in self.tensors]
         self._all_present: torch.Tensor | None = None
 
@@ -179,8 +181,8 @@ class GradientPlan:
 
     def keep_own(self, thin: torch.Tensor, out: torch.Tensor) -> None:
         """Copy this rank's rows, and the flags, out of the summed run of thin tensors."""
-        parts = [*thin_rows(self.layout, self.rank, thin), thin[self.layout.full_numel :]]
-        copy_each(out[self.layout.even_numel :].split([*map(torch.numel, parts)]), parts)
+        parts = [thin.narrow(0, *row) for row in self._own_rows]
+        copy_each(out[self.layout.even_numel :].split_with_sizes(self._own_sizes), parts)
 
     def exist(self, out: torch.Tensor, present: Sequence[bool]) -> Sequence[bool]:
         """Which of the parameters told of have a gradient on any rank."""
