@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import io
 import multiprocessing
 import os
@@ -32,7 +33,8 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.optim import SGD, AdamW, lr_scheduler
 
 import shardwise
-from shardwise.checkpoint import CheckpointError, CorruptFileError, latest, load, save
+from shardwise.checkpoint import CheckpointError, CorruptFileError, latest, load, save, wait
+from shardwise.checkpoint.asynchronous import background
 from shardwise.checkpoint.atomic import Draft
 from shardwise.checkpoint.integrity import BLOCK, Manifest, RunningSum, SummingStream, find_damage
 from shardwise.checkpoint.objects import leaves, pickled, tree_of, unpickled, warn_of_unsafe
@@ -816,6 +818,21 @@ def test_the_process_does_not_end_before_the_checkpoint_is_complete(tmp_path: Pa
     else:
         assert not os.listdir(tmp_path)
         assert "the last checkpoint was not saved: writing a checkpoint into" in done.stderr
+
+
+def test_a_save_that_failed_keeps_no_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: SummingStream, data: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(SummingStream, "write", fail)
+    model = nn.Linear(1, 12_345, bias=False)
+    save(tmp_path, model=model, async_=True)
+    background.finish()
+    gc.collect()
+    shapes = [tuple(one.shape) for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter)]
+    assert shapes.count((12_345, 1)) == 1  # the model's
+    with pytest.raises(CheckpointError, match="No space left"):
+        wait()
 
 
 def test_nothing_is_left_open_or_running(tmp_path: Path) -> None:

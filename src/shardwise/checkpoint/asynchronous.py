@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,6 +35,16 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return wrap_local(copy, spec_of(tensor)) if isinstance(tensor, DTensor) else copy
 
 
+def _forget_locals(error: BaseException | None) -> None:
+    """Keep the lines that raised, not what they worked on: copies of the whole run, and writers whose end torch writes
+    when they are collected, which after Python's own end is a crash."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
 class Background:
     """One piece of work at a time, on a thread of its own. The process does not end before it is done."""
 
@@ -44,21 +55,22 @@ class Background:
     def start(self, work: Callable[[], None]) -> None:
         """Begin ``work``; nothing may be under way."""
         assert self._thread is None, "work is under way"
-
-        def run() -> None:
-            try:
-                work()
-            except Exception as error:
-                self._error = error
-
-        self._thread = threading.Thread(target=run, name="shardwise.save")
+        # An argument, not a cell of a function that an error's frame refers to.
+        self._thread = threading.Thread(target=self._run, args=(work,), name="shardwise.save")
         self._thread.start()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:
+            self._error = error
 
     def finish(self) -> None:
         """Wait until nothing is under way."""
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join()
+            _forget_locals(self._error)
 
     def take_error(self) -> Exception | None:
         """What went wrong since the last call, once nothing is under way."""

@@ -115,9 +115,11 @@ class SummingStream(io.RawIOBase):
         return len(view)
 
     def flush(self) -> None:
-        """Hand everything to the operating system."""
+        """Hand everything to the operating system; nothing once the file is closed, when Python collects a stream of
+        torch's around this one."""
         with self._noting_errors():
-            self._file.flush()
+            if not self._file.closed:
+                self._file.flush()
 
     @contextmanager
     def _noting_errors(self) -> Iterator[None]:

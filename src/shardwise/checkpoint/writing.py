@@ -88,7 +88,9 @@ class _SummingFileSystem(FileSystem):
             try:
                 yield stream
             except Exception as error:
-                raise (stream.error or error) from error
+                if stream.error is None or stream.error is error:
+                    raise
+                raise stream.error from error
         self.sums[os.path.basename(path)] = stream.sum
 
 
