@@ -45,7 +45,7 @@ def _use_one_gloo_thread() -> None:
     gloo: Any = dist.ProcessGroupGloo
     make = gloo.__init__
 
-    def make_with_one_thread(self: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    def make_with_one_thread(self: Any, store: Any, rank: int, size: int, timeout: timedelta, **_: bool) -> None:
         options = gloo._Options()
         options._devices, options._threads, options._timeout = [gloo.create_default_device()], 1, timeout
         make(self, store, rank, size, options)
