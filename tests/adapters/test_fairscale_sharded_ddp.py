@@ -957,6 +957,23 @@ def test_buffers_by_hand() -> None:
 
 
 @on_ranks(2)
+def test_thrown_away_while_something_is_under_way() -> None:
+    for fails in (False, True):
+        model = model_of(Wide)
+        model.register_buffer("statistic", torch.zeros(3))
+        sharded, oss = shard(model, reduce_buffer_size=0)
+        if fails:
+            sharded.module.layers[1].register_full_backward_pre_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                backward(sharded, 0)
+        else:
+            sharded.sync_buffers()
+        del model, sharded, oss
+        gc.collect()
+        dist.all_reduce(torch.ones(1))  # hangs where a message under way went with the wrapper
+
+
+@on_ranks(2)
 def test_two_forwards_before_a_backward() -> None:
     """With batch norm, whose statistics are broadcast in between."""
 

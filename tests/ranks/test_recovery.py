@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import threading
@@ -325,6 +326,18 @@ def test_forward_that_is_thrown_away_between_backward_and_step() -> None:
                 each.step()
                 each.zero_grad()
         torch.testing.assert_close(losses, expected)
+
+
+@on_ranks(2, preset=PRESETS)
+def test_model_thrown_away_after_a_failed_backward(preset: str) -> None:
+    for _ in range(2):
+        model: Any = wrap(fragile_stack(), shardwise.fully_shard, placements=preset)
+        disarm = FAILURES["backward"](model)
+        with pytest.raises(PlannedError):
+            step_once(model, 0, dist.get_rank())
+        del model, disarm
+        gc.collect()
+        dist.all_reduce(torch.ones(1))  # hangs where a message under way went with the model
 
 
 @on_ranks(2)

@@ -13,6 +13,7 @@ import ctypes
 import functools
 import mmap
 import sys
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from torch.autograd import Variable
 from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import GroupMember
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -67,6 +69,41 @@ class Ticket(Protocol):
 
     def synchronize(self) -> object:
         """Order the host after the work."""
+
+
+_abandoned: list[tuple[Callable[[], Any], Sequence[Waitable]]] = []
+"""Works whose `Flight` is gone and for which nobody has waited, and what gives all ranks' group as it was then."""
+
+
+class Flight:
+    """Works under way, which outlive whoever began them and did not wait: gloo breaks the connection on which a message
+    is freed before it is complete, and whatever comes next hangs."""
+
+    __slots__ = ("works",)
+
+    def __init__(self, works: Sequence[Waitable]):
+        self.works = works
+
+    def wait(self) -> None:
+        """Order the current stream, or the host, after them."""
+        for work in self.works:
+            work.wait()
+        self.works = ()
+
+    # Arguments, since the names of modules may go before objects when the interpreter ends.
+    def __del__(self, abandoned: list[Any] = _abandoned, world: Any = GroupMember, refer: Any = weakref.ref) -> None:
+        if works := getattr(self, "works", ()):
+            abandoned.append((refer(world.WORLD or world), works))
+
+
+def _land_abandoned() -> None:
+    """Free what works hold that were abandoned; other ranks have abandoned the same."""
+    while _abandoned:
+        world, works = _abandoned.pop()
+        if world() is GroupMember.WORLD:  # otherwise a peer may be gone that they would wait for
+            with contextlib.suppress(RuntimeError):
+                for work in works:
+                    work.wait()
 
 
 Step = Callable[[], Sequence[Waitable]]
@@ -132,10 +169,10 @@ class Device(ABC):
         """``value`` with its tensors moved to this device, where a device other than the host computes."""
 
 
-class _HostTicket:
+class _HostTicket(Flight):
     """The first step runs at once, the others when this is waited for."""
 
-    __slots__ = ("steps", "works")
+    __slots__ = ("steps",)
 
     def __init__(self, steps: Sequence[Step]):
         self.works, self.steps = steps[0](), steps[1:]
@@ -172,6 +209,7 @@ class HostDevice(Device):
         return None
 
     def lane(self) -> Lane:
+        _land_abandoned()
         return _HostLane()
 
     def move_inputs(self, value: Any) -> Any:

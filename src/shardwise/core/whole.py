@@ -16,7 +16,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from .comm import Comm
-from .device import Waitable, backward_number, copy_each, not_inference, owns_memory, shares_storage
+from .device import Flight, backward_number, copy_each, not_inference, owns_memory, shares_storage
 from .errors import StateError, explain
 from .gradient import Scale, gradient_scale
 from .layout import Run, whole
@@ -167,11 +167,10 @@ class WholePlan:
             values = [value.data for value in values]
             flat = self.pack(run, values, values[0]) if sends else self.empty(run, values[0])
             has_values = sends and all(value.dtype == flat.dtype for value in values)
-        works = self.comm.broadcast(flat, run.owner)
+        flight = Flight(self.comm.broadcast(flat, run.owner))
 
         def finish() -> None:
-            for work in works:
-                work.wait()
+            flight.wait()
             if not has_values:
                 self.unpack(run, flat, values)
 
@@ -317,7 +316,7 @@ class OwnerReducer:
         self._run_of |= {index: number for number, run in enumerate(self._runs) for index in run.tensors}
         self.reduced = reduced
         self._kept: dict[int, torch.Tensor] = {}
-        self._flying: deque[tuple[Run, torch.Tensor, Sequence[Waitable]]] = deque()
+        self._flying: deque[tuple[Run, torch.Tensor, Flight]] = deque()
         self._all_present: torch.Tensor | None = None
         self._reset()
 
@@ -327,7 +326,7 @@ class OwnerReducer:
         if self._missing:
             self._missing[-1] += len(self._without_run)
         self._next_run = 0
-        self._flags: tuple[torch.Tensor, Sequence[Waitable]] | None = None
+        self._flags: tuple[torch.Tensor, Flight] | None = None
         self._flying_bytes = 0
         self._present = [False] * len(self.parameters)
         self._means: dict[int, torch.Tensor] = {}
@@ -397,7 +396,7 @@ class OwnerReducer:
         values.clear()
         if not casts and before != 1.0:
             flat.div_(before)
-        self._flying.append((run, flat, self.comm.reduce(flat, run.owner)))
+        self._flying.append((run, flat, Flight(self.comm.reduce(flat, run.owner))))
         self._flying_bytes += flat.nbytes
         while self._flying_bytes > RUNS_IN_FLIGHT * self.comm.run_bytes and len(self._flying) > 1:
             self._land_oldest()
@@ -426,11 +425,10 @@ class OwnerReducer:
             self._land_oldest()
 
     def _land_oldest(self) -> None:
-        run, flat, works = self._flying.popleft()
+        run, flat, flight = self._flying.popleft()
         self._flying_bytes -= flat.nbytes
         try:
-            for work in works:
-                work.wait()
+            flight.wait()
         except RuntimeError as error:
             names = ", ".join(repr(self.names[index]) for index in run.tensors[:3])
             explain(error, f"reducing the gradients of {names} … to rank {run.owner}")
@@ -471,10 +469,9 @@ class OwnerReducer:
             self._turns.end(self)
         self.send_rest()
         assert self._flags is not None
-        flags, works = self._flags
+        flags, flight = self._flags
         self._wait()
-        for work in works:
-            work.wait()
+        flight.wait()
         own = [self._present[index] for index in self.owned]
         exist = own if all(own) else [flag != 0 for flag in flags[: len(own)].tolist()]
         empty = {index: torch.zeros_like(self.parameters[index]) for index in self._without_run}
@@ -497,7 +494,7 @@ class OwnerReducer:
             sent = torch.tensor(rows, dtype=torch.float32, device=self.parameters[0].device).view(-1)
             self._all_present = sent if everything else self._all_present
         received = sent.new_empty(most)
-        self._flags = received, self.comm.reduce_scatter([received], [sent], mean=False)
+        self._flags = received, Flight(self.comm.reduce_scatter([received], [sent], mean=False))
 
     @staticmethod
     def _like_parameter(mean: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
