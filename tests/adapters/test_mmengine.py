@@ -781,6 +781,7 @@ def test_registered_under_both_names() -> None:
     [
         ("no_such", ValueError, "='no_such' is not registered: FSDP_WRAP_POLICIES has .*size_based_auto_wrap_policy"),
         ({"type": "no_such"}, ValueError, "='no_such' is not registered"),
+        ("", ValueError, "='' is not registered"),
         ("a_number", TypeError, "='a_number' is registered as a int, 3, and should be a callable"),
         ({"type": "a_number"}, TypeError, "registered as a int, 3"),
         (3, TypeError, "should be None, a str .* or a callable, but has type int: 3"),
@@ -847,6 +848,14 @@ def test_wrong_policies(name: str, given: Any, kind: type[Exception], message: s
         ),
         ({"mixed_precision": {"cast_forward_inputs": 1}}, TypeError, "cast_forward_inputs.* should be a bool"),
         ({"param_init_fn": "no_such"}, ValueError, "param_init_fn='no_such' is not registered in FUNCTIONS"),
+        ({"param_init_fn": ""}, ValueError, "param_init_fn='' is not registered in FUNCTIONS"),
+        ({"param_init_fn": {"type": None}}, TypeError, r"param_init_fn\['type'\] should be .* but is None"),
+        (
+            {"mixed_precision": {"param_dtype": "int32"}},
+            ValueError,
+            "param_dtype.*=torch.int32 is no dtype of floating",
+        ),
+        ({"mixed_precision": {"a": 1, 2: 3}}, ValueError, "mixed_precision has 'a', 2; it takes param_dtype"),
         ({"param_init_fn": 3}, TypeError, "param_init_fn should be None, a str .* has type int: 3"),
         ({"ignored_modules": ["net.9"]}, ValueError, "ignored_modules has 'net.9', which the model does not have"),
         ({"ignored_modules": "net"}, TypeError, "ignored_modules should be None, names, or Modules, but has type str"),

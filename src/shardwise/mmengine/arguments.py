@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from mmengine.device import get_device
-from mmengine.registry import FUNCTIONS
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -26,6 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..arguments import Argument, Support
 from ..placements import PRESETS, Placements
+from .policies import registered_function
 from .processes import init_process_group
 
 ACCEPTED, REFUSED = Support.ACCEPTED, Support.REFUSED
@@ -257,7 +257,7 @@ def find_precision(given: Any) -> Precision:
         raise wrong_type("mixed_precision", given, "None, a dict, a MixedPrecisionPolicy or a MixedPrecision")
     if unknown := given.keys() - {*_DTYPES, *_FLAGS, _EXEMPT}:
         keys = ", ".join((*_DTYPES, *_FLAGS, _EXEMPT))
-        raise ValueError(f"mixed_precision has {', '.join(map(repr, sorted(unknown)))}; it takes {keys}")
+        raise ValueError(f"mixed_precision has {', '.join(sorted(map(repr, unknown)))}; it takes {keys}")
     dtypes = {key: _dtype(f"mixed_precision[{key!r}]", given.get(key)) for key in _DTYPES}
     flags = {key: _flag(f"mixed_precision[{key!r}]", given[key]) for key in _FLAGS if key in given}
     if flags.get("keep_low_precision_grads"):
@@ -273,14 +273,22 @@ def find_precision(given: Any) -> Precision:
 
 
 def _dtype(name: str, given: Any) -> torch.dtype | None:
-    if given is None or isinstance(given, torch.dtype):
-        return given
+    if given is None:
+        return None
+    if isinstance(given, torch.dtype):
+        return _floating(name, given)
     if not isinstance(given, str):
         raise wrong_type(name, given, "None, a str or a torch.dtype")
     found = getattr(torch, given.removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name}={given!r} is no dtype of torch; it takes names such as 'float16' and 'bfloat16'")
-    return found
+    return _floating(name, found)
+
+
+def _floating(name: str, dtype: torch.dtype) -> torch.dtype:
+    if not dtype.is_floating_point:
+        raise ValueError(f"{name}={dtype} is no dtype of floating-point numbers, which parameters and gradients are")
+    return dtype
 
 
 def _exempt(given: Any) -> tuple[type[nn.Module], ...]:
@@ -308,11 +316,11 @@ def find_function(name: str, given: Any) -> Any:
     """
     if isinstance(given, Mapping) and "type" in given:
         options = dict(given)
-        function = find_function(name, options.pop("type"))
+        if (function := find_function(name, options.pop("type"))) is None:
+            raise TypeError(f"{name}['type'] should be a name in FUNCTIONS or a callable, but is None")
         return lambda module: function(module, **options)
     if isinstance(given, str):
-        with FUNCTIONS.switch_scope_and_registry(None):
-            found = FUNCTIONS.get(given)
+        found = registered_function(given)
         if found is None:
             raise ValueError(f"{name}={given!r} is not registered in FUNCTIONS")
         given = found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from mmengine.registry import FUNCTIONS, Registry
@@ -98,12 +99,19 @@ def find_policy(name: str, given: Any, model: nn.Module) -> Policy | None:
     return given  # type: ignore[no-any-return]
 
 
+def registered_function(name: str) -> Any:
+    """What FUNCTIONS has under ``name``, or what it is the full name of; None if there is no such thing."""
+    # For what cannot be a name it raises: the empty one.
+    with FUNCTIONS.switch_scope_and_registry(None), suppress(RuntimeError):
+        return FUNCTIONS.get(name)
+    return None
+
+
 def _registered(name: str, policy: str) -> Policy:
     found = FSDP_WRAP_POLICIES.module_dict.get(policy)
     if found is None:
         # Where MMEngine 0.10 looks; it also knows full names, such as torch.distributed.fsdp.wrap's.
-        with FUNCTIONS.switch_scope_and_registry(None):
-            found = FUNCTIONS.get(policy)
+        found = registered_function(policy)
     if found is None:
         known = ", ".join(sorted(FSDP_WRAP_POLICIES.module_dict))
         raise ValueError(
