@@ -370,7 +370,7 @@ class _TrainerStrategy(ProcessesStrategy):
                 checkpoint.setdefault("optimizer_states", [])
             return checkpoint
         default = self.namespace.of_fabric("plugins.io.torch_io", "TorchCheckpointIO")
-        if type(self.checkpoint_io) is default and Path(path).is_file():
+        if type(self.checkpoint_io) is default and Path(path).exists():
             return read_file(Path(path), weights_only=weights_only)
         loaded: dict[str, Any] = super().load_checkpoint(path, weights_only)
         return loaded

@@ -343,6 +343,8 @@ def checkpoints(directory: Path) -> None:
         other.load(path, {"model": again, "absent": 1}, strict=False)
         with pytest.raises(FileNotFoundError):
             other.load(directory / "nowhere", {"model": again})
+        with pytest.raises(ValueError, match=r"is a directory without \.metadata, so no sharded checkpoint"):
+            other.load(directory, {"model": again})
     plain = torch.load(saved_path(directory), weights_only=False)
     alone = make_net(1)
     alone.load_state_dict(plain["model"])

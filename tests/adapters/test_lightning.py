@@ -540,6 +540,8 @@ def callbacks(directory: Path) -> None:
     with pytest.raises(UnpicklingError) as caught:
         trainer(directory, "shardwise").fit(Module(), loader(True), ckpt_path=directory / "unsafe.ckpt")
     assert "add_safe_globals" in caught.value.__notes__[0]
+    with raises(ValueError, "is a directory without .metadata"):
+        trainer(directory, "shardwise").fit(Module(), loader(True), ckpt_path=directory)
     with raises(KeyError, "save_weights_only"):
         trainer(directory, "shardwise").fit(Module(), loader(True), ckpt_path=directory / "by_hand.ckpt")
 

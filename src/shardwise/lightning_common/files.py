@@ -37,7 +37,16 @@ def is_sharded(path: Path) -> bool:
 
 
 def read_file(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
-    """What `torch.save` wrote into a file, its tensors on the host and not read from the disk before they are used."""
+    """What `torch.save` wrote into a file, its tensors on the host and not read from the disk before they are used.
+
+    Raises:
+        ValueError: for a directory.
+    """
+    if path.is_dir():
+        raise ValueError(
+            f"{path} is a directory without {DCP_METADATA}, so no sharded checkpoint, nor is it the one file of a full "
+            "one: pass the path that the checkpoint was saved to"
+        )
     loaded: dict[str, Any]
     try:
         loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
