@@ -265,7 +265,8 @@ def _check_parameter(name: str, parameter: nn.Parameter, place: Place) -> None:
     if owner is not None and owner.manages(place):
         raise ValueError(
             f"parameter {name!r} belongs to unit {owner.name_of(parameter)[1]!r} already, wrapped before: wrap "
-            "inner modules before the modules that contain them"
+            "inner modules before the modules that contain them, and modules that share an inner module as one unit, "
+            "fully_shard([module_a, module_b])"
         )
     if owner is not None or successor_of(parameter) is not None:
         raise ValueError(_tied_across_units(name))

@@ -114,6 +114,16 @@ def test_parameter_that_is_a_dtensor_already() -> None:
     assert "DTensor" in str(caught.value)
 
 
+@on_ranks(1)
+def test_module_that_two_units_share() -> None:
+    """Neither contains the other, so the order of wrapping is not what is wrong."""
+    one, other = stack(Layer()), stack(Layer())
+    other.layers[0] = one.layers[0]
+    fully_shard(one)
+    with refused(ValueError, "linear.weight", "share", "one unit", "fully_shard(["):
+        fully_shard(other)
+
+
 @on_ranks(2, how=["units", "unit_and_root"])
 def test_tied_across_units(how: str) -> None:
     model = Transformer(layers=1, tied=True)
