@@ -211,6 +211,11 @@ def _policy(
 ) -> GroupPolicy:
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, not {type(mp_policy).__name__}")
+    if getattr(mp_policy, "param_dtype_override_fn", None) is not None:
+        raise ValueError(
+            "mp_policy: param_dtype_override_fn (of torch 2.15) is not supported: wrap the modules that compute in "
+            "another dtype as units of their own, with another param_dtype"
+        )
     if not isinstance(offload_policy, OffloadPolicy):
         raise TypeError(f"offload_policy must be an OffloadPolicy, not {type(offload_policy).__name__}")
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):

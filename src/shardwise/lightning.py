@@ -428,9 +428,7 @@ def _precision_policy(
     if compute_dtype is not None and not isinstance(compute_dtype, torch.dtype):
         raise TypeError(f"compute_dtype must be a torch.dtype, not {compute_dtype!r}")
     if given is None:
-        return MixedPrecisionPolicy(
-            param_dtype=compute_dtype, reduce_dtype=torch.float32 if fp32_reduce_scatter else None
-        )
+        return MixedPrecisionPolicy(compute_dtype, torch.float32 if fp32_reduce_scatter else compute_dtype)
     if compute_dtype is not None or fp32_reduce_scatter is not None:
         raise ValueError("mp_policy says what compute_dtype and fp32_reduce_scatter say: pass one or the other")
     return given

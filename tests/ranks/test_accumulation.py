@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardwise
+from shardwise.core import slot
 
 from ..models import MLP, Stack, Transformer, inputs_for, wrap
 from .harness import on_ranks
@@ -135,6 +137,24 @@ def test_accumulates_in_the_dtype_of_the_reduction(control: str, param_dtype: An
         model = wrap(make(), verb, mp_policy=policy)
         records.append(train_sharded(model, in_micro_batches(CONTROLS[control]), 3))
     assert_records(*records, "FSDP2", bitwise=True)
+
+
+@on_ranks(1, 2, preset=PRESETS)
+def test_a_policy_without_reduce_dtype_means_what_the_installed_torch_says(preset: str) -> None:
+    """The dtype of the shards from torch 2.15 on, that of the gradients before."""
+    records = []
+    with pytest.MonkeyPatch.context() as patch:
+        for of_shards, reduce_dtype in ((True, None), (True, torch.float32), (False, None), (False, torch.bfloat16)):
+            patch.setattr(slot, "REDUCES_IN_DTYPE_OF_SHARDS", of_shards)
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+            torch.manual_seed(1)
+            model = wrap(make(), shardwise.fully_shard, placements=preset, mp_policy=policy)
+            records.append(train_sharded(model, in_micro_batches(by_sync), 3))
+    in_shards, in_float32, in_gradients, in_bfloat16 = records
+    assert_records(in_shards, in_float32, "float32", bitwise=True)
+    assert_records(in_gradients, in_bfloat16, "bfloat16", bitwise=True)
+    with pytest.raises(AssertionError):
+        assert_records(in_shards, in_gradients, "the other", bitwise=True)
 
 
 @on_ranks(2, preset=PRESETS)

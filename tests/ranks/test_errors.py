@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardwise
@@ -206,6 +207,10 @@ def test_placement_function_that_gives_nonsense() -> None:
 
 @on_ranks(1)
 def test_arguments_of_other_types() -> None:
+    newer = MixedPrecisionPolicy()
+    object.__setattr__(newer, "param_dtype_override_fn", lambda parameter: None)  # a field from torch 2.15 on
+    with refused(ValueError, "mp_policy", "param_dtype_override_fn"):
+        fully_shard(Layer(), mp_policy=newer)
     with refused(TypeError, "mp_policy", "MixedPrecisionPolicy", "dtype"):
         fully_shard(Layer(), mp_policy=torch.bfloat16)  # type: ignore[call-overload]
     with refused(TypeError, "offload_policy", "OffloadPolicy", "bool"):

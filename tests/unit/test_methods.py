@@ -40,8 +40,18 @@ def test_every_method_of_torch_is_here() -> None:
     from torch.distributed.fsdp import FSDPModule as Theirs
 
     own = vars(FSDPModule)
-    missing = [name for name in vars(Theirs) if not name.startswith("_") and name not in own]
-    assert missing == ["set_reduce_scatter_divide_factor"]  # torch's own calls ours, with its deprecation warning
+    missing = {name for name in vars(Theirs) if not name.startswith("_") and name not in own}
+    newer = {"set_manual_backward_finalization", "finalize_backward"}  # of torch 2.15; refused
+    # torch's own calls ours, with its deprecation warning
+    assert missing - newer == {"set_reduce_scatter_divide_factor"}
+
+
+def test_methods_of_a_newer_torch_are_refused(fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.fsdp import FSDPModule as Theirs
+
+    monkeypatch.setattr(Theirs, "set_newer", lambda self, value: self._get_fsdp_state().set(value), raising=False)
+    with pytest.raises(AttributeError, match="newer than this version of shardwise"):
+        build(fake_mesh(2)).set_newer(True)  # type: ignore[operator]
 
 
 def test_class_and_name(fake_mesh: Mesh) -> None:
@@ -64,6 +74,26 @@ def test_unshard_and_reshard(fake_mesh: Mesh) -> None:
     assert live_bytes(model) > local_bytes(model)
     layer.reshard()  # type: ignore[operator]
     assert isinstance(layer.up.weight, DTensor)
+    assert live_bytes(model) == local_bytes(model)
+
+
+def test_kept_storage(fake_mesh: Mesh) -> None:
+    """The same addresses in every use, and the values of the time."""
+    model = build(fake_mesh(4))
+    model.set_keep_unsharded_storage(True)
+    addresses, layer = [], model.layers[0]
+    for _ in range(2):
+        with Collectives() as count:
+            layer.unshard()  # type: ignore[operator]
+        assert count.gathers == 1
+        addresses.append(layer.up.weight.data_ptr())
+        layer.reshard()  # type: ignore[operator]
+        assert isinstance(layer.up.weight, DTensor)
+        assert live_bytes(model) > local_bytes(model)
+    assert addresses[0] == addresses[1] != 0
+    model.set_keep_unsharded_storage(False)
+    layer.unshard()  # type: ignore[operator]
+    layer.reshard()  # type: ignore[operator]
     assert live_bytes(model) == local_bytes(model)
 
 

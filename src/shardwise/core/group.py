@@ -254,7 +254,7 @@ class ParamGroup:
         self._is_kept = keep or self._keeps_unsharded
         if self._is_kept:
             self.shards.watch()
-        if not self._is_kept:
+        if not (self._is_kept or self.options.keeps_memory):
             for buffer in self.shards.buffers:
                 buffer.free()
 

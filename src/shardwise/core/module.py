@@ -87,7 +87,10 @@ class FSDPModule(_TorchModule):
         return cast(Unit, self.__dict__[_UNIT])
 
     def _get_fsdp_state(self) -> NoReturn:
-        raise AttributeError("shardwise modules have no torch FSDPState; use the public methods of FSDPModule")
+        raise AttributeError(
+            "shardwise modules have no torch FSDPState: what asked for it is a private part of torch's FSDP2, or a "
+            "method of torch's FSDPModule that is newer than this version of shardwise"
+        )
 
     def _units(self, recurse: bool) -> Iterator[Unit]:
         modules = cast(nn.Module, self).modules() if recurse else [cast(nn.Module, self)]
@@ -238,6 +241,12 @@ class FSDPModule(_TorchModule):
     @reduce_grads.setter
     def reduce_grads(self, value: bool) -> None:
         self.set_requires_gradient_sync(value, recurse=False)
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Whether unsharded parameters keep their memory, and so their addresses, while they are sharded (a captured
+        CUDA graph needs that); their values are gathered again all the same."""
+        for group in self._groups(recurse):
+            group.options.keeps_memory = keep
 
     # -- Schedule
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .buffer import ShardedBuffer
 from .device import (
     Lane,
     add_each,
@@ -56,13 +57,13 @@ class GradientReducer:
         self._plans.clear()
         self._absences.clear()
 
-    def _reduce_dtype(self, gradient_dtype: torch.dtype) -> torch.dtype:
-        return reduction_dtype(gradient_dtype, self.policy.precision.reduce_dtype)
+    def _reduce_dtype(self, gradient_dtype: torch.dtype, buffer: ShardedBuffer) -> torch.dtype:
+        return reduction_dtype(gradient_dtype, self.policy.reduce_dtype(buffer.local.dtype))
 
     def accumulate(self) -> None:
         """Keep this backward's unsharded gradients for a later reduction, in the reduction's dtype."""
         for slot in self.slots:
-            slot.accumulate(self.policy.precision.reduce_dtype)
+            slot.accumulate(self.policy.reduce_dtype(slot.buffer.local.dtype))
 
     def has_any(self) -> bool:
         """Whether an unsharded gradient waits for its reduction."""
@@ -157,7 +158,7 @@ class GradientReducer:
         """Reduce ``gradients`` (emptied) of ``slots``, zeros where there are none."""
         like = (slots[0] if slots else self.slots[0]).buffer
         dtypes = {gradient.dtype for gradient in gradients if gradient is not None}
-        dtype = self._reduce_dtype(next(iter(dtypes), like.dtype))
+        dtype = self._reduce_dtype(next(iter(dtypes), like.dtype), like)
         filled = [
             self._zeros(slot, next(iter(dtypes), dtype)) if gradient is None else gradient
             for slot, gradient in zip(slots, gradients, strict=True)
@@ -217,16 +218,16 @@ class GradientReducer:
 
     def _deliver_own(self, slots: Sequence[Slot], gradients: list[torch.Tensor | None]) -> None:
         """A world of one: the unsharded gradient is the shard, with the precision that a reduction would leave it."""
-        factor, like = self.options.divide_factor, slots[0].buffer.local
+        factor, like = self.options.divide_factor, slots[0].buffer
         if self.options.divisors is not None:
             factor = self.options.divisors[0] * self.options.divisors[1]
         shards: list[torch.Tensor | None] = []
         for gradient in gradients:
             if gradient is not None:
-                gradient = gradient.to(self._reduce_dtype(gradient.dtype))
+                gradient = gradient.to(self._reduce_dtype(gradient.dtype, like))
                 if factor not in (None, 1):
                     gradient.div_(factor)
-                gradient = gradient.to(like.dtype)
+                gradient = gradient.to(like.local.dtype)
             shards.append(gradient)
         gradients.clear()
         self._deliver(slots, shards)

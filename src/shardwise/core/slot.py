@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .buffer import ShardedBuffer
 from .comm import Comm, StagedCollective
-from .device import local_of, not_inference
+from .device import REDUCES_IN_DTYPE_OF_SHARDS, local_of, not_inference
 from .errors import StateError
 from .mesh import DataParallelMesh
 from .model_parallel import ModelParallel
@@ -190,6 +190,8 @@ class GroupOptions:
     """In place of ``divide_factor``: what gradients are divided by before and after they are summed."""
     force_sum: bool = False
     unshard_in_backward: bool = True
+    keeps_memory: bool = False
+    """Whether resharding leaves the gathered buffers their memory, which the next gather fills again."""
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
     zeros_for_unused: bool = False
     custom_gather: StagedCollective | None = None
@@ -212,3 +214,7 @@ class GroupPolicy:
     offload: bool = False
     pin_memory: bool = False
     reshard_to: DataParallelMesh | None = None
+
+    def reduce_dtype(self, shards: torch.dtype) -> torch.dtype | None:
+        """Dtype that gradients of shards of dtype ``shards`` are reduced and accumulated in; None for their own."""
+        return self.precision.reduce_dtype or (shards if REDUCES_IN_DTYPE_OF_SHARDS else None)

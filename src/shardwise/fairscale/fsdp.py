@@ -193,7 +193,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def _precision(self) -> MixedPrecisionPolicy:
         param_dtype = self.compute_dtype if self.mixed_precision else None
-        return MixedPrecisionPolicy(param_dtype, torch.float32 if self.fp32_reduce_scatter else None)
+        return MixedPrecisionPolicy(param_dtype, torch.float32 if self.fp32_reduce_scatter else param_dtype)
 
     @property
     def _unit(self) -> Unit:

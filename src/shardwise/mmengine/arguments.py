@@ -266,6 +266,7 @@ def find_precision(given: Any) -> Precision:
             "shards; convert the model before it is wrapped"
         )
     buffers, outputs = dtypes.pop("buffer_dtype"), dtypes.pop("output_dtype")
+    dtypes["reduce_dtype"] = dtypes["reduce_dtype"] or dtypes["param_dtype"]  # as FSDP1's; FSDP2's depends on the torch
     policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=flags.get("cast_forward_inputs", True))
     casts = flags.get("cast_root_forward_inputs", policy.cast_forward_inputs)
     root = replace(policy, cast_forward_inputs=casts, output_dtype=outputs)
