@@ -80,7 +80,7 @@ class Comm:
         ``inputs[i]`` (size x n_i elements)."""
         if len(inputs) == 1:
             return [_reduce_scatter_single(outputs[0], inputs[0], self.group, reduce_op(mean))]
-        options = _reduce_scatter_options(reduce_op(mean))
+        options = _options(dist.ReduceScatterOptions, reduce_op(mean))
         return [self.group.reduce_scatter_tensor_coalesced(list(outputs), list(inputs), options)]
 
     thin_from_bytes: float = 2**20
@@ -410,23 +410,17 @@ def _all_gather_single(output: torch.Tensor, input_: torch.Tensor, group: dist.P
 
 
 def _reduce_scatter_single(output: torch.Tensor, input_: torch.Tensor, group: dist.ProcessGroup, op: Any) -> Any:
-    return group._reduce_scatter_base(output, input_, _reduce_scatter_options(op))
+    return group._reduce_scatter_base(output, input_, _options(dist.ReduceScatterOptions, op))
 
 
 def _all_reduce_single(tensor: torch.Tensor, group: dist.ProcessGroup, op: Any) -> Any:
     # The public wrapper looks for four other uses first, as long as the call itself takes.
-    return group.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor], _all_reduce_options(op))
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return group.allreduce([real], _options(dist.AllreduceOptions, op))
 
 
 @functools.cache
-def _all_reduce_options(op: Any) -> Any:
-    options = dist.AllreduceOptions()
-    options.reduceOp = op
-    return options
-
-
-@functools.cache
-def _reduce_scatter_options(op: Any) -> Any:
-    options = dist.ReduceScatterOptions()
+def _options(kind: type[Any], op: Any) -> Any:
+    options = kind()
     options.reduceOp = op
     return options
