@@ -71,15 +71,19 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def make_contender(
-    name: str, shape: Shape, precision: MixedPrecisionPolicy | None = None, device: str = "cpu"
+    name: str,
+    shape: Shape,
+    precision: MixedPrecisionPolicy | None = None,
+    device: str = "cpu",
+    mesh: DeviceMesh | None = None,
 ) -> Contender:
-    """Build and wrap a model on ``device`` for the default process group; all contenders start from the same
-    parameters."""
+    """Build and wrap a model on ``device``, sharded over ``mesh`` (all ranks if not given); all contenders start from
+    the same parameters."""
     torch.manual_seed(1)
     model: nn.Module = Transformer(shape).to(device)
     if name in (SHARDWISE, FLAT, FSDP2):
         verb = torch_fully_shard if name == FSDP2 else shardwise.fully_shard
-        _wrap(model, verb, init_device_mesh(device, (dist.get_world_size(),)), precision)
+        _wrap(model, verb, mesh or init_device_mesh(device, (dist.get_world_size(),)), precision)
     elif precision is not None:
         raise ValueError(f"{name} has no setting for {precision}")
     elif name == DDP:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from .contenders import CONTENDERS, DDP, FSDP2, SHARDWISE, UNSHARDED, Contender, make_contender
 from .model import Shape
@@ -25,7 +26,6 @@ SHAPE = Shape(blocks=32, width=64, batch=1, length=4)
 LIMIT = 180.0
 WORLD_SIZES = (8, 64, 1024)
 WIDE = Shape(blocks=4, width=1024, batch=1, length=4)
-COMPARED = (UNSHARDED, SHARDWISE, FSDP2)
 
 Result = tuple[dict[str, list[tuple[float, float]]], dict[str, str]]
 """By contender: seconds of forward and of backward per run; and why a contender does not run here."""
@@ -74,9 +74,10 @@ class GroupCalls:
 def watched_groups() -> Iterator[GroupCalls]:
     """Watch all process groups' collectives."""
     calls = GroupCalls()
-    methods = {name: getattr(dist.ProcessGroup, name) for name in COLLECTIVES if hasattr(dist.ProcessGroup, name)}
-    for name, method in methods.items():
-        setattr(dist.ProcessGroup, name, _watched(method, COLLECTIVES[name][0], calls))
+    # As they lie in the class: getattr gives bare functions, which put back there would no longer bind the group.
+    methods = {name: vars(dist.ProcessGroup)[name] for name in COLLECTIVES if name in vars(dist.ProcessGroup)}
+    for name in methods:
+        setattr(dist.ProcessGroup, name, _watched(getattr(dist.ProcessGroup, name), COLLECTIVES[name][0], calls))
     try:
         yield calls
     finally:
@@ -98,7 +99,7 @@ def _watched(method: Callable[..., Any], kind: str, calls: GroupCalls) -> Callab
 
 @dataclass
 class InWorld:
-    """What one contender takes in a world of some size.
+    """What one contender takes when it shards over some number of ranks.
 
     Args:
         seconds: medians of forward + backward, of which in the process group's calls.
@@ -113,42 +114,47 @@ def _worlds_table(shape: Shape, rounds: int) -> Table:
     columns = ["contender", "ranks", "both ms", "of which in the group", "overhead ms", "overhead / FSDP2's"]
     columns += ["outside the group ms", "/ its own at 8", "MiB padded", "padded / FSDP2's"]
     table = Table(f"Host time of forward + backward in large worlds: {shape}", columns)
-    first: dict[str, float] = {}
-    for size in WORLD_SIZES:
-        found = run_on_fake(size, LIMIT, measure_in_world, shape, rounds)
-        plain, theirs = found[UNSHARDED].seconds[0], found[FSDP2]
-        for name, one in found.items():
-            both, inside = one.seconds
-            row = [name, str(size), number(1e3 * both, 1), number(1e3 * inside, 1)]
-            overhead = ratio(both - plain, theirs.seconds[0] - plain)
-            row += [NONE] * 2 if name == UNSHARDED else [number(1e3 * (both - plain), 1), overhead]
-            row += [number(1e3 * (both - inside), 1), ratio(both - inside, first.setdefault(name, both - inside))]
-            padded = ratio(one.padded, theirs.padded)
-            table.rows.append([*row, *([NONE] * 2 if name == UNSHARDED else [mebibytes(one.padded), padded])])
+    found = run_on_fake(max(WORLD_SIZES), LIMIT, measure_in_worlds, shape, rounds)
+    plain = found[UNSHARDED, 1].seconds[0]
+    for (name, size), one in found.items():
+        both, inside = one.seconds
+        row = [name, str(size), number(1e3 * both, 1), number(1e3 * inside, 1)]
+        if size == 1:
+            table.rows.append([*row, NONE, NONE, number(1e3 * (both - inside), 1), *[NONE] * 3])
+            continue
+        theirs, first = found[FSDP2, size], found[name, WORLD_SIZES[0]].seconds
+        row += [number(1e3 * (both - plain), 1), ratio(both - plain, theirs.seconds[0] - plain)]
+        row += [number(1e3 * (both - inside), 1), ratio(both - inside, first[0] - first[1])]
+        table.rows.append([*row, mebibytes(one.padded), ratio(one.padded, theirs.padded)])
     table.notes = (
-        f"fake groups, whose all-gather copies once for each rank: that is in the group. {rounds} rounds after 2.",
+        "all in one process, interleaved: what slows the machine for a while slows every size of world. "
+        f"{rounds} rounds after 2.",
+        "fake groups, whose all-gather copies once for each rank: that is in the group.",
         "padded: gathered in one forward pass beyond the parameters' own bytes.",
     )
     return table
 
 
-def measure_in_world(shape: Shape, rounds: int) -> dict[str, InWorld]:
-    """In one process: medians of each contender."""
+def measure_in_worlds(shape: Shape, rounds: int) -> dict[tuple[str, int], InWorld]:
+    """In one process of the largest world: medians by contender and number of ranks that it shards over."""
     with watched_groups() as calls:
-        contenders = {name: make_contender(name, shape) for name in COMPARED}
-        parameters = sum(parameter.nbytes for parameter in contenders[UNSHARDED].model.parameters())
-        runs = interleave(
-            {name: functools.partial(_watched_run, one, calls) for name, one in contenders.items()}, 2, rounds
-        )
-        found = {}
-        for name, contender in contenders.items():
-            before = calls.gathered
-            contender.forward()
-            padded = calls.gathered - before - parameters
-            found[name] = InWorld(
-                (median([run[0] for run in runs[name]]), median([run[1] for run in runs[name]])), padded
-            )
-        return found
+        contenders = {(UNSHARDED, 1): make_contender(UNSHARDED, shape)}
+        for size in WORLD_SIZES:
+            mesh = DeviceMesh.from_group(dist.new_group(list(range(size))), "cpu")
+            contenders |= {(name, size): make_contender(name, shape, mesh=mesh) for name in (SHARDWISE, FSDP2)}
+        gc.collect()
+        gc.freeze()
+        actions = {key: functools.partial(_watched_run, one, calls) for key, one in contenders.items()}
+        runs = interleave(actions, 2, rounds)
+        return {key: _in_world(runs[key], one, calls) for key, one in contenders.items()}
+
+
+def _in_world(runs: list[tuple[float, float]], contender: Contender, calls: GroupCalls) -> InWorld:
+    before = calls.gathered
+    contender.forward()
+    gathered = calls.gathered - before
+    parameters = sum(parameter.numel() * parameter.itemsize for parameter in contender.model.parameters())
+    return InWorld((median([run[0] for run in runs]), median([run[1] for run in runs])), gathered - parameters)
 
 
 def _watched_run(contender: Contender, calls: GroupCalls) -> tuple[float, float]:

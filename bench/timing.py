@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
+Name = TypeVar("Name", bound=Hashable)
 
 
-def interleave(actions: Mapping[str, Callable[[], T]], warm_up: int, rounds: int) -> dict[str, list[T]]:
+def interleave(actions: Mapping[Name, Callable[[], T]], warm_up: int, rounds: int) -> dict[Name, list[T]]:
     """Run every action once per round, in another order each round, the same on all ranks; gives the results after
     ``warm_up``.
 
     What disturbs the machine for a while then disturbs all of them, and none has the same predecessor each time.
     """
     names = list(actions)
-    results: dict[str, list[T]] = {name: [] for name in names}
+    results: dict[Name, list[T]] = {name: [] for name in names}
     for round_ in range(warm_up + rounds):
         for name in random.Random(round_).sample(names, len(names)):
             result = actions[name]()
