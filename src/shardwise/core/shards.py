@@ -377,7 +377,8 @@ class ParameterShards(Shards):
         for buffer in list(self.buffers):
             slots = [slot for slot in self.slots if slot.buffer is buffer]
             registered = [slot.registered() for slot in slots]
-            self._check_registered(slots, registered, taken)
+            _note_borrowed(slots, registered, taken)
+            self._check_registered(slots, registered)
             with without_torch_function():
                 locals_ = [local_of(parameter) for parameter in registered]
                 untouched = all(map(_is_in_place, slots, registered, locals_))
@@ -394,17 +395,13 @@ class ParameterShards(Shards):
         self._note_registered()
         return rebuilt
 
-    def _check_registered(self, slots: Sequence[Slot], registered: Sequence[nn.Parameter], taken: set[int]) -> None:
-        """Whether they can be taken over, and which are other slots': ``taken`` has those of the slots before."""
+    def _check_registered(self, slots: Sequence[Slot], registered: Sequence[nn.Parameter]) -> None:
         for slot, parameter in zip(slots, registered, strict=True):
             if not isinstance(parameter, DTensor):
                 raise StateError(
                     f"parameter {slot.name!r} of unit {self.unit_name!r} was replaced by a {type(parameter).__name__} "
                     "that is not sharded: replace it before fully_shard, or write its values into the sharded one"
                 )
-            slot.is_borrowed = id(parameter) in taken or _is_lent(parameter, slot)
-            if not slot.is_borrowed:
-                taken.add(id(parameter))
             if parameter is slot.sharded:
                 continue
             if not isinstance(parameter, nn.Parameter):
@@ -474,6 +471,14 @@ def _is_in_place(slot: Slot, registered: nn.Parameter, local: torch.Tensor) -> b
     # Empty shards have no address, and all ranks have to agree.
     is_there = local.data_ptr() == slot.local.data_ptr() and shares_storage(local, own)
     return registered is slot.sharded and is_there
+
+
+def _note_borrowed(slots: Sequence[Slot], registered: Sequence[torch.Tensor], taken: set[int]) -> None:
+    """Tell slots whether what is registered is another slot's; ``taken`` has the ids of those that are not."""
+    for slot, parameter in zip(slots, registered, strict=True):
+        slot.is_borrowed = id(parameter) in taken or _is_lent(parameter, slot)
+        if not slot.is_borrowed:
+            taken.add(id(parameter))
 
 
 def _is_lent(parameter: torch.Tensor, to: Slot) -> bool:
