@@ -292,6 +292,34 @@ def test_ranks_that_differ_are_told() -> None:
     assert_is(materialize(model), built(lambda: Unlike(1.0)))
 
 
+@on_ranks(4)
+def test_ranks_that_differ_on_one_axis_are_told() -> None:
+    """Those whose peers on one axis agree must not wait for others on the next one."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = wrap(on_meta(Custom), fully_shard, mesh=mesh)
+    with pytest.raises(RuntimeError, match="different seeds"):
+        materialize(model, seed=dist.get_rank() // 3)
+    assert_is(materialize(model), built(Custom))
+
+
+@on_ranks(2)
+def test_one_rank_that_fails_fails_all() -> None:
+    rank = dist.get_rank()
+
+    def broken(module: nn.Module) -> None:
+        raise ZeroDivisionError("not this module")
+
+    with torch.device("meta"):
+        model = wrap(Layers(), fully_shard, mesh=world_mesh())
+    kind, message = (ZeroDivisionError, "not this module") if rank else (RuntimeError, "failed on another rank")
+    with pytest.raises(kind, match=message):
+        materialize(model, seed=5, init_fn=broken if rank else None)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    with pytest.raises((TypeError, RuntimeError), match="seed must be an int" if rank else "failed on another rank"):
+        materialize(model, seed="5" if rank else 5)  # type: ignore[arg-type]
+    dist.barrier()
+
+
 @on_ranks(2)
 def test_what_is_loaded_stays() -> None:
     truth, model = built(tied), on_meta(tied, seed=6)

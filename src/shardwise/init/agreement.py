@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,6 +15,9 @@ from ..core.errors import StateError
 from .record import Record
 from .streams import Position
 
+_FAILED = 1 << 62
+"""Larger than what any rank tells that did not fail."""
+
 
 def require_same(meshes: Sequence[DeviceMesh], records: Sequence[Record], asked: object) -> None:
     """
@@ -23,22 +27,43 @@ def require_same(meshes: Sequence[DeviceMesh], records: Sequence[Record], asked:
         asked: for what; compared by its representation.
 
     Raises:
-        StateError: on all ranks, if they did not record or ask for the same.
+        StateError: on all ranks, if they did not record or ask for the same, or one of them failed.
     """
     state = hashlib.blake2b(repr(asked).encode(), digest_size=7)
     for record in records:
         state.update(record.digest())
-    # With room for a sign: its negative shows the smallest of all ranks' by the same maximum.
     mine = int.from_bytes(state.digest(), "little")
+    largest, smallest = _extremes(meshes, mine)
+    if largest == _FAILED:
+        raise StateError("materialize failed on another rank, whose error tells why; nothing was changed")
+    if largest != mine or smallest != mine:
+        raise StateError(
+            "materialize would give each rank parts of another model: the ranks passed different seeds, or the "
+            "constructor did different things on them. Pass one seed, and let nothing in the constructor depend on "
+            "the rank or on random numbers other than torch's"
+        )
+
+
+@contextmanager
+def telling_failure(meshes: Sequence[DeviceMesh]) -> Iterator[None]:
+    """An error inside lets the other ranks, which come to `require_same`, raise too."""
+    try:
+        yield
+    except Exception:
+        _extremes(meshes, _FAILED)
+        raise
+
+
+def _extremes(meshes: Sequence[DeviceMesh], mine: int) -> tuple[int, int]:
+    """The largest and the smallest of all ranks' numbers. All axes are asked whatever the first ones say: ranks that
+    differ may share only the last one."""
+    largest, negative = mine, -mine
     for comm, device in _comms(meshes):
-        extremes = torch.tensor([mine, -mine], device=device)
+        # The smallest is shown by the same maximum, of its negative.
+        extremes = torch.tensor([largest, negative], device=device)
         comm.all_reduce_largest(extremes)
-        if extremes.tolist() != [mine, -mine]:
-            raise StateError(
-                "materialize would give each rank parts of another model: the ranks passed different seeds, or the "
-                "constructor did different things on them. Pass one seed, and let nothing in the constructor depend on "
-                "the rank or on random numbers other than torch's"
-            )
+        largest, negative = extremes.tolist()
+    return largest, -negative
 
 
 def share_states(meshes: Sequence[DeviceMesh], states: Mapping[Position, torch.Tensor]) -> dict[Position, torch.Tensor]:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..core.errors import StateError
-from .agreement import require_same, share_states
+from .agreement import require_same, share_states, telling_failure
 from .context import MARKS
 from .fast import FastReplay
 from .initializers import InitFn, record_initializers
@@ -58,19 +58,21 @@ def materialize(
         ValueError: for a seed of more than 64 bits.
         StateError: naming what nothing initializes, or why the recorded history does not hold; nothing is changed then.
     """
-    _check_arguments(model, seed, init_fn)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"materialize takes a module, not {type(model).__name__}")
     shards = find_shards(model)
     names = {module: name for name, module in modules_of(model, shards)}
     targets = find_targets([(name, module) for module, name in names.items()], shards)
     if not targets:
+        _check_arguments(seed, init_fn)
         return model
     meshes = list({id(mesh): mesh for target in targets if (mesh := target.mesh) is not None}.values())
     with _Generators() as generators:
-        work = _work(names, targets, init_fn, seed)
-        generators.find_followers(list(work), seed)
+        with telling_failure(meshes):
+            _check_arguments(seed, init_fn)
+            work = _work(names, targets, init_fn, seed)
+            generators.find_followers(list(work), seed)
         starts = _starts(list(work), meshes, seed, fast)
-        for record in work:
-            record.check_constants()
         for owner in shards:
             owner.leave_meta()
         states = _replay(work, starts, names, fast)
@@ -82,9 +84,7 @@ def materialize(
     return model
 
 
-def _check_arguments(model: object, seed: object, init_fn: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"materialize takes a module, not {type(model).__name__}")
+def _check_arguments(seed: object, init_fn: object) -> None:
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise TypeError(f"seed must be an int or None, not {seed!r}")
     if isinstance(seed, int) and not -(2**63) <= seed < 2**64:
@@ -111,6 +111,8 @@ def _work(names: Mapping[nn.Module, str], targets: Sequence[Target], init_fn: In
             entry = Position(host, state=seeded_state(host, seed), is_entry=True)
         record, views = record_initializers(names, without, init_fn, entry)
         work[record] = list(zip(without, views, strict=True))
+    for record in work:
+        record.check_constants()
     return work
 
 
