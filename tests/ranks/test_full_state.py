@@ -131,6 +131,26 @@ def test_converts_dtypes() -> None:
 
 
 @on_ranks(2, broadcast=[False, True])
+def test_tensors_that_are_not_dense(broadcast: bool) -> None:
+    rows = torch.ones(12, 17)
+    sparse, nested = rows.to_sparse(), torch.nested.nested_tensor(list(rows))
+    model = shard_plainly(build("mlp", 2))
+    for value in (sparse, rows.to_sparse_csr(), nested, torch.quantize_per_tensor(rows, 0.1, 0, torch.qint8)):
+        state = build("mlp", 1).state_dict() | {"layers.1.weight": value}
+        given = of_rank_zero(state) if broadcast else state
+        action = lambda given=given: load_full_state_dict(model, given, broadcast_from_rank0=broadcast)  # noqa: E731
+        assert_raises_alike(ValueError, r"nested or quantized \(give dense ones\): .layers.1.weight", action)
+    assert_state(model, build("mlp", 2).state_dict())
+
+
+@on_ranks(2)
+def test_a_value_that_cannot_be_sent() -> None:
+    state = of_rank_zero(build("mlp", 1).state_dict() | {"more": lambda: None})
+    model = shard_plainly(build("mlp", 2))
+    assert_raises_alike(TypeError, "cannot be sent to the other ranks", lambda: load_full_state_dict(model, state))
+
+
+@on_ranks(2, broadcast=[False, True])
 def test_one_error_lists_all_that_does_not_fit_and_nothing_is_written(broadcast: bool) -> None:
     state: dict[Any, Any] = dict(build("mlp", 1).state_dict())
     state["more"], state[3] = torch.zeros(1), torch.zeros(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -87,9 +88,12 @@ def load_full_state_dict(model: nn.Module, sd: Mapping[str, Any] | None, *, broa
     has_values = peers.is_first or not broadcast_from_rank0
     with peers.together():
         tensors, objects, problems = _sort(loading, sd) if has_values else ({}, {}, [])
-    described = {name: _Description(tuple(value.shape), value.dtype) for name, value in tensors.items()}
+        # A nested tensor has no shape.
+        dense = {name: value for name, value in tensors.items() if not value.is_nested}
+        described = {name: _Description(tuple(value.shape), value.dtype) for name, value in dense.items()}
+        packed = _packed((described, objects, problems)) if broadcast_from_rank0 else b""
     if broadcast_from_rank0:
-        described, objects, problems = peers.exchange((described, objects, problems))[0]
+        described, objects, problems = pickle.loads(peers.exchange(packed)[0])
     with peers.together():
         matches, _ = match(loading, described, "the state dict", objects=objects, problems=problems)
         if has_values:
@@ -131,9 +135,25 @@ def _sort(
             n for n, v in tensors.items() if isinstance(v, DTensor)
         ],
         "keys of tensors on the meta device": [n for n, v in tensors.items() if v.is_meta],
+        "keys of tensors that are sparse, nested or quantized (give dense ones)": [
+            n for n, v in tensors.items() if v.layout is not torch.strided or v.is_nested or v.is_quantized
+        ],
     }
     problems = [f"{kind}: {', '.join(map(repr, names))}" for kind, names in wrong.items() if names]
     return tensors, {name: value for name, value in sd.items() if name not in tensors}, problems
+
+
+def _packed(values: object) -> bytes:
+    """
+    Raises:
+        TypeError: if other ranks cannot get them.
+    """
+    try:
+        return pickle.dumps(values)
+    except Exception as error:
+        raise TypeError(
+            f"the state dict has a value that is no tensor and cannot be sent to the other ranks: {error}"
+        ) from error
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> bool:
