@@ -724,6 +724,9 @@ def test_errors_of_one_rank_are_raised_on_all() -> None:
         save(directory, model=model)
         with pytest.raises(ValueError, match="the checkpoint has no extra"):
             load(directory, model=model, extra={} if rank else None)
+        for verb in (save, load):
+            with pytest.raises(TypeError, match="directory must be a path, not int"):
+                verb(3 if rank else directory, model=model)
         blocked = directory / "file"
         if rank == 0:
             blocked.write_text("")

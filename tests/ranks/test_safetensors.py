@@ -486,6 +486,13 @@ def test_ranks_with_different_files() -> None:
 # -- Saving
 
 
+@on_ranks(2)
+def test_a_directory_that_is_none_on_one_rank() -> None:
+    model = shard_plainly(build("mlp", 2))
+    with tempfile.TemporaryDirectory() as name, pytest.raises(TypeError, match="directory must be a path, not None"):
+        save_safetensors(model, None if dist.get_rank() else name)  # type: ignore[arg-type]
+
+
 def other_hosts() -> Any:
     """Every rank on a host of its own."""
     return mock.patch.object(ours, "_host", return_value=str(dist.get_rank()))

@@ -38,6 +38,17 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     return found[-1] if found else None
 
 
+def path_of(directory: str | os.PathLike[str]) -> Path:
+    """An absolute path.
+
+    Raises:
+        TypeError: if it is none.
+    """
+    if not isinstance(directory, (str, os.PathLike)):
+        raise TypeError(f"directory must be a path, not {type(directory).__name__}")
+    return Path(os.path.abspath(directory))
+
+
 def checkpoints_in(root: Path) -> list[Path]:
     """The complete checkpoints in ``root``, oldest first."""
     numbered = [(int(match[1]), name) for name in _names_in(root) if (match := _CHECKPOINT.fullmatch(name))]

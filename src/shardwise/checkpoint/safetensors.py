@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from .atomic import sync_directory
+from .atomic import path_of, sync_directory
 from .matching import IncompatibleKeys, Match, WeightsError, check_ties, match
 from .peers import Peers
 from .progress import Progress
@@ -176,13 +176,14 @@ def save_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, max
     saving = weights_of(model, asked_by="save_safetensors", plain_names=True)
     peers = saving.peers
     with peers.together():
+        path = path_of(directory)
         saving.check_values()
         names = {_name_to_store(model, weight): weight for weight in saving.weights}
         _check_storable(saving, names)
         tensors = {name: (weight.dtype, weight.shape) for name, weight in names.items()}
         files = plan_files(tensors, _parse_size(max_shard_size), _metadata(names))
     token = peers.exchange(secrets.token_hex(4))[0]
-    target = _Target(Path(directory), files, token)
+    target = _Target(path, files, token)
     try:
         with peers.together():
             if peers.is_first:

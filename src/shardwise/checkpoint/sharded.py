@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ..core.device import local_of, not_inference
 from .asynchronous import background, host_copies
-from .atomic import DCP_METADATA, MANIFEST, Draft, checkpoints_in, is_name_of_ours, latest, prune
+from .atomic import DCP_METADATA, MANIFEST, Draft, checkpoints_in, is_name_of_ours, latest, path_of, prune
 from .contents import apart, contents, digests
 from .integrity import CheckpointError, CorruptFileError, Manifest, find_damage
 from .model_state import check_fit
@@ -85,19 +85,24 @@ def save(
         leaves = contents(_module(model), _optimizers(model, optimizer), _scheduler(scheduler), extra)
         return host_copies(leaves) if async_ else leaves
 
-    leaves, draft, path, final = _begin(ranks, Path(os.path.abspath(directory)), step, model, collect)
+    leaves, draft, path, final = _begin(ranks, directory, step, model, collect)
     work = functools.partial(_write, path, leaves, ranks, draft, keep, shown=not async_)
     background.start(work) if async_ else work()
     return final
 
 
 def _begin(
-    ranks: SavingRanks, root: Path, step: int | None, model: nn.Module | None, collect: Callable[[], Leaves]
+    ranks: SavingRanks,
+    directory: str | os.PathLike[str],
+    step: int | None,
+    model: nn.Module | None,
+    collect: Callable[[], Leaves],
 ) -> tuple[Leaves, Draft | None, Path, Path]:
     """What this rank writes of what ``collect`` gives, the first rank's draft, its path and that of the checkpoint."""
     draft: Draft | None = None
     try:
         with ranks.together():
+            root = path_of(directory)
             leaves = collect()
             own = digests(leaves, model)
             draft = _new_draft(root, step) if ranks.is_first else None
@@ -187,8 +192,8 @@ def load(
     background.finish()
     with ranks.together():
         wanted = Wanted(_module(model), _optimizers(model, optimizer), _scheduler(scheduler), extra, rng)
-        found = _find(Path(os.path.abspath(directory))) if ranks.is_first else None
-    path, manifest = cast(tuple[Path, Manifest | None], ranks.exchange(found)[0])
+        found = _find(path_of(directory), ranks)
+    path, manifest = ranks.exchange(found)[0]
     share = sum(file.size for file in manifest.files.values()) // ranks.size if manifest is not None else 0
     with Progress("Loading", 2 * share, shown=ranks.is_first) as progress, torch.no_grad(), not_inference():
         if manifest is not None:
@@ -227,8 +232,10 @@ def _check_files(path: Path, manifest: Manifest, ranks: SavingRanks, progress: P
     )
 
 
-def _find(path: Path) -> tuple[Path, Manifest | None]:
-    """The checkpoint that ``path`` means; without a manifest it is of others."""
+def _find(path: Path, ranks: SavingRanks) -> tuple[Path, Manifest | None]:
+    """The checkpoint that ``path`` means, which only the first rank looks at; without a manifest it is of others."""
+    if not ranks.is_first:
+        return path, None
     if not (path / MANIFEST).is_file():
         if (path / DCP_METADATA).is_file() and not is_name_of_ours(path.name):
             return path, None
