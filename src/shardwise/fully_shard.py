@@ -108,13 +108,13 @@ def fully_shard(
         TypeError: for an argument of a wrong type.
     """
     modules = _root_modules(module)
-    _check_kinds(mesh, comm_ctx)
+    _check_kinds(mesh, comm_ctx, module_fqn, shard_placement_fn, dp_mesh_dims)
     strategy = _strategy(placements)
     data_parallel = data_parallel_mesh(mesh if mesh is not None else _default_mesh(), strategy, dp_mesh_dims)
     _check_device(comm_ctx, data_parallel.device)
     managed = managed_modules(modules)
     policy = _policy(mp_policy, offload_policy, reshard_after_forward, data_parallel)
-    parameters = _managed_parameters(managed, ignored_params or set(), module_fqn)
+    parameters = _managed_parameters(managed, _ignored(ignored_params), module_fqn)
     groups = _make_groups(parameters, data_parallel, policy, shard_placement_fn)
     _move_buffers(managed, data_parallel.device)
     # The root's parameters are needed at once in backward; where they are kept anyway, resharding costs nothing.
@@ -124,10 +124,17 @@ def fully_shard(
     return module
 
 
-def _check_kinds(mesh: object, comm_ctx: object) -> None:
-    for name, value, kind in (("mesh", mesh, DeviceMesh), ("comm_ctx", comm_ctx, FSDPCommContext)):
+def _check_kinds(
+    mesh: object, comm_ctx: object, module_fqn: object, shard_placement_fn: object, dp_mesh_dims: object
+) -> None:
+    kinds = (("mesh", mesh, DeviceMesh), ("comm_ctx", comm_ctx, FSDPCommContext), ("module_fqn", module_fqn, str))
+    for name, value, kind in kinds:
         if value is not None and not isinstance(value, kind):
             raise TypeError(f"{name} must be a {kind.__name__}, not {type(value).__name__}")
+    if shard_placement_fn is not None and not callable(shard_placement_fn):
+        raise TypeError(f"shard_placement_fn must be a function, not {type(shard_placement_fn).__name__}")
+    if dp_mesh_dims is not None and not hasattr(dp_mesh_dims, "shard_names"):
+        raise TypeError(f"dp_mesh_dims must be a DataParallelMeshDims, not {type(dp_mesh_dims).__name__}")
 
 
 def _check_device(comm_ctx: FSDPCommContext | None, device: torch.device) -> None:
@@ -211,6 +218,12 @@ def _policy(
 ) -> GroupPolicy:
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, not {type(mp_policy).__name__}")
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        dtype = getattr(mp_policy, name)
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"mp_policy: {name} must be a torch.dtype, not {dtype!r}")
+        if dtype is not None and name != "output_dtype" and not (dtype.is_floating_point or dtype.is_complex):
+            raise ValueError(f"mp_policy: {name} must be a floating-point dtype, not {dtype}")
     if getattr(mp_policy, "param_dtype_override_fn", None) is not None:
         raise ValueError(
             "mp_policy: param_dtype_override_fn (of torch 2.15) is not supported: wrap the modules that compute in "
@@ -255,6 +268,20 @@ def _managed_parameters(
                 by_id[id(parameter)] = ManagedParameter(parameter, full, [])
             by_id[id(parameter)].places.append(Place(module, name))
     return list(by_id.values())
+
+
+def _ignored(parameters: Iterable[nn.Parameter] | None) -> list[nn.Parameter]:
+    """
+    Raises:
+        TypeError: for names or modules, which would ignore nothing.
+    """
+    if isinstance(parameters, (torch.Tensor, nn.Module)) or not isinstance(parameters, Iterable | None):
+        raise TypeError(f"ignored_params must be a set of parameters, not {type(parameters).__name__}")
+    given = list(parameters or ())
+    for parameter in given:
+        if not isinstance(parameter, nn.Parameter):
+            raise TypeError(f"ignored_params has {parameter!r:.80}: it takes the parameters themselves")
+    return given
 
 
 def _check_parameter(name: str, parameter: nn.Parameter, place: Place) -> None:

@@ -221,6 +221,21 @@ def test_arguments_of_other_types() -> None:
         fully_shard(Layer(), placements=3)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="comm_ctx"):
         fully_shard(Layer(), comm_ctx="cpu")  # type: ignore[call-overload]
+    layer: Any = Layer()
+    odd = {"module_fqn": 3, "shard_placement_fn": Shard(0), "dp_mesh_dims": "x"}
+    for name, value in odd.items():
+        with refused(TypeError, name, type(value).__name__):
+            fully_shard(layer, **{name: value})
+    for dtype in ("param_dtype", "reduce_dtype"):
+        with refused(ValueError, "mp_policy", dtype, "int8"):
+            fully_shard(layer, mp_policy=MixedPrecisionPolicy(**{dtype: torch.int8}))  # type: ignore[arg-type]
+    with refused(TypeError, "mp_policy", "reduce_dtype", "bfloat16"):
+        fully_shard(layer, mp_policy=MixedPrecisionPolicy(reduce_dtype="bfloat16"))  # type: ignore[arg-type]
+    first = next(layer.parameters())
+    for ignored in (first, layer, {"linear.weight"}, [layer], {"linear.weight": first}, {first.data}, 3):
+        with refused(TypeError, "ignored_params"):
+            fully_shard(layer, ignored_params=ignored)
+    assert not isinstance(layer, shardwise.FSDPModule)
 
 
 @on_ranks(1)
@@ -421,8 +436,23 @@ def test_arguments_of_methods() -> None:
         model.set_reduce_scatter_max_input_buffers(1.5)
     with refused(ValueError, "max_input_buffers", "1", "0"):
         model.set_reduce_scatter_max_input_buffers(0)
-    with refused((ValueError, TypeError), "Linear"):
+    with refused((ValueError, TypeError), "share_comm_ctx", "Linear"):
         shardwise.share_comm_ctx([model, model.first])
+    for verb in (model.set_modules_to_forward_prefetch, shardwise.share_comm_ctx):
+        with refused(TypeError, verb.__name__, "list of modules"):
+            verb(model)
+        with refused(ValueError, verb.__name__, "NoneType"):
+            verb([None])
+    for factor in (0, -1, float("nan"), float("inf")):
+        with refused(ValueError, "divide factor", repr(factor)):
+            model.set_gradient_divide_factor(factor)
+    for method in ("set_gradient_divide_factor", "set_custom_all_gather", "set_custom_reduce_scatter"):
+        with refused(TypeError, method.removeprefix("set_").replace("gradient_", "").split("_")[0], "nonsense"):
+            getattr(model, method)("nonsense")
+    with refused(TypeError, "set_all_reduce_hook", "str"):
+        model.set_all_reduce_hook("nonsense")
+    with refused(TypeError, "repoint", "Linear"):
+        shardwise.repoint(model.first)
     with refused((ValueError, RuntimeError, NotImplementedError), "symm"):
         model.set_symm_mem_for_comm()
 

@@ -213,7 +213,7 @@ def test_prefetch_setters_choose_what_is_gathered(fake_mesh: Mesh, monkeypatch: 
     order.clear()
     output.sum().backward()
     assert order == ["layers.2", "layers.0", "layers.1"]
-    with pytest.raises(ValueError, match="only modules wrapped by fully_shard can be prefetched, not Linear"):
+    with pytest.raises(ValueError, match="takes modules wrapped by fully_shard, not Linear"):
         model.set_modules_to_forward_prefetch([nn.Linear(2, 2)])  # type: ignore[operator]
 
 
@@ -483,7 +483,7 @@ def test_share_comm_ctx(fake_mesh: Mesh) -> None:
     for stage in stages:
         run(stage)
         assert None not in grads(stage)
-    with pytest.raises(ValueError, match="only modules wrapped"):
+    with pytest.raises(ValueError, match="takes modules wrapped"):
         shardwise.share_comm_ctx([nn.Linear(1, 1)])  # type: ignore[list-item]
 
 

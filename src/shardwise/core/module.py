@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+import numbers
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, cast
@@ -255,16 +257,18 @@ class FSDPModule(_TorchModule):
 
         Raises:
             ValueError: if one of them is not wrapped.
+            TypeError: if it is no list.
         """
-        self._unit.prefetch_forward = _references(modules)
+        self._unit.prefetch_forward = _references(modules, "set_modules_to_forward_prefetch")
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:  # type: ignore[override]
         """Modules to gather when this one starts its backward, in place of the one that ran before it in forward.
 
         Raises:
             ValueError: if one of them is not wrapped.
+            TypeError: if it is no list.
         """
-        self._unit.prefetch_backward = _references(modules)
+        self._unit.prefetch_backward = _references(modules, "set_modules_to_backward_prefetch")
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether this unit's parameters are gathered for backward; those of an embedding need not be."""
@@ -303,7 +307,9 @@ class FSDPModule(_TorchModule):
 
         Raises:
             ValueError: if the unit has parameters on several meshes.
+            TypeError: if it is no such object.
         """
+        _check_collective("set_custom_all_gather", comm)
         self._only_group("set_custom_all_gather").custom_gather = comm
 
     def set_custom_reduce_scatter(self, comm: StagedCollective) -> None:  # type: ignore[override]
@@ -312,7 +318,9 @@ class FSDPModule(_TorchModule):
 
         Raises:
             ValueError: if the unit has parameters on several meshes.
+            TypeError: if it is no such object.
         """
+        _check_collective("set_custom_reduce_scatter", comm)
         self._only_group("set_custom_reduce_scatter").custom_reduce_scatter = comm
 
     def _only_group(self, method: str) -> GroupOptions:
@@ -368,7 +376,16 @@ class FSDPModule(_TorchModule):
     # -- Arithmetic of the reduction
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide this unit's summed gradients by ``factor`` instead of by the number of ranks."""
+        """Divide this unit's summed gradients by ``factor`` instead of by the number of ranks.
+
+        Raises:
+            TypeError: if it is neither a number nor a tensor.
+            ValueError: for a number that is not positive and finite.
+        """
+        if factor is not None and not isinstance(factor, (numbers.Real, torch.Tensor)):
+            raise TypeError(f"the gradient divide factor must be a number, not {factor!r}")
+        if isinstance(factor, numbers.Real) and not 0 < factor < math.inf:
+            raise ValueError(f"the gradient divide factor must be positive and finite, not {factor!r}")
         for group in self._unit.groups:
             group.options.divide_factor = factor
 
@@ -383,8 +400,11 @@ class FSDPModule(_TorchModule):
         """Call ``hook`` with each reduced 1-D gradient buffer of this unit, after all reductions.
 
         Raises:
+            TypeError: if it is no function.
             ValueError: if the unit has parameters on several meshes, or a stream is given for a 2-D mesh.
         """
+        if hook is not None and not callable(hook):
+            raise TypeError(f"set_all_reduce_hook takes a function of a tensor, not {type(hook).__name__}")
         options, unit = self._only_group("set_all_reduce_hook"), self._unit
         if stream is not None and any(group.mesh.replicate for group in unit.groups):
             raise ValueError(f"unit {unit.name!r} all-reduces by itself: the hook runs in that stream")
@@ -402,11 +422,18 @@ def _in_stream(hook: Callable[[torch.Tensor], None], stream: torch.cuda.Stream) 
     return run
 
 
-def _references(modules: Iterable[Any]) -> list[weakref.ref[Unit]]:
+def _check_collective(method: str, comm: object) -> None:
+    if comm is not None and not (callable(comm) and hasattr(comm, "allocate")):
+        raise TypeError(f"{method} takes an object that can be called and has allocate(), not {comm!r:.80}")
+
+
+def _references(modules: Iterable[Any], asked_by: str) -> list[weakref.ref[Unit]]:
+    if isinstance(modules, nn.Module) or not isinstance(modules, Iterable):
+        raise TypeError(f"{asked_by} takes a list of modules, not {type(modules).__name__}")
     units = []
     for module in modules:
-        if (unit := unit_of(module)) is None:
-            raise ValueError(f"only modules wrapped by fully_shard can be prefetched, not {type(module).__name__}")
+        if not isinstance(module, nn.Module) or (unit := unit_of(module)) is None:
+            raise ValueError(f"{asked_by} takes modules wrapped by fully_shard, not {type(module).__name__}")
         units.append(unit.reference)
     return units
 
@@ -472,7 +499,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     Raises:
         ValueError: if one of them is not wrapped.
     """
-    units = [reference() for reference in _references(modules)]
+    units = [reference() for reference in _references(modules, "share_comm_ctx")]
     context: FSDPCommContext | None = None
     for unit in units:
         assert unit is not None

@@ -28,7 +28,12 @@ def repoint(optimizer: AnyOptimizer) -> AnyOptimizer:
 
     Returns:
         ``optimizer``.
+
+    Raises:
+        TypeError: if it is no optimizer.
     """
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(f"repoint takes an optimizer, not {type(optimizer).__name__}")
     for group in optimizer.param_groups:
         refuse_flat(group["params"], "repoint")
         # In place: LBFGS, for one, keeps the list itself.
