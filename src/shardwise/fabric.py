@@ -103,6 +103,8 @@ class _FabricStrategy(ProcessesStrategy):
             checkpointing=activation_checkpointing_policy,
         )
         self.state_dict_type = checked_state_dict_type(state_dict_type)
+        if param_init_fn is not None and not callable(param_init_fn):
+            raise TypeError(f"param_init_fn must be a function of a module, not {param_init_fn!r}")
         self.param_init_fn = param_init_fn
         super().__init__(
             accelerator=accelerator,

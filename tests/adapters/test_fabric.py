@@ -580,6 +580,8 @@ def refusals(directory: Path) -> None:
         by_block().setup(by_hand)
     with pytest.raises(ValueError, match="state_dict_type"):
         fabric(state_dict_type="whole")
+    with pytest.raises(TypeError, match="param_init_fn"):
+        fabric(param_init_fn="ones")
     directory_ = directory / "occupied"
     directory_.mkdir(exist_ok=True)
     with pytest.raises(IsADirectoryError):

@@ -889,7 +889,7 @@ def refusals(directory: Path) -> None:
         assert not any(isinstance(parameter, DTensor) for parameter in module.parameters())
         assert not any(inner._forward_pre_hooks for inner in module.modules())
         assert used.strategy.optimizers == []
-    with raises(ValueError, "ModuleList"):
+    with raises(ValueError, "auto_wrap_policy", "ModuleList"):
         ours(auto_wrap_policy={nn.ModuleList})
     foreign = Module()
     torch_fully_shard(foreign.net)
@@ -904,7 +904,8 @@ def arguments(directory: Path) -> None:
         ({"state_dict_type": "half"}, "state_dict_type"),
         ({"move_grads_to_cpu": True}, "move_grads_to_cpu"),
         ({"mp_policy": torch.float16}, "mp_policy"),
-        ({"auto_wrap_policy": 3}, "policy"),
+        ({"auto_wrap_policy": 3}, "auto_wrap_policy"),
+        ({"activation_checkpointing_policy": {3}}, "activation_checkpointing_policy"),
         ({"process_group": "default"}, "process_group"),
         ({"compute_dtype": "bf16"}, "compute_dtype"),
         ({"min_num_params": "many"}, "min_num_params"),

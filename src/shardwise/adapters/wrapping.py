@@ -32,8 +32,12 @@ Policy = Callable[..., bool] | Iterable[type[nn.Module]]
 the module alone, or classes of modules."""
 
 
-def chooser(policy: Policy) -> Callable[..., bool]:
+def chooser(policy: Policy, name: str = "a policy") -> Callable[..., bool]:
     """``policy`` in the form that `shardwise.fairscale.auto_wrap` asks.
+
+    Args:
+        policy: chooses modules.
+        name: of the argument, for errors.
 
     Raises:
         TypeError: if it is neither a function nor classes of modules.
@@ -43,11 +47,11 @@ def chooser(policy: Policy) -> Callable[..., bool]:
         return functools.partial(_ask, policy)
     classes = (policy,) if isinstance(policy, type) else tuple(policy) if isinstance(policy, Iterable) else ()
     if not classes or not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in classes):
-        raise TypeError(f"a policy must be a function of a module or a set of module classes, not {policy!r}")
+        raise TypeError(f"{name} must be a function of a module or a set of module classes, not {policy!r}")
     for kind in classes:
         if issubclass(kind, CONTAINERS) and kind.forward is nn.Module.forward:
             raise ValueError(
-                f"a policy chooses {kind.__name__}, which has no forward, so that nothing would tell when to gather "
+                f"{name} chooses {kind.__name__}, which has no forward, so that nothing would tell when to gather "
                 "its parameters: choose the classes of the modules in it"
             )
     return functools.partial(_is_one_of, classes)

@@ -66,9 +66,10 @@ class Sharding:
             raise ValueError(f"min_num_params={self.min_num_params}: a module cannot have fewer than no parameters")
         if not isinstance(self.precision, MixedPrecisionPolicy):
             raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, not {type(self.precision).__name__}")
-        for policy in (self.policy, self.checkpointing):
+        policies = {"auto_wrap_policy": self.policy, "activation_checkpointing_policy": self.checkpointing}
+        for name, policy in policies.items():
             if policy is not None:
-                chooser(policy)
+                chooser(policy, name)
 
     def wrap(self, module: nn.Module, mesh: DeviceMesh, *, is_root: bool = False, **overrides: Any) -> nn.Module:
         """Make one unit, in place; a module that is one already stays as it is.
