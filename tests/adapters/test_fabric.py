@@ -574,6 +574,10 @@ def refusals(directory: Path) -> None:
         with pytest.raises(ValueError, match=r"'1\.(weight|one)'"):
             by_block(min_num_params=1).setup(model)
         assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    container = nn.ModuleList([nn.Linear(4, 4)])
+    with pytest.raises(ValueError, match=r"ModuleList has no forward.*set up a module"):
+        by_block(min_num_params=1).setup(container)
+    assert not any(isinstance(parameter, DTensor) for parameter in container.parameters())
     by_hand = make_net()
     fully_shard(by_hand.head)
     with pytest.warns(UserWarning, match="Net has modules that were wrapped by hand"):

@@ -209,8 +209,13 @@ def _choose_inside(
 def refuse_uncuttable(model: nn.Module) -> None:
     """
     Raises:
-        ValueError: naming a parameter that `fully_shard` does not take.
+        ValueError: naming a parameter that `fully_shard` does not take, or a container without forward.
     """
+    if is_never_called(model):
+        raise ValueError(
+            f"{type(model).__name__} has no forward, so nothing would tell when to gather its parameters: set up a "
+            "module with a forward that calls those in it, or each of them"
+        )
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise ValueError(
