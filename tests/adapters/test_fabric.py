@@ -574,6 +574,10 @@ def refusals(directory: Path) -> None:
         with pytest.raises(ValueError, match=r"'1\.(weight|one)'"):
             by_block(min_num_params=1).setup(model)
         assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    frozen = make_net()
+    frozen.head.weight.requires_grad_(dist.get_rank() != 0)
+    with pytest.raises(ValueError, match=r"'head.weight' .* without gradient on rank 0"):
+        by_block().setup(frozen)
     container = nn.ModuleList([nn.Linear(4, 4)])
     with pytest.raises(ValueError, match=r"ModuleList has no forward.*set up a module"):
         by_block(min_num_params=1).setup(container)

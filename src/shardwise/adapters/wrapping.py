@@ -109,11 +109,12 @@ def share_values(model: nn.Module, mesh: DeviceMesh) -> None:
     meta device.
 
     Raises:
-        ValueError: on all ranks, naming what ranks have differently: other tensors, or on another kind of device.
+        ValueError: on all ranks, naming what ranks have differently: other tensors, on another kind of device, or
+            frozen on some only.
     """
     peers = Peers(mesh)
     named = [(name, t) for name, t in (*model.named_parameters(), *model.named_buffers()) if not is_lazy(t)]
-    described = {name: f"{tuple(t.shape)} {t.dtype}{' on meta' if t.is_meta else ''}" for name, t in named}
+    described = {name: _description(tensor) for name, tensor in named}
     for rank, other in zip(peers.ranks, peers.exchange(described), strict=True):
         if other != described:
             name = next(name for name in (*described, *other) if other.get(name) != described.get(name))
@@ -129,6 +130,13 @@ def share_values(model: nn.Module, mesh: DeviceMesh) -> None:
         peers.broadcast(value.view(-1).view(torch.uint8))
         if value.data_ptr() != tensor.data_ptr():
             tensor.copy_(value)
+
+
+def _description(tensor: torch.Tensor) -> str:
+    """What must be the same on all ranks, or they wait for each other's collectives."""
+    is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    place = " on meta" if tensor.is_meta else ""
+    return f"{tuple(tensor.shape)} {tensor.dtype}{place}{' without gradient' if is_frozen else ''}"
 
 
 def take_whole_tensors(model: nn.Module) -> None:
