@@ -420,7 +420,16 @@ def _by_names(optimizer: Optimizer, models: nn.ModuleList) -> dict[str, Any]:
 
 
 def _model_of(optimizer: Optimizer, models: nn.ModuleList) -> nn.Module:
-    """The model that has all parameters of ``optimizer``, or all models together."""
+    """The model that has all parameters of ``optimizer``, or all models together.
+
+    Raises:
+        ValueError: if there is no model.
+    """
+    if not len(models):
+        raise ValueError(
+            f"state has {type(optimizer).__name__} without its model, by whose names sharded checkpoints know its "
+            "parameters: pass both, state={'model': model, 'optimizer': optimizer}"
+        )
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     return next((model for model in models if held <= set(model.parameters())), models)
 

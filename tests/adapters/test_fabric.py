@@ -341,6 +341,10 @@ def checkpoints(directory: Path) -> None:
         with pytest.raises(KeyError, match="absent"):
             other.load(path, {"model": again, "absent": 1})
         other.load(path, {"model": again, "absent": 1}, strict=False)
+        if kind == "sharded":
+            for use in (other.load, used.save):
+                with pytest.raises(ValueError, match="AdamW without its model"):
+                    use(path, {"optimizer": again_optimizer})
         with pytest.raises(FileNotFoundError):
             other.load(directory / "nowhere", {"model": again})
         with pytest.raises(ValueError, match=r"is a directory without \.metadata, so no sharded checkpoint"):
