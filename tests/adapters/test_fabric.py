@@ -409,6 +409,8 @@ def raw_files(directory: Path) -> None:
     used.load_raw(directory / "raw_sharded", model)
     found = whole(used.setup(model))
     assert all(torch.equal(found[key], value) for key, value in source.state_dict().items())
+    with pytest.raises(ValueError, match="no state dict of AdamW"):
+        used.load_raw(directory / "raw.pt", adam(nn.Linear(7, 13)))
     partial = nn.Sequential(nn.Linear(7, 13))
     used.load_raw(directory / "raw.pt", used.setup(partial), strict=False)
 

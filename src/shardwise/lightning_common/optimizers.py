@@ -91,8 +91,13 @@ def load_full_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any]) ->
         saved: is not changed; only this rank's part of tensors that are mapped from a file is read.
 
     Raises:
-        ValueError: if its param groups are others, or its parameters on the meta device.
+        ValueError: if it is not of an optimizer, its param groups are others, or the parameters on the meta device.
     """
+    if not {"state", "param_groups"} <= saved.keys():
+        raise ValueError(
+            f"this is no state dict of {type(optimizer).__name__}: it has {', '.join(map(repr, list(saved)[:5]))} "
+            "in the place of 'state' and 'param_groups'"
+        )
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(parameter.is_meta for parameter in parameters):
         raise ValueError(
