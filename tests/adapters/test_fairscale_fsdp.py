@@ -935,6 +935,15 @@ def test_refuses_what_does_not_fit() -> None:
         (TypeError, "process_group must", lambda: FSDP(nn.Linear(2, 2), process_group="world")),
         (TypeError, "process_group_reduce_scatter", lambda: FSDP(nn.Linear(2, 2), process_group_reduce_scatter="x")),
         (ValueError, "IDLE", lambda: FSDP(nn.Linear(2, 2)).assert_state(TrainingState.FORWARD)),
+        (TypeError, "compute_dtype='float16'", lambda: FSDP(nn.Linear(2, 2), compute_dtype="float16")),
+        (TypeError, "buffer_dtype=torch.int32", lambda: FSDP(nn.BatchNorm1d(2), buffer_dtype=torch.int32)),
+        (TypeError, "buffer_dtype='half'", lambda: setattr(FSDP(nn.Linear(2, 2)), "buffer_dtype", "half")),
+        (ValueError, "gradient_predivide_factor=0", lambda: FSDP(nn.Linear(2, 2), gradient_predivide_factor=0)),
+        (
+            ValueError,
+            "gradient_postdivide_factor=0",
+            lambda: FSDP(nn.Linear(2, 2)).set_gradient_divide_factors(1.0, 0.0, recursive=True),
+        ),
     ]
     for kind, message, run in cases:
         with pytest.raises(kind, match=message):

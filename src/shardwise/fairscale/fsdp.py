@@ -146,7 +146,8 @@ class FullyShardedDataParallel(nn.Module):
     # -- Construction
 
     def _choose_divisors(self, before: float | None) -> None:
-        self._own_divisors, before = before is not None, before or self._predivide_factor()
+        self._own_divisors, before = before is not None, self._predivide_factor() if before is None else before
+        _check_divisors(gradient_predivide_factor=before)
         self._divisors: tuple[float, float] = before, self.world_size / before
 
     def _watch_state_dicts(self) -> None:
@@ -156,6 +157,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def _check_settings(self) -> None:
         self._check_widens(self.fp32_reduce_scatter)
+        _check_dtypes(compute_dtype=self.compute_dtype, buffer_dtype=self.buffer_dtype)
         if self.move_grads_to_cpu != self.move_params_to_cpu and self.compute_device.type != "cpu":
             raise ValueError(
                 f"move_grads_to_cpu={self.move_grads_to_cpu} with move_params_to_cpu={self.move_params_to_cpu}: torch "
@@ -291,6 +293,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @buffer_dtype.setter
     def buffer_dtype(self, dtype: torch.dtype) -> None:
+        _check_dtypes(buffer_dtype=dtype)
         self._buffer_dtype, self._has_cast_buffers = dtype, False
 
     @property
@@ -324,6 +327,7 @@ class FullyShardedDataParallel(nn.Module):
         self._divide_by(self._divisors[0], factor)
 
     def _divide_by(self, before: float, after: float) -> None:
+        _check_divisors(gradient_predivide_factor=before, gradient_postdivide_factor=after)
         self._divisors, self._own_divisors = (before, after), True
         if self._own is not None:
             self._own.options.divisors = self._divisors
@@ -465,7 +469,7 @@ class FullyShardedDataParallel(nn.Module):
             recursive: whether to set them for the instances inside too.
 
         Raises:
-            ValueError: if the instance is not idle.
+            ValueError: if the instance is not idle, or a factor is not above 0.
         """
         self._check_idle()
         for instance in get_fsdp_instances(self) if recursive else [self]:
@@ -866,6 +870,26 @@ def _choose_casts(module: nn.Module, outer: torch.dtype | None) -> None:
         outer = dtype
     for child in module.children():
         _choose_casts(child, outer)
+
+
+def _check_dtypes(**dtypes: torch.dtype) -> None:
+    """
+    Raises:
+        TypeError: naming one that is no dtype, or not of floating-point numbers.
+    """
+    for name, dtype in dtypes.items():
+        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"{name}={dtype!r}: pass a floating-point torch.dtype, such as torch.float16")
+
+
+def _check_divisors(**factors: float) -> None:
+    """
+    Raises:
+        ValueError: naming one that gradients cannot be divided by.
+    """
+    for name, factor in factors.items():
+        if not factor > 0:
+            raise ValueError(f"{name}={factor}: gradients are divided by it, so it must be above 0")
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:
