@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.core import comm as comm_module
 from shardwise.core import whole as whole_module
 from shardwise.core.comm import Comm, GlooComm, PairwiseGlooComm, comm_for
-from shardwise.fairscale import OSS, ShardedDataParallel, ShardedDDP
+from shardwise.fairscale import OSS, FullyShardedDataParallel, ShardedDataParallel, ShardedDDP
 from shardwise.fairscale.sharded_ddp import ARGUMENTS
 
 from ..models import MLP, ConvNet, Transformer, inputs_for
@@ -933,6 +933,19 @@ def test_buffers_follow_the_first_rank() -> None:
         sharded.eval()
         sharded(inputs_for(sharded.module, 0))
         assert torch.equal(statistics, means[0] if broadcasts else means[dist.get_rank()])
+
+
+@on_ranks(2)
+def test_buffers_that_are_expanded() -> None:
+    """Several of their elements are one in memory, and none may be written twice."""
+    first = dist.get_rank() + 5.0
+    for wrap in (shard, FullyShardedDataParallel):
+        model = model_of(MLP)
+        model.register_buffer("expanded0", torch.tensor(first).expand(3))
+        model.register_buffer("expanded1", torch.tensor([[first], [first + 1]]).expand(2, 4))
+        wrap(model)
+        assert torch.equal(model.expanded0, torch.full((3,), 5.0))
+        assert torch.equal(model.expanded1, torch.tensor([[5.0] * 4, [6.0] * 4]))
 
 
 @on_ranks(2)

@@ -144,7 +144,8 @@ class WholePlan:
 
     def unpack(self, run: Run, flat: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
         """Copy ``flat`` into ``targets``."""
-        copy_each(targets, self.parts(run, flat))
+        pairs = [_without_repeats(*pair) for pair in zip(targets, self.parts(run, flat), strict=True)]
+        copy_each([target for target, _ in pairs], [source for _, source in pairs])
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
         """Start replacing ``tensors`` by their owners'; gives what waits until that is done.
@@ -175,6 +176,15 @@ class WholePlan:
                 self.unpack(run, flat, values)
 
         return finish
+
+
+def _without_repeats(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both without the copies that ``expand`` makes of elements of ``target``: torch writes no element twice."""
+    strides = target.stride()
+    if 0 in strides:
+        first = tuple(slice(1) if stride == 0 else slice(None) for stride in strides)
+        return target[first], source[first]
+    return target, source
 
 
 def _may_move(tensor: torch.Tensor, moved: dict[int, int]) -> bool:
