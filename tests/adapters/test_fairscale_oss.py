@@ -609,7 +609,7 @@ def test_state_has_to_be_consolidated_first() -> None:
         else:
             with pytest.raises(RuntimeError, match="consolidate_state_dict"):
                 oss.state_dict()
-    for rank in (-2, 2):
+    for rank in (-2, 2, None, "1"):
         with pytest.raises(ValueError, match=rf"recipient_rank={rank}"):
             oss.consolidate_state_dict(rank)
 
@@ -844,8 +844,11 @@ def test_without_a_process_group() -> None:
 @on_ranks(2)
 def test_arguments() -> None:
     parameters = [nn.Parameter(torch.ones(1))]
-    with pytest.raises(ValueError, match="broadcast_buffer_size=-2"):
-        OSS(parameters, broadcast_buffer_size=-2, lr=0.1)
+    for size in (-2, None, "100"):
+        with pytest.raises(ValueError, match=f"broadcast_buffer_size={size}"):
+            OSS(parameters, broadcast_buffer_size=size, lr=0.1)
+    with pytest.raises(TypeError, match=r"optim=SGD object\): pass the class"):
+        OSS(parameters, optim=SGD(parameters, lr=0.1))
     with pytest.raises(ValueError, match="LBFGS"):
         OSS(parameters, optim=torch.optim.LBFGS)
     with pytest.raises(ValueError, match="empty parameter list"):

@@ -1153,8 +1153,9 @@ def test_arguments() -> None:
     for wrong in (SGD(model.parameters(), lr=0.1), [], [oss, None]):
         with pytest.raises(TypeError, match="OSS"):
             ShardedDDP(model, wrong)
-    with pytest.raises(ValueError, match="reduce_buffer_size=-1"):
-        ShardedDDP(model, oss, reduce_buffer_size=-1)
+    for size in (-1, None):
+        with pytest.raises(ValueError, match=f"reduce_buffer_size={size}"):
+            ShardedDDP(model, oss, reduce_buffer_size=size)
     with pytest.raises(ValueError, match="not on none"):
         ShardedDDP(nn.Module(), oss)
     mixed = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))

@@ -701,7 +701,7 @@ class FullyShardedDataParallel(nn.Module):
             ValueError: for a parameter that is not of this module, param groups in another order than `parameters`,
                 state that is not elementwise, or no such rank.
         """
-        if recipient_rank is not None and not 0 <= recipient_rank < self.world_size:
+        if recipient_rank is not None and recipient_rank not in range(self.world_size):
             raise ValueError(
                 f"recipient_rank={recipient_rank}: the process group has ranks 0 to {self.world_size - 1}; None for all"
             )

@@ -72,6 +72,7 @@ class OSS(Optimizer):
     Raises:
         ValueError: for an optimizer that works on all parameters as one vector (LBFGS), or a broadcast_buffer_size
             below -1.
+        TypeError: if ``optim`` cannot be called.
         RuntimeError: without a process group.
     """
 
@@ -86,7 +87,11 @@ class OSS(Optimizer):
         **defaults: Any,
     ):
         check_arguments(OSS.__init__, "OSS", ARGUMENTS, {"force_broadcast_object": force_broadcast_object})
-        if broadcast_buffer_size < -1:
+        if not callable(optim):
+            raise TypeError(
+                f"OSS(optim={type(optim).__name__} object): pass the class of an optimizer, and its settings by name"
+            )
+        if not isinstance(broadcast_buffer_size, (int, float)) or broadcast_buffer_size < -1:
             raise ValueError(
                 f"OSS(broadcast_buffer_size={broadcast_buffer_size}): must be -1, 0 or a number of elements"
             )
@@ -282,7 +287,7 @@ class OSS(Optimizer):
         Raises:
             ValueError: if there is no such rank.
         """
-        if not -1 <= recipient_rank < self.world_size:
+        if recipient_rank not in range(-1, self.world_size):
             raise ValueError(
                 f"consolidate_state_dict(recipient_rank={recipient_rank}): pass a rank of the group, 0 to "
                 f"{self.world_size - 1}, or -1 for all"

@@ -78,7 +78,7 @@ class ShardedDataParallel(nn.Module):
         warn_on_trainable_params_changed: bool = True,
     ):
         super().__init__()
-        if reduce_buffer_size < 0:
+        if not isinstance(reduce_buffer_size, (int, float)) or reduce_buffer_size < 0:
             raise ValueError(
                 f"ShardedDataParallel(reduce_buffer_size={reduce_buffer_size}): must be 0 or more elements"
             )
