@@ -34,7 +34,8 @@ Result = tuple[dict[str, list[tuple[float, float]]], dict[str, str]]
 def host_tables(quick: bool) -> list[Table]:
     """Many small units on a small world; then worlds of 8 to 1024 ranks, with tensors that have fewer rows than those,
     and with large ones."""
-    return [_units_table(20 if quick else 120), *(_worlds_table(shape, 4 if quick else 16) for shape in (SHAPE, WIDE))]
+    worlds = [_worlds_table(SHAPE, 4 if quick else 48), _worlds_table(WIDE, 4 if quick else 16)]
+    return [_units_table(20 if quick else 120), *worlds]
 
 
 def _units_table(rounds: int) -> Table:
