@@ -370,23 +370,29 @@ def test_parameters_unused_in_partial_sums() -> None:
 # -- Arithmetic of the reduction
 
 
-@on_ranks(2, 4, dtype=[None, torch.bfloat16, torch.float16], force_sum=[True, False])
-def test_divide_factor(dtype: Any, force_sum: bool) -> None:
-    policy = MixedPrecisionPolicy(reduce_dtype=dtype)
+def _check_divide_factor(dtype: Any, force_sum: bool) -> None:
     for factor in (1.0, 3.0, 8.0):
         records = []
         for verb in (shardwise.fully_shard, torch_fully_shard):
             torch.manual_seed(1)
-            model: Any = wrap(make(), verb, mp_policy=policy)
+            model: Any = wrap(make(), verb, mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
             for unit in (*model.layers, model):
                 unit.set_gradient_divide_factor(factor)
                 # FSDP2 needs it on gloo, which has no scaled sum.
                 unit.set_force_sum_reduction_for_comms(force_sum or verb is torch_fully_shard)
             records.append(train_sharded(model, in_micro_batches(by_sync), 2))
-        if dist.get_world_size() == 2:
-            assert_records(*records, "FSDP2", bitwise=True)
-        elif dtype is None:
-            assert_records(*records, "FSDP2", bitwise=False)
+        assert_records(*records, "FSDP2", bitwise=dist.get_world_size() == 2)
+
+
+@on_ranks(2, dtype=[None, torch.bfloat16, torch.float16], force_sum=[True, False])
+def test_divide_factor(dtype: Any, force_sum: bool) -> None:
+    _check_divide_factor(dtype, force_sum)
+
+
+@on_ranks(4, force_sum=[True, False])
+def test_divide_factor_of_more_ranks(force_sum: bool) -> None:
+    """In float32: in 16 bits the order of sums decides over more than rounding."""
+    _check_divide_factor(None, force_sum)
 
 
 @on_ranks(2)
