@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 
@@ -16,6 +17,11 @@ from .ranks.harness import PRELOADED, world_size_of
 
 FRAMEWORKS = {"lightning": ["lightning"], "fabric": ["lightning"], "mmengine": ["mmengine", "mmengine.runner"]}
 """What ranks import for tests of each adapter: takes seconds, so it is done once, before they are forked."""
+
+
+def pytest_collection_finish() -> None:
+    # What was imported is not searched for cycles again and again.
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

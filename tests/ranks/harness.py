@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import importlib
 import itertools
 import multiprocessing as mp
@@ -60,6 +61,8 @@ def _serve(connection: Connection, rank: int, world_size: int) -> None:
 
     torch.set_num_threads(1)
     _use_one_gloo_thread()
+    # What is imported by now is not searched for cycles again and again.
+    gc.freeze()
     connection.send(("ready", None))
     while True:
         module, name, rendezvous, arguments = connection.recv()
