@@ -50,14 +50,21 @@ def assert_same(ours: dict[str, list[torch.Tensor]], theirs: dict[str, list[torc
 @on_ranks(
     1,
     2,
-    3,
-    4,
     model=["mlp", "transformer", "conv"],
     param_dtype=[None, BF16],
     reduce_dtype=[None, torch.float32, BF16],
     reshard=[True, False],
 )
 def test_like_fsdp2(model: str, param_dtype: Any, reduce_dtype: Any, reshard: bool) -> None:
+    check_like_fsdp2(model, param_dtype, reduce_dtype, reshard)
+
+
+@on_ranks(3, 4, model=["mlp", "transformer", "conv"], precision=[(None, None), (BF16, None), (BF16, torch.float32)])
+def test_like_fsdp2_on_more_ranks(model: str, precision: tuple[Any, Any]) -> None:
+    check_like_fsdp2(model, *precision, reshard=True)
+
+
+def check_like_fsdp2(model: str, param_dtype: Any, reduce_dtype: Any, reshard: bool) -> None:
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     options = {"mp_policy": policy, "reshard_after_forward": reshard}
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

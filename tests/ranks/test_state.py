@@ -112,9 +112,10 @@ def test_full_state_dict_and_broadcast_from_rank_zero() -> None:
     assert_equal(state_of(source), state_of(target))
 
 
-@on_ranks(2, 4, first=["ours", "torch"], second=["ours", "torch"])
-def test_checkpoints_of_either_load_into_the_other(first: str, second: str) -> None:
+@on_ranks(2, 4, pair=[("ours", "ours"), ("ours", "torch"), ("torch", "ours")])
+def test_checkpoints_of_either_load_into_the_other(pair: tuple[str, str]) -> None:
     """At world size 4 the second shards over two ranks and replicates over two."""
+    first, second = pair
     size = dist.get_world_size()
     one = init_device_mesh("cpu", (size,))
     other = one if size == 2 else init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
