@@ -24,8 +24,9 @@ $(STAMP): pyproject.toml constraints.txt
 train: $(STAMP)
 	@$(BIN)/python examples/train_lm.py --nproc $(NPROC) --zero $(ZERO) --size $(SIZE) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
+# Two files at a time, since much of it is one process; in order, so that the programs, which take longest, come first.
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check $(CODE)

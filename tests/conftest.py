@@ -1,4 +1,4 @@
-"""Settings for all tests: results that repeat bit for bit, and an order that starts few processes."""
+"""Settings for all tests: results that repeat bit for bit, and what processes import once for all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 
-from .ranks.harness import PRELOADED, world_size_of
+from .ranks.harness import PRELOADED
 
 FRAMEWORKS = {"lightning": ["lightning"], "fabric": ["lightning"], "mmengine": ["mmengine", "mmengine.runner"]}
 """What ranks import for tests of each adapter: takes seconds, so it is done once, before they are forked."""
@@ -25,7 +25,6 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=world_size_of)
     files = {item.path.stem for item in items}
     for adapter, modules in FRAMEWORKS.items():
         if f"test_{adapter}" in files and importlib.util.find_spec(modules[0]) is not None:

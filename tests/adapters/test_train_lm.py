@@ -26,7 +26,7 @@ SMALL = [
     "--no-sample",
     "--threads=1",
 ]
-LIMIT_SECONDS = 60
+LIMIT_SECONDS = 100
 
 
 @pytest.fixture(scope="session")

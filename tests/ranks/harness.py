@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.tensor.parallel"]
+PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
 START_LIMIT = 120.0
 TEST_LIMIT = 90.0
 PEER_LIMIT = 10.0
@@ -162,10 +162,7 @@ _pools: dict[int, Ranks] = {}
 
 
 def ranks(world_size: int) -> Ranks:
-    """The processes for a world size; those of other sizes are stopped, so that no more than one set runs."""
-    for size, pool in _pools.items():
-        if size != world_size:
-            pool.stop()
+    """The processes for a world size. Those of other sizes stay: idle they cost nothing, new ones take seconds."""
     return _pools.setdefault(world_size, Ranks(world_size))
 
 
@@ -201,9 +198,3 @@ def on_ranks(*world_sizes: int, limit: float = TEST_LIMIT, **cases: Sequence[Any
 def _case_name(value: Any) -> str:
     name = getattr(value, "__name__", None) or str(value).replace("torch.", "")
     return name.replace(" ", "")
-
-
-def world_size_of(item: pytest.Item) -> int:
-    """Tests of one world size together, so that processes are started once for each."""
-    callspec = getattr(item, "callspec", None)
-    return int(callspec.params.get("world_size", 0)) if callspec is not None else 0
