@@ -374,6 +374,19 @@ def test_broadcast_fp16_rounds_alike_and_keeps_every_dtype() -> None:
 
 
 @on_ranks(2)
+def test_how_parameters_travel_may_be_set_between_steps() -> None:
+    """Trainers wrap an optimizer that they are given and set ``broadcast_fp16`` of it later."""
+    mine, oss, plain, optimizer = pair(SGD, {"lr": 0.1})
+    for step, (half, size) in enumerate([(False, -1), (True, -1), (True, 0), (False, 5), (False, -1)]):
+        oss.broadcast_fp16, oss.broadcast_buffer_size = half, size
+        train_both(mine, oss, plain, optimizer, [step])
+        if half:
+            for parameter in plain.parameters():
+                parameter.data = parameter.data.half().float()
+        assert_same(mine.parameters(), plain.parameters())
+
+
+@on_ranks(2)
 def test_a_model_may_change_its_dtype_between_steps() -> None:
     mine, oss, plain, optimizer = pair(SGD, {"lr": 0.1})
     train_both(mine, oss, plain, optimizer, [0])

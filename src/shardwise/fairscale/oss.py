@@ -44,8 +44,8 @@ SMALL_STATE = 1024
 _LISTS = ("params", "param_names")
 """Entries of a param group with an item for each parameter; all others are hyper-parameters."""
 
-Signature = tuple[list[torch.dtype], list[torch.device], list[bool]]
-"""Of all parameters: what a plan to send them holds for."""
+Signature = tuple[list[torch.dtype], list[torch.device], list[bool], float, bool]
+"""Of all parameters, and ``broadcast_buffer_size`` and ``broadcast_fp16``: what a plan to send them holds for."""
 
 
 @documented(ARGUMENTS)
@@ -68,6 +68,8 @@ class OSS(Optimizer):
         rank: of this process in it.
         world_size: of it.
         global_rank: of this process among all.
+        broadcast_buffer_size: as passed; what is set counts from the next step on, and is set alike on all ranks.
+        broadcast_fp16: the same.
 
     Raises:
         ValueError: for an optimizer that works on all parameters as one vector (LBFGS), or a broadcast_buffer_size
@@ -193,6 +195,9 @@ class OSS(Optimizer):
             [p.dtype for p in parameters],
             [p.device for p in parameters],
             [p.requires_grad for p in parameters],
+            # Programs set these on an optimizer that they did not make themselves.
+            self.broadcast_buffer_size,
+            self.broadcast_fp16,
         )
         if self._plan is None or self._plan.signature != signature:
             self._plan = self._make_plan(signature)
