@@ -149,6 +149,25 @@ def test_set_reshard_after_backward(fake_mesh: Mesh) -> None:
     assert run(model)[0].gathers == 1
 
 
+def test_attributes_of_a_root_without_parameters(fake_mesh: Mesh) -> None:
+    """It has none to reduce or reshard, and reads as it was set all the same."""
+    mesh = fake_mesh(2)
+    model: Any = nn.Sequential(nn.Linear(2, 2))
+    for module in (model[0], model):
+        fully_shard(module, mesh=mesh)
+    assert model.reduce_grads
+    assert model.reshard_after_backward
+    model.set_requires_gradient_sync(False)
+    model.set_reshard_after_backward(False)
+    assert not model.reduce_grads
+    assert not model.reshard_after_backward
+    model.reduce_grads = model.reshard_after_backward = True
+    assert model.reduce_grads
+    assert model.reshard_after_backward
+    assert not model[0].reduce_grads
+    assert not model[0].reshard_after_backward
+
+
 def test_set_reshard_after_forward(fake_mesh: Mesh) -> None:
     model = build(fake_mesh(4))
     model.set_reshard_after_forward(False)  # type: ignore[operator]

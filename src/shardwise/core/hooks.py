@@ -29,6 +29,7 @@ from .device import (
 from .errors import StateError
 from .group import ParamGroup
 from .parameter import owner_of
+from .slot import GroupOptions
 from .step import end_steps
 from .tree import cast_floating, map_tensors, opaque_types, tensors_requiring_grad
 
@@ -69,6 +70,8 @@ class Unit:
         become_root: Callable[[Unit], FSDPCommContext],
     ):
         self.groups = tuple(groups)
+        # A unit without parameters, as many a root is, remembers what was set on it all the same.
+        self.options = [group.options for group in self.groups] or [GroupOptions()]
         self.device = device
         self.precision = precision
         self.given_name = name

@@ -104,6 +104,10 @@ class FSDPModule(_TorchModule):
         for unit in self._units(recurse):
             yield from unit.groups
 
+    def _options(self, recurse: bool) -> Iterator[GroupOptions]:
+        for unit in self._units(recurse):
+            yield from unit.options
+
     def _context(self) -> FSDPCommContext:
         return self._unit.context or self._unit.become_root(self._unit)
 
@@ -194,9 +198,9 @@ class FSDPModule(_TorchModule):
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients; if not, they add up unsharded, in ``reduce_dtype`` if that is set."""
-        for group in self._groups(recurse):
-            group.options.reduce_gradients = requires_gradient_sync
-            group.options.all_reduce_gradients = requires_gradient_sync
+        for options in self._options(recurse):
+            options.reduce_gradients = requires_gradient_sync
+            options.all_reduce_gradients = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """On a (replicate, shard) mesh: whether backward also reduces over the replicating axis; if not, the
@@ -223,13 +227,13 @@ class FSDPModule(_TorchModule):
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether parameters are resharded after backward; keeping them saves a gather while accumulating."""
-        for group in self._groups(recurse):
-            group.options.reshard_after_backward = reshard_after_backward
+        for options in self._options(recurse):
+            options.reshard_after_backward = reshard_after_backward
 
     @property
     def reshard_after_backward(self) -> bool:
         """The state that `set_reshard_after_backward` sets, of this module alone."""
-        return all(group.options.reshard_after_backward for group in self._unit.groups)
+        return all(options.reshard_after_backward for options in self._unit.options)
 
     @reshard_after_backward.setter
     def reshard_after_backward(self, value: bool) -> None:
@@ -238,7 +242,7 @@ class FSDPModule(_TorchModule):
     @property
     def reduce_grads(self) -> bool:
         """The state that `set_requires_gradient_sync` sets, of this module alone."""
-        return all(group.options.reduce_gradients for group in self._unit.groups)
+        return all(options.reduce_gradients for options in self._unit.options)
 
     @reduce_grads.setter
     def reduce_grads(self, value: bool) -> None:
@@ -329,7 +333,7 @@ class FSDPModule(_TorchModule):
             raise ValueError(
                 f"{method}: unit {unit.name!r} has parameters on several meshes, which it cannot tell apart"
             )
-        return unit.groups[0].options if unit.groups else GroupOptions()
+        return unit.options[0]
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Stage this unit's collectives in the process group's own memory, where its backend has an allocator.
