@@ -1,5 +1,7 @@
 """Sharded data-parallel training for PyTorch."""
 
+import contextlib
+
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from .checkpoint import (
@@ -22,6 +24,9 @@ from .grad import clip_grad_norm_
 from .init import init_on_meta, materialize
 from .optim import repoint
 from .placements import Placements
+
+with contextlib.suppress(ImportError):  # not in every version of torch
+    from torch.distributed.fsdp import DataParallelMeshDims as DataParallelMeshDims
 
 __all__ = [
     "EMA",

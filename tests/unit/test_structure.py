@@ -163,6 +163,13 @@ def test_policies_and_base_class_are_torchs_own() -> None:
     assert issubclass(shardwise.FSDPModule, fsdp.FSDPModule)
 
 
+def test_what_torch_exports_for_fsdp2_can_be_imported_from_here() -> None:
+    from torch.distributed.fsdp import _fully_shard
+
+    assert "fully_shard" in _fully_shard.__all__
+    assert [name for name in _fully_shard.__all__ if not hasattr(shardwise, name)] == []
+
+
 def module_name(path: Path) -> str:
     return ".".join(path.relative_to(SOURCE).with_suffix("").parts)
 
