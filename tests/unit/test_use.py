@@ -351,6 +351,19 @@ def test_messages_name_the_root(fake_mesh: Mesh) -> None:
     assert unit_of(model) is not None
 
 
+def test_messages_name_the_parameter_that_a_view_is_of(fake_mesh: Mesh) -> None:
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=fake_mesh(2))
+    weight, x = model.weight, torch.ones(2, 4)
+    for used in (weight.t(), weight.T, weight.mT, weight.T[:, 1:3].contiguous(), weight.view(2, 8).reshape(4, 4)):
+        with pytest.raises(RuntimeError, match="parameter 'weight' was used outside the forward of its unit"):
+            x @ used
+    assert type(weight.contiguous()) is type(weight)
+    copied = copy.deepcopy(weight.detach().t())
+    assert type(copied) is type(pickle.loads(pickle.dumps(weight.detach().t()))) is DTensor
+    assert type(weight.t() * 2) is DTensor
+
+
 class Boxed:
     def __init__(self, value: torch.Tensor):
         self.value = value

@@ -96,6 +96,8 @@ class ShardedParameter(TracedParameter):
             if effect is _Effect.ALIASES:
                 result.__class__ = cls  # writes through it are seen; `nn.Parameter` asks it of a subclass
                 result.__dict__["_shardwise_owner"] = args[0].__dict__.get("_shardwise_owner")
+            elif effect is _Effect.VIEWS:
+                _note_view(result, args[0])
             return result
         except RuntimeError as error:
             if func is torch.autograd.grad and "not have been used in the graph" in str(error):
@@ -120,8 +122,42 @@ class ShardedParameter(TracedParameter):
         return wrap_local(local_of(self), spec_of(self), requires_grad=self.requires_grad).__reduce_ex__(protocol)
 
 
+class ShardedView(DTensor):
+    """A sharded parameter seen in another shape, such as its transpose: mixed with plain tensors it names that one."""
+
+    @classmethod
+    @untraced
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            result = call_without_torch_function(func, types, args, kwargs or {})
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            viewed = [one for one in map(_viewed_by, tensors_in((args, kwargs))) if one is not None]
+            raise StateError(_used_while_sharded(func.__name__, False, viewed)) from error
+        if _effect_of(func) is _Effect.VIEWS and (parameter := _viewed_by(args[0])) is not None:
+            _note_view(result, parameter)
+        return result
+
+    __deepcopy__ = ShardedParameter.__deepcopy__
+    __reduce_ex__ = ShardedParameter.__reduce_ex__
+
+
+def _note_view(result: object, parameter: ShardedParameter) -> None:
+    if type(result) is DTensor:  # not the parameter itself, as from `contiguous`
+        result.__class__ = ShardedView
+        # Weak: who keeps the view of a dead parameter keeps no more than a DTensor's view does.
+        result.__dict__["_shardwise_viewed"] = OwnerReference(parameter)
+
+
+def _viewed_by(tensor: torch.Tensor) -> ShardedParameter | None:
+    viewed: weakref.ref[Any] | None = tensor.__dict__.get("_shardwise_viewed")
+    return viewed() if viewed is not None else None
+
+
 step_by_foreach(TracedParameter)
 step_by_foreach(ShardedParameter)
+step_by_foreach(ShardedView)
 
 
 class _Effect(Enum):
@@ -131,7 +167,19 @@ class _Effect(Enum):
     WRITES = auto()
     ALIASES = auto()
     REPLACES = auto()
+    VIEWS = auto()
 
+
+_VIEWS = {"t", "transpose", "swapaxes", "permute", "movedim", "view", "reshape", "flatten", "unflatten"} | {
+    "unsqueeze",
+    "squeeze",
+    "narrow",
+    "select",
+    "expand",
+    "contiguous",
+    "__getitem__",
+}
+_TRANSPOSES = [getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH")]
 
 _effects: dict[Any, _Effect] = {}
 """Of the functions that were called, since names are looked at more slowly."""
@@ -143,6 +191,8 @@ def _effect_of(func: Any) -> _Effect:
     if func == _SET_DATA:
         return _Effect.REPLACES
     name: str = func.__name__
+    if name in _VIEWS or func in _TRANSPOSES:
+        return _Effect.VIEWS
     if name == "requires_grad_" or name[-1] != "_":
         return _Effect.NONE
     writes = not name.endswith("__") or name.startswith("__i") or name == "__setitem__"
