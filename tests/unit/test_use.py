@@ -359,9 +359,11 @@ def test_messages_name_the_parameter_that_a_view_is_of(fake_mesh: Mesh) -> None:
         with pytest.raises(RuntimeError, match="parameter 'weight' was used outside the forward of its unit"):
             x @ used
     assert type(weight.contiguous()) is type(weight)
+    assert isinstance(torch.transpose(input=weight, dim0=0, dim1=1), DTensor)
     copied = copy.deepcopy(weight.detach().t())
     assert type(copied) is type(pickle.loads(pickle.dumps(weight.detach().t()))) is DTensor
     assert type(weight.t() * 2) is DTensor
+    assert isinstance(nn.Parameter(weight.t()), nn.Parameter)
 
 
 class Boxed:

@@ -96,7 +96,7 @@ class ShardedParameter(TracedParameter):
             if effect is _Effect.ALIASES:
                 result.__class__ = cls  # writes through it are seen; `nn.Parameter` asks it of a subclass
                 result.__dict__["_shardwise_owner"] = args[0].__dict__.get("_shardwise_owner")
-            elif effect is _Effect.VIEWS:
+            elif effect is _Effect.VIEWS and args and isinstance(args[0], ShardedParameter):
                 _note_view(result, args[0])
             return result
         except RuntimeError as error:
@@ -135,16 +135,17 @@ class ShardedView(DTensor):
                 raise
             viewed = [one for one in map(_viewed_by, tensors_in((args, kwargs))) if one is not None]
             raise StateError(_used_while_sharded(func.__name__, False, viewed)) from error
-        if _effect_of(func) is _Effect.VIEWS and (parameter := _viewed_by(args[0])) is not None:
-            _note_view(result, parameter)
+        # Of an alias too, or `nn.Parameter` refuses the type.
+        if args and _effect_of(func) in (_Effect.VIEWS, _Effect.ALIASES):
+            _note_view(result, _viewed_by(args[0]))
         return result
 
     __deepcopy__ = ShardedParameter.__deepcopy__
     __reduce_ex__ = ShardedParameter.__reduce_ex__
 
 
-def _note_view(result: object, parameter: ShardedParameter) -> None:
-    if type(result) is DTensor:  # not the parameter itself, as from `contiguous`
+def _note_view(result: object, parameter: ShardedParameter | None) -> None:
+    if parameter is not None and type(result) is DTensor:  # not the parameter itself, as from `contiguous`
         result.__class__ = ShardedView
         # Weak: who keeps the view of a dead parameter keeps no more than a DTensor's view does.
         result.__dict__["_shardwise_viewed"] = OwnerReference(parameter)
