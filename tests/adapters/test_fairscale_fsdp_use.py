@@ -838,3 +838,21 @@ def test_trained_and_frozen_parameters_take_turns(flat: bool) -> None:
         whole = instance.gather_full_optim_state_dict(optimizer, recipient_rank=None)
         assert whole is not None
         assert sorted(whole["state"]) == [1, 2]
+
+
+def differing(kind: str) -> nn.Module:
+    """A model that is another one on the second rank."""
+    is_other = dist.get_rank() == 1
+    model: nn.Module = nn.Linear(4, 5 if is_other and kind == "shape" else 4, bias=not (is_other and kind == "number"))
+    if kind == "none":
+        return nn.Flatten() if is_other else model
+    if kind == "buffer":
+        model.register_buffer("mean", torch.zeros(3 if is_other else 2))
+    model.weight.requires_grad_(not (is_other and kind == "frozen"))
+    return model
+
+
+@on_ranks(2, 3, kind=["shape", "number", "none", "buffer", "frozen"], flat=FLAT)
+def test_ranks_with_different_models_are_told(kind: str, flat: bool) -> None:
+    with pytest.raises(ValueError, match=r"FullyShardedDataParallel: ranks have different parameters: .* on rank 1"):
+        FSDP(differing(kind), flatten_parameters=flat)

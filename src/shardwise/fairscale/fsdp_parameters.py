@@ -16,7 +16,7 @@ from ..core.parameter import Place, owner_of, successor_of
 from ..core.root import managed_modules
 from ..core.whole import WholeBroadcast
 from .flat_parameter import FlatParameter
-from .ranks import comm_of, is_stand_in
+from .ranks import check_same_on_ranks, comm_of, describe, is_stand_in
 
 INNER = "_fsdp_wrapped_module"
 """Name of the wrapped module in its wrapper, FairScale's."""
@@ -167,12 +167,19 @@ def check_parameters(own: Sequence[tuple[Member, nn.Parameter]], mixed: bool, co
 def sync_from_first_rank(
     module: nn.Module, own: Sequence[tuple[Member, nn.Parameter]], group: Any, device: torch.device
 ) -> None:
-    """Give all ranks of ``group`` the first rank's ``own`` parameters, and buffers of `own_modules`; a collective."""
+    """Give all ranks of ``group`` the first rank's ``own`` parameters, and buffers of `own_modules`; a collective.
+
+    Raises:
+        ValueError: naming one that is not the same on all ranks, but for its values.
+    """
     if is_stand_in(group) or group.size() == 1:
         return
-    tensors = [parameter.detach() for _, parameter in own]
-    tensors += [buffer for _, member in own_modules(module) for buffer in member.buffers(recurse=False)]
-    tensors = list({id(tensor): tensor for tensor in tensors if tensor.numel()}.values())
+    named: list[tuple[str, torch.Tensor]] = [(member.name, parameter) for member, parameter in own]
+    for path, inner in own_modules(module):
+        named += [(_join(path, name), buffer) for name, buffer in inner.named_buffers(recurse=False)]
+    described = [describe(name, tensor) for name, tensor in named]
+    check_same_on_ranks("FullyShardedDataParallel", comm_of(group, device), described, device)
+    tensors = list({id(tensor): tensor.detach() for _, tensor in named if tensor.numel()}.values())
     if not tensors:
         return
     # Those elsewhere than where the group communicates go there and back.

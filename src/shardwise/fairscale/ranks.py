@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import warnings
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,3 +124,33 @@ def reduce_comm_of(given: Any, comm: Comm, device: torch.device) -> Comm | None:
         )
         return None
     return None if is_stand_in(given) else comm_for(given, device)
+
+
+def describe(name: str, tensor: torch.Tensor, *more: str) -> tuple[str, ...]:
+    """What has to be the same of a tensor on all ranks, for `check_same_on_ranks`."""
+    return name, str(tuple(tensor.shape)), str(tensor.dtype), f"requires_grad={tensor.requires_grad}", *more
+
+
+def check_same_on_ranks(wrapper: str, comm: Comm, described: Sequence[tuple[str, ...]], device: torch.device) -> None:
+    """Compare what each rank's ``wrapper`` holds; a collective, small where all is the same.
+
+    Raises:
+        ValueError: naming what is not the same on all ranks.
+    """
+    number = int.from_bytes(hashlib.sha256(repr(described).encode()).digest()[:7], "big")
+    extremes = torch.tensor([number, -number], device=device)
+    comm.all_reduce_largest(extremes)
+    if int(extremes.sum()) == 0:
+        return
+    everyone = comm.gather_objects(described)
+    for rank, theirs in enumerate(everyone):
+        for first, other in itertools.zip_longest(everyone[0], theirs):
+            if first != other:
+                raise ValueError(
+                    f"{wrapper}: ranks have different parameters: {_shown(first)} on rank 0, {_shown(other)} on rank "
+                    f"{rank} of the group; build the same model and optimizers on all ranks"
+                )
+
+
+def _shown(described: tuple[str, ...] | None) -> str:
+    return " ".join(described) if described is not None else "none"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +19,7 @@ from ..core.errors import StateError
 from ..core.tree import map_tensors, tensors_requiring_grad
 from ..core.whole import OwnerReducer, WholeBroadcast
 from .oss import OSS
+from .ranks import check_same_on_ranks, describe
 
 ARGUMENTS = {
     "module": Argument("the model; every rank has all of it"),
@@ -93,7 +92,9 @@ class ShardedDataParallel(nn.Module):
         self._unowned: set[str] = set()
         self._start()
         if sync_models_at_startup and self._size > 1:
-            _check_same_parameters(self._comm(next(iter(devices))), self._ownership())
+            mine = [describe(name, parameter, f"owner={owner}") for name, parameter, owner in self._ownership()]
+            device = next(iter(devices))
+            check_same_on_ranks("ShardedDataParallel", self._comm(device), mine, device)
             tensors = [*module.parameters(), *module.buffers()]
             WholeBroadcast(tensors, [0] * len(tensors), self._comm).start()()
         self.refresh_trainable()
@@ -492,31 +493,3 @@ def _only_type(devices: set[torch.device]) -> str:
         found = ", ".join(types) or "none"
         raise ValueError(f"ShardedDataParallel needs a module with parameters on one type of device, not on {found}")
     return types[0]
-
-
-def _check_same_parameters(comm: Comm, owned: Sequence[tuple[str, nn.Parameter, int | None]]) -> None:
-    """
-    Raises:
-        ValueError: naming a parameter that is not the same on all ranks.
-    """
-    mine = [
-        (name, str(tuple(p.shape)), str(p.dtype), f"requires_grad={p.requires_grad}", f"owner={owner}")
-        for name, p, owner in owned
-    ]
-    number = int.from_bytes(hashlib.sha256(repr(mine).encode()).digest()[:7], "big")
-    extremes = torch.tensor([number, -number], device=owned[0][1].device)
-    comm.all_reduce_largest(extremes)
-    if int(extremes.sum()) == 0:
-        return
-    everyone = comm.gather_objects(mine)
-    for rank, theirs in enumerate(everyone):
-        for first, other in itertools.zip_longest(everyone[0], theirs):
-            if first != other:
-                raise ValueError(
-                    f"ShardedDataParallel: ranks have different parameters: {_shown(first)} on rank 0, {_shown(other)} "
-                    f"on rank {rank} of the group; build the same model and the same optimizers on all ranks"
-                )
-
-
-def _shown(parameter: tuple[str, ...] | None) -> str:
-    return " ".join(parameter) if parameter is not None else "none"
