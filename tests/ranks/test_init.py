@@ -164,6 +164,20 @@ def test_one_seed_whatever_the_ranks_drew_before(make: Make) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@on_ranks(2)
+def test_what_a_rank_recorded_before_is_its_own() -> None:
+    """Models that only some ranks built, and never materialized, change nothing for what all have."""
+    for seed in (5, None):
+        torch.manual_seed(5)
+        if dist.get_rank() == (1 if seed is None else 0):
+            with init_on_meta():
+                nn.Linear(3, 3)
+        with init_on_meta():
+            model = Custom()
+        wrap(model, fully_shard, mesh=world_mesh())
+        assert_is(materialize(model, seed=seed), built(Custom))
+
+
 @on_ranks(3, make=[Custom, tied])
 def test_without_seed_the_first_rank_decides(make: Make) -> None:
     model = on_meta(make, seed=5 + dist.get_rank())

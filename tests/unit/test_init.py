@@ -39,6 +39,12 @@ def built(make: Make, seed: int = 3) -> nn.Module:
     return make()
 
 
+def built_aside(make: Make, seed: int) -> nn.Module:
+    """As `built`, and the program's random numbers go on as before."""
+    with torch.random.fork_rng(devices=[]):
+        return built(make, seed)
+
+
 def on_meta(make: Make, seed: int = 3) -> nn.Module:
     torch.manual_seed(seed)
     with init_on_meta():
@@ -293,6 +299,45 @@ def test_a_context_follows_one_whose_model_is_gone() -> None:
     with init_on_meta():
         model = nn.Linear(3, 3)
     assert_same(materialize(model), truth)
+
+
+def test_a_seed_is_for_what_is_materialized_whatever_was_recorded_before() -> None:
+    make = lambda: Built(buffers)  # noqa: E731
+    truth, state = built(make), torch.Generator().manual_seed(8).get_state()
+    first = on_meta(lambda: nn.Linear(3, 3), seed=8)
+    with init_on_meta():
+        second = make()
+    assert_same(materialize(second, seed=3), truth)
+    with init_on_meta():
+        third = Transformer()
+    assert_same(materialize(third, seed=3, fast=True), materialize(on_meta(Transformer), seed=3, fast=True))
+    with init_on_meta():
+        looks = nn.Linear(3, 3)
+        assert looks.weight.sum().item()
+    with pytest.raises(RuntimeError, match="used values of random tensors"):
+        materialize(looks, seed=8)
+    seeding = on_meta(lambda: [torch.manual_seed(17), torch.rand(3)], seed=8)
+    with init_on_meta():
+        fourth = make()
+    assert_same(materialize(fourth, seed=3), truth)
+    assert seeding
+    torch.set_rng_state(state)
+    with init_on_meta():
+        last = nn.Linear(3, 3)
+    assert_same(materialize(last), first := materialize(first))
+    assert_same(first, built(lambda: nn.Linear(3, 3), seed=8))
+
+
+def test_each_of_two_models_has_its_own_seed() -> None:
+    state = torch.manual_seed(8).get_state()
+    for is_reversed in (False, True):
+        with init_on_meta():
+            pair = [nn.Linear(3, 3)]
+        with init_on_meta():
+            pair.append(nn.Linear(3, 3))
+        for seed in (1, 0) if is_reversed else (0, 1):
+            assert_same(materialize(pair[seed], seed=seed), built_aside(lambda: nn.Linear(3, 3), seed))
+        assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_seeding_alike_gives_the_same_again() -> None:

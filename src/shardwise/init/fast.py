@@ -134,7 +134,8 @@ class _OwnStreams(States):
 def _stream_seed(states: States, op: Op, block: int | None) -> int:
     """Differs between draws of one model, and between blocks; the same on every rank."""
     assert op.before is not None
-    return derived_seed(digest(states.start_of(op.before)), op.before.draws, block)
+    origin = states.origin_of(op.before)
+    return derived_seed(digest(states.at(origin)), op.before.draws - origin.draws, block)
 
 
 def _given(generator: torch.Generator, _: Explicit) -> torch.Generator:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -16,8 +16,8 @@ from .context import MARKS
 from .fast import FastReplay
 from .initializers import InitFn, record_initializers
 from .record import Origin, Record, View
-from .replay import Replay, Sink, States
-from .streams import Position, default_generators, derived_seed, digest, marked_position, seeded_state
+from .replay import Replay, Sink, States, as_recorded
+from .streams import Position, default_generators, derived_seed, digest, leave_mark, marked_position, seeded_state
 from .targets import Target, find_shards, find_targets, modules_of, write_each
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
@@ -72,10 +72,10 @@ def materialize(
             _check_arguments(seed, init_fn)
             work = _work(names, targets, init_fn, seed)
             generators.find_followers(list(work), seed)
-        starts = _starts(list(work), meshes, seed, fast)
+        states = _states(list(work), meshes, seed, fast)
         for owner in shards:
             owner.leave_meta()
-        states = _replay(work, starts, names, fast)
+        _replay(work, states, names, fast)
         for owner in shards:
             owner.mark_stale()
         for target in targets:
@@ -116,52 +116,63 @@ def _work(names: Mapping[nn.Module, str], targets: Sequence[Target], init_fn: In
     return work
 
 
-def _starts(
-    records: Sequence[Record], meshes: Sequence[DeviceMesh], seed: int | None, fast: bool
-) -> dict[Position, torch.Tensor]:
-    """The states from which the streams that the program had before the constructors are to start, on all ranks."""
-    drawn = (op.before.start for record in records for op in record.ops if op.before is not None)
-    own = {start: start.state for start in drawn if start.is_entry and start.state is not None}
-    used = {start: state for start, state in own.items() if _values_were_used(records, start)}
-    require_same(meshes, records, (seed, fast, [digest(state) for state in used.values()]))
-    starts = share_states(meshes, own) if seed is None else _seeded(own, seed)
-    for start, state in used.items():
-        if not torch.equal(starts[start], state) and not fast:
-            raise StateError(
-                f"materialize(seed={seed}): the constructor used values of random tensors (by item(), masks or numpy, "
-                "or kept them outside of parameters and buffers), so what it did is right for the seed only that it "
-                "ran with: call torch.manual_seed(seed) before init_on_meta, and materialize without seed"
-            )
-    return starts
+def _states(records: Sequence[Record], meshes: Sequence[DeviceMesh], seed: int | None, fast: bool) -> States:
+    """The states that the constructors are to find the program's generators in, on all ranks."""
+    origins = _origins(records)
+    drawn = [(record, origins[op.before]) for record in records for op in record.ops if op.before is not None]
+    own = [origin for origin in dict.fromkeys(origin for _, origin in drawn) if origin.is_of_program]
+    used = dict.fromkeys(origin for record, origin in drawn if record.values_were_used and origin.is_of_program)
+    recorded = {origin: _recorded(origin) for origin in own if seed is None or origin.state is not None}
+    require_same(meshes, records, (seed, fast, [digest(recorded[origin]) for origin in used if origin in recorded]))
+    starts = share_states(meshes, recorded) if seed is None else _seeded(own, seed)
+    replaced = {o for o in own if o not in recorded or not torch.equal(starts[o], recorded[o])}
+    if not fast and not replaced.isdisjoint(used):
+        raise StateError(
+            f"materialize(seed={seed}): the constructor used values of random tensors (by item(), masks or numpy, "
+            "or kept them outside of parameters and buffers), so what it did is right for the seed only that it "
+            "ran with: call torch.manual_seed(seed) before init_on_meta, and materialize without seed"
+        )
+    return States(starts, origins, replaced)
 
 
-def _values_were_used(records: Sequence[Record], start: Position) -> bool:
-    flagged = [record for record in records if record.values_were_used]
-    return any(op.before is not None and op.before.start is start for record in flagged for op in record.ops)
+def _origins(records: Iterable[Record]) -> dict[Position, Position]:
+    """From each position of ``records`` to where the program was when the first of them began that leads there, or
+    to the start of a stream that one of them made."""
+    origins: dict[Position, Position] = {}
+    for record in records:
+        for position in record.entry:
+            origins[position] = position.followed(origins) or position
+        for position in record.positions:
+            origins[position] = position.followed(origins) or position.start
+    return origins
 
 
-def _seeded(own: Mapping[Position, torch.Tensor], seed: int) -> dict[Position, torch.Tensor]:
+def _recorded(origin: Position) -> torch.Tensor:
+    with as_recorded():
+        return States().at(origin)
+
+
+def _seeded(origins: Iterable[Position], seed: int) -> dict[Position, torch.Tensor]:
     """What ``torch.manual_seed(seed)`` gives; where the program changed generators between constructors, theirs stay
     different from each other."""
-    found: dict[tuple[torch.device, bytes], int] = {}
+    found: dict[tuple[torch.device, bytes, int], int] = {}
     starts: dict[Position, torch.Tensor] = {}
-    for start, state in own.items():
-        key = start.device, digest(state)
-        number = found.setdefault(key, sum(device == start.device for device, _ in found))
-        starts[start] = seeded_state(start.device, seed if not number else derived_seed(seed, number))
+    for origin in origins:
+        assert origin.start.state is not None
+        key = origin.device, digest(origin.start.state), origin.draws
+        number = found.setdefault(key, sum(device == origin.device for device, *_ in found))
+        starts[origin] = seeded_state(origin.device, seed if not number else derived_seed(seed, number))
     return starts
 
 
-def _replay(work: Work, starts: Mapping[Position, torch.Tensor], names: Mapping[nn.Module, str], fast: bool) -> States:
-    """Give the targets their values, with the generators at ``starts``; gives where those end."""
-    states = States(starts)
+def _replay(work: Work, states: States, names: Mapping[nn.Module, str], fast: bool) -> None:
+    """Give the targets their values, with the generators at ``states``."""
     for record, members in work.items():
         if fast:
             FastReplay(record, states).run(members, _random_buffers(names, record))
         else:
-            buffers = _random_buffers(names, record) if any(map(states.is_replaced, starts)) else {}
+            buffers = _random_buffers(names, record) if states.are_replaced else {}
             Replay(record, states).run({**write_each(members), **buffers})
-    return states
 
 
 def _random_buffers(names: Mapping[nn.Module, str], record: Record) -> dict[int, Sink]:
@@ -216,8 +227,11 @@ class _Generators:
         """Move the followers on, or back to where they were before the constructors."""
         for generator in self._followers:
             if (position := marked_position(generator)) is not None:
-                start = position.start
-                is_back = start.is_entry and not (is_continued and not states.is_replaced(start))
-                state = start.state if is_back else states.at(position)
-                assert state is not None
-                generator.set_state(state)
+                origin = states.origin_of(position)
+                is_back = origin.is_of_program and not (is_continued and not states.is_replaced(origin))
+                if is_back and origin.state is None:  # the end of an earlier constructor
+                    leave_mark(generator, origin)
+                else:
+                    state = origin.state if is_back else states.at(position)
+                    assert state is not None
+                    generator.set_state(state)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -23,42 +23,56 @@ class States:
     """States of generators at the positions of recorded draws.
 
     Args:
-        starts: states to start streams from instead of those that were recorded, by the streams' starts.
+        starts: states at the origins of what is replayed.
+        origins: from each position of it to its origin, where none of what is replayed has drawn yet.
+        replaced: the origins whose state is another one than was recorded.
     """
 
-    def __init__(self, starts: Mapping[Position, torch.Tensor] | None = None):
-        self._starts = dict(starts or {})
+    def __init__(
+        self,
+        starts: Mapping[Position, torch.Tensor] | None = None,
+        origins: Mapping[Position, Position] | None = None,
+        replaced: Collection[Position] = (),
+    ):
+        self._starts, self._origins, self._replaced = starts or {}, origins or {}, replaced
         self._after: dict[Op, torch.Tensor] = {}
         self._newest: dict[Position, Op] = {}
         self._kept: set[Op] = set()
 
-    def is_replaced(self, start: Position) -> bool:
-        """Whether the stream starts from another state than was recorded."""
-        assert start.state is not None
-        return not torch.equal(self.start_of(start), start.state)
+    @property
+    def are_replaced(self) -> bool:
+        """Whether any stream goes on from another state than was recorded."""
+        return bool(self._replaced)
+
+    def is_replaced(self, origin: Position) -> bool:
+        """Whether the stream goes on from another state than was recorded."""
+        return origin in self._replaced
 
     def keep(self, op: Op) -> None:
         """The state before ``op`` will be asked for once more, out of order."""
         if op.before is not None and op.before.draw is not None:
             self._kept.add(op.before.draw)
 
-    def start_of(self, position: Position) -> torch.Tensor:
-        """The state that the stream of ``position`` starts from."""
-        start = position.start
-        assert start.state is not None
-        return self._starts.get(start, start.state)
+    def origin_of(self, position: Position) -> Position:
+        """Where the stream of ``position`` comes from."""
+        return position.followed(self._origins) or position.start
 
     def at(self, position: Position) -> torch.Tensor:
         """The state at ``position``, by drawing from the last one known if there was no other reason to."""
         missing: list[Op] = []
-        while position.draw is not None and position.draw not in self._after:
-            missing.append(position.draw)
+        while (state := self._known(position)) is None:
+            assert position.draw is not None
             assert position.previous is not None
+            missing.append(position.draw)
             position = position.previous
-        state = self.start_of(position) if position.draw is None else self._after[position.draw]
         for op in reversed(missing):
             state = draw_only(op, state)
             self.reached(op, state)
+        return state
+
+    def _known(self, position: Position) -> torch.Tensor | None:
+        if (state := self._starts.get(position, position.state)) is None and position.draw is not None:
+            state = self._after.get(position.draw)
         return state
 
     def before(self, op: Op) -> torch.Tensor | None:

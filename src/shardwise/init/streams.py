@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -50,6 +50,18 @@ class Position:
     def start(self) -> Position:
         """Where this position's stream starts."""
         return self._start or self
+
+    @property
+    def is_of_program(self) -> bool:
+        """As an origin (see `States`): whether another seed replaces it. Else it is a seed of the constructor's."""
+        return self.is_entry or self.draw is not None
+
+    def followed(self, origins: Mapping[Position, Position]) -> Position | None:
+        """What ``origins`` has for this position, or for the last one before it that it has anything for."""
+        position: Position | None = self
+        while position is not None and position not in origins:
+            position = position.previous
+        return origins[position] if position is not None else None
 
 
 _marked: weakref.WeakValueDictionary[bytes, Position] = weakref.WeakValueDictionary()
