@@ -193,6 +193,8 @@ def ways_around_operators(m: Any) -> None:
     array = m.l.numpy()
     m.l.fill_(4.0)
     m.seen = array.tolist()
+    m.n = nn.Parameter(torch.arange(3.0).apply_(lambda value: value + 1))
+    m.o = nn.Parameter(torch.ones(3).map_(torch.arange(3.0), lambda mine, other: mine - other))
 
 
 def loads(m: Any) -> None:

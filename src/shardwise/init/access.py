@@ -26,6 +26,9 @@ class MemoryAccess(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in _EXPOSES:
             recorder.expose(args[0])
+        elif func in _LOOPS:
+            for tensor in tensors_in((args, kwargs)):
+                recorder.expose(tensor)
         elif func in _ANSWERS and recorder.number_of(args[0]) is not None:
             return _ANSWERS[func](recorder, func, *args, **kwargs)
         try:
@@ -47,6 +50,9 @@ _EXPOSES = {
     torch.Tensor.untyped_storage,
 }
 """Their results share memory with the tensor."""
+
+_LOOPS = {torch.Tensor.apply_, torch.Tensor.map_, torch.Tensor.map2_}
+"""They go through the memory of their tensors element by element."""
 
 
 def _with_values(recorder: Recorder, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
