@@ -7,6 +7,7 @@ and ``.data`` need no entries of their own: what is written through one of them 
 from __future__ import annotations
 
 import bisect
+import ctypes
 import hashlib
 import heapq
 import itertools
@@ -106,8 +107,10 @@ class Constant:
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    dense = tensor.detach().cpu().contiguous().view(-1)
-    return zlib.crc32(dense.view(torch.uint8).numpy().data) if dense.numel() else 0
+    dense = tensor.detach().cpu().contiguous()
+    nbytes = dense.numel() * dense.itemsize
+    # By address: a storage that was given to numpy can never be emptied.
+    return zlib.crc32((ctypes.c_ubyte * nbytes).from_address(dense.data_ptr())) if nbytes else 0
 
 
 class Explicit:
