@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from shardwise import MixedPrecisionPolicy, fully_shard
+from shardwise import MixedPrecisionPolicy, fully_shard, load_full_state_dict
 from shardwise.init import init_on_meta, materialize
 
 from ..models import Block, ConvNet, Transformer, inputs_for, wrap
@@ -162,6 +163,48 @@ def test_one_seed_whatever_the_ranks_drew_before(make: Make) -> None:
     materialize(model, seed=5)
     assert_is(model, truth)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def half_real(first: bool) -> nn.Module:
+    """One unit to be, of which one layer has values."""
+    with init_on_meta():
+        layers = [nn.Linear(3, 3), nn.Linear(3, 3)]
+    layers[first] = nn.Linear(3, 3)
+    return nn.Sequential(*layers)
+
+
+@on_ranks(2, 3, first=[False, True])
+def test_a_unit_of_which_some_parameters_have_values(first: bool) -> None:
+    """They keep them, whichever comes first; the others are refused until they have got theirs."""
+    torch.manual_seed(5)
+    model, has, lacks = half_real(first), str(int(first)), str(int(not first))
+    own = {name: value.clone() for name, value in model[int(first)].state_dict().items()}
+    fully_shard(model, mesh=world_mesh())
+    with pytest.raises(RuntimeError, match=rf"parameters '{lacks}.weight', '{lacks}.bias' are still on the meta"):
+        model(torch.ones(1, 3))
+    expected = built(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), seed=7).state_dict()
+    expected |= {f"{has}.{name}": value for name, value in own.items()}
+    materialize(model, seed=7)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(whole(parameter), expected[name]), name
+    model(torch.ones(1, 3)).sum().backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    model(torch.ones(1, 3))
+
+
+@on_ranks(2, first=[False, True])
+def test_what_lacks_values_in_a_unit_is_loaded(first: bool) -> None:
+    torch.manual_seed(5)
+    truth = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    inputs, whole_dict = torch.ones(1, 3), truth.state_dict()
+    models = [fully_shard(half_real(first), mesh=world_mesh()) for _ in range(3)]
+    load_full_state_dict(models[0], whole_dict)
+    models[1].load_state_dict(models[0].state_dict(), assign=True)
+    models[2].to_empty(device="cpu")
+    set_model_state_dict(models[2], whole_dict, options=StateDictOptions(full_state_dict=True))
+    for model in models:
+        assert torch.equal(model(inputs), truth(inputs))
+        assert_is(model, truth)
 
 
 @on_ranks(2)

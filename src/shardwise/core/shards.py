@@ -273,12 +273,16 @@ class ParameterShards(Shards):
     def _add_buffer(self, dtype: torch.dtype, members: Sequence[ManagedParameter]) -> None:
         rank = self.mesh.shard.rank
         layout = self._layout([tuple(m.local.shape) for m in members], [m.dim for m in members], dtype)
-        local = self._new_local(layout, dtype, members[0].value.device)
+        on_meta = all(member.value.is_meta for member in members)
+        local = self._new_local(layout, dtype, torch.device("meta") if on_meta else self.mesh.device)
         buffer = ShardedBuffer(layout, local, self.mesh.shard, self._gather_dtype(dtype), self.mesh.device)
         self.buffers.append(buffer)
         for index, (member, tensor) in enumerate(zip(members, layout.tensors, strict=True)):
             view = buffer.local_view(index)
-            if not member.value.is_meta:
+            waits = member.value.is_meta and not on_meta
+            if waits:  # others of the unit have values: it has memory already, and does not show it
+                view = torch.empty_like(view, device="meta")
+            elif not on_meta:
                 view.copy_(member.local.narrow(tensor.dim, tensor.start(rank), tensor.length(rank)))
             parallel = describe(member.name, member.value, tensor.dim, self.mesh)
             own = make_spec(self.mesh.mesh, self.mesh.placements(tensor.dim), member.value)
@@ -286,7 +290,9 @@ class ParameterShards(Shards):
             sharded = make_sharded_parameter(view, spec, member.value.requires_grad, self.reference)
             # Marks that users leave on parameters ("no weight decay") stay on them.
             sharded.__dict__.update({key: value for key, value in member.value.__dict__.items() if key[:1] != "_"})
-            self.slots.append(Slot(member.name, member.places, buffer, index, sharded, parallel))
+            slot = Slot(member.name, member.places, buffer, index, sharded, parallel)
+            slot.has_values, slot.face_is_meta = not waits, waits
+            self.slots.append(slot)
             for place in member.places:
                 place.put(sharded)
 
@@ -345,15 +351,19 @@ class ParameterShards(Shards):
         waiting: list[Slot] = []
         with torch.no_grad(), not_inference():
             for position, old in enumerate(self.buffers):
-                if not old.local.is_meta:
+                members = [slot for slot in self.slots if slot.buffer is old]
+                buffer = old
+                if old.local.is_meta:
+                    local = self._new_local(old.layout, old.local.dtype, self.mesh.device)
+                    buffer = ShardedBuffer(old.layout, local, old.comm, old.dtype, old.device)
+                else:
+                    members = [slot for slot in members if slot.face_is_meta]
+                if not members:
                     continue
                 self._faces, self._unsharded = [], []
-                local = self._new_local(old.layout, old.local.dtype, self.mesh.device)
-                buffer = ShardedBuffer(old.layout, local, old.comm, old.dtype, old.device)
                 self.buffers[position] = buffer
-                members = [slot for slot in self.slots if slot.buffer is old]
                 for slot in members:
-                    slot.buffer, slot.has_values = buffer, slot.is_borrowed
+                    slot.buffer, slot.has_values, slot.face_is_meta = buffer, slot.is_borrowed, False
                     slot.forget_unsharded()
                     if slot.is_borrowed:
                         continue
@@ -456,7 +466,8 @@ class ParameterShards(Shards):
         self.buffers[self.buffers.index(old)] = buffer
         old.free()
         for slot in slots:
-            slot.buffer = buffer
+            slot.buffer, slot.has_values = buffer, slot.has_values or (slot.face_is_meta and not meta)
+            slot.face_is_meta = slot.face_is_meta and meta
             slot.forget_unsharded()
         return True
 
