@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -10,11 +11,14 @@ import signal
 import subprocess
 import sys
 import time
-from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
+
+from ..ranks.harness import ranks
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_lm.py"
 STEPS = 6
@@ -27,6 +31,7 @@ SMALL = [
     "--threads=1",
 ]
 LIMIT_SECONDS = 100
+FIRST = ("--zero=3", "--tied")
 
 
 @pytest.fixture(scope="session")
@@ -42,17 +47,51 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def train(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A function that runs the example and returns its log; the same arguments run once only."""
+    """A function that runs the example and returns its log; the same arguments run once only.
 
-    @cache
+    The example starts its processes for the first arguments. Others are run in processes that there are already.
+    """
+
+    @functools.cache
     def run(*arguments: str) -> dict[str, Any]:
         log = tmp_path_factory.mktemp("log") / "log.json"
-        result = start([*SMALL, f"--corpus={corpus}", f"--log-json={log}", *arguments])
-        stdout, stderr = result.communicate(timeout=LIMIT_SECONDS)
-        assert result.returncode == 0, f"{stdout}\n{stderr}"
+        everything = [*SMALL, f"--corpus={corpus}", f"--log-json={log}", *arguments]
+        if arguments == FIRST:
+            result = start(everything)
+            stdout, stderr = result.communicate(timeout=LIMIT_SECONDS)
+            assert result.returncode == 0, f"{stdout}\n{stderr}"
+        else:
+            options = {"arguments": everything, "rendezvous": str(log.with_name("rendezvous"))}
+            ranks(1 if "--nproc=1" in arguments else 2).run(__name__, "Training", options, LIMIT_SECONDS)
         return json.loads(log.read_text())
 
     return run
+
+
+class Training:
+    """What the example does in each of its processes, with a process group of its own."""
+
+    @staticmethod
+    def body(arguments: list[str], rendezvous: str) -> None:
+        """In a process of the harness, whose group it replaces."""
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        dist.destroy_process_group()
+        join, where = dist.init_process_group, {"rank": rank, "world_size": world_size}
+        # By files, as the harness does: a port that is free may not be any more when it is used.
+        by_file = functools.partial(join, init_method=f"file://{rendezvous}.1", **where)
+        with (
+            mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(world_size)),
+            mock.patch.object(sys, "path", [str(EXAMPLE.parent), *sys.path]),
+            mock.patch.object(dist, "init_process_group", by_file),
+        ):
+            from corpus import Corpus
+            from options import parse_options
+            from training import train
+
+            options = parse_options(arguments)
+            train(options, Corpus.load(options.corpus, options.sequence_length), threads=1)
+        # The harness waits for all ranks in a group once more.
+        join("gloo", init_method=f"file://{rendezvous}.2", **where)
 
 
 def start(arguments: list[str]) -> subprocess.Popen[str]:

@@ -16,11 +16,12 @@ from shardwise import Placements
 
 from ..models import build, inputs_for, wrap
 from .harness import on_ranks
+from .truth import state_of
 
 BF16 = torch.bfloat16
 
 
-def train(model: nn.Module, steps: int = 5, clip: Any = None, sgd: bool = False) -> dict[str, list[torch.Tensor]]:
+def train(model: nn.Module, steps: int = 3, clip: Any = None, sgd: bool = False) -> dict[str, list[torch.Tensor]]:
     """Losses, gradient norms and whole parameters of some steps of AdamW or SGD; each rank sees its own data."""
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9) if sgd else torch.optim.AdamW(parameters, lr=1e-2)
@@ -34,7 +35,7 @@ def train(model: nn.Module, steps: int = 5, clip: Any = None, sgd: bool = False)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in model.parameters()]
+    whole = list(state_of(model).values())
     return {"losses": losses, "norms": norms, "parameters": whole, "buffers": list(model.buffers())}
 
 

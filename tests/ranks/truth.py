@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import shardwise
 
@@ -37,16 +37,37 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return value.detach().clone()
 
 
+def whole_each(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Their unsharded values, as copies; those cut over one axis travel together, since collectives take long here."""
+    cut = {name: tensor for name, tensor in tensors.items() if _is_cut_over_one_axis(tensor)}
+    if len({tensor.device_mesh for tensor in cut.values()}) != 1:
+        return {name: whole(tensor) for name, tensor in tensors.items()}
+    mesh = next(iter(cut.values())).device_mesh
+    everyone: list[Any] = [None] * mesh.size()
+    dist.all_gather_object(everyone, [tensor.to_local().detach() for tensor in cut.values()], group=mesh.get_group())
+    values = {}
+    for (name, tensor), *parts in zip(cut.items(), *everyone, strict=True):
+        filled = [part for part in parts if part.numel()]
+        values[name] = (
+            torch.cat(filled, tensor.placements[0].dim) if filled else torch.empty(tensor.shape, dtype=tensor.dtype)
+        )
+        assert values[name].shape == tensor.shape
+    return {name: values[name] if name in values else whole(tensor) for name, tensor in tensors.items()}
+
+
+def _is_cut_over_one_axis(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, DTensor) and tensor.device_mesh.ndim == 1 and type(tensor.placements[0]) is Shard
+
+
 def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Whole parameters by name."""
-    return {name: whole(parameter) for name, parameter in model.named_parameters()}
+    return whole_each(dict(model.named_parameters()))
 
 
 def gradients_of(model: nn.Module) -> dict[str, torch.Tensor | None]:
     """Whole gradients by name."""
-    return {
-        name: None if parameter.grad is None else whole(parameter.grad) for name, parameter in model.named_parameters()
-    }
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {**gradients, **whole_each({name: grad for name, grad in gradients.items() if grad is not None})}
 
 
 def batch(step: int, rank: int, *shape: int) -> torch.Tensor:
