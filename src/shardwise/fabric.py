@@ -283,22 +283,22 @@ class _FabricStrategy(ProcessesStrategy):
         if is_full:
             prepare_file(path, is_writer=False)
         models = nn.ModuleList([item for item in state.values() if isinstance(item, nn.Module)])
-        sharded: dict[str, Any] = {}
-        rest: dict[str, Any] = {}
+        ranks, sharded, rest = saving_ranks(), dict[str, Any](), dict[str, Any]()
+        with ranks.together():
+            for name, item in state.items():
+                if not isinstance(item, (nn.Module, Optimizer)):
+                    rest[name] = item.state_dict() if callable(getattr(item, "state_dict", None)) else item
         for name, item in state.items():
             if isinstance(item, nn.Module):
                 sharded[name] = self.get_module_state_dict(item)
             elif isinstance(item, Optimizer):
                 sharded[name] = self.get_optimizer_state(item) if is_full else _by_names(item, models)
-            else:
-                rest[name] = item.state_dict() if callable(getattr(item, "state_dict", None)) else item
             target = sharded if name in sharded else rest
             if name in chosen and isinstance(target[name], dict):
                 target[name] = _filtered(target[name], chosen[name])
         if not is_full:
             write_directory(path, sharded, rest)
             return
-        ranks = saving_ranks()
         with ranks.together():
             if ranks.is_first:
                 write_file(path, {name: (sharded if name in sharded else rest)[name] for name in state})
@@ -411,8 +411,11 @@ def _is_whole_on_meta(module: nn.Module) -> bool:
 
 def _filtered(tree: dict[str, Any], wanted: Callable[[str, Any], bool]) -> dict[str, Any]:
     """The items that rank 0 wants, on all ranks."""
-    names = saving_ranks().exchange([name for name, value in tree.items() if wanted(name, value)])[0]
-    return {name: value for name, value in tree.items() if name in set(names)}
+    ranks, chosen = saving_ranks(), list[str]()
+    with ranks.together():  # of a full state dict other ranks have nothing that the function could fail on
+        chosen = [name for name, value in tree.items() if wanted(name, value)]
+    names = set(ranks.exchange(chosen)[0])
+    return {name: value for name, value in tree.items() if name in names}
 
 
 def _by_names(optimizer: Optimizer, models: nn.ModuleList) -> dict[str, Any]:

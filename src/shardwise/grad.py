@@ -57,7 +57,7 @@ def clip_grad_norm_(
     norm = total_norm(gradients, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
-            f"the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; "
+            f"the norm of order {norm_type} of the gradients is non-finite ({norm.item()}), so they cannot be clipped; "
             "pass error_if_nonfinite=False to scale them by it all the same"
         )
     scale_to_norm(gradients, norm, max_norm, foreach=foreach is not False)

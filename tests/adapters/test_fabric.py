@@ -477,6 +477,20 @@ def filters(directory: Path) -> None:
             assert torch.equal(value, expected[name]), name
         with pytest.raises(ValueError, match=r"head\.weight"):
             used.load(path, {"model": again})
+        with pytest.raises(ZeroDivisionError):  # on all ranks, though of a full one only rank 0 has tensors
+            used.save(path, {"model": model}, filter={"model": lambda name, value: 1 / 0})
+        with pytest.raises(RuntimeError, match="state of rank 0"):
+            used.save(path, {"model": model, "object": FailsOnFirst()})
+        used.barrier()
+
+
+class FailsOnFirst:
+    """Has a state on all ranks but the first."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if dist.get_rank() == 0:
+            raise RuntimeError("state of rank 0")
+        return {}
 
 
 def clipping(directory: Path) -> None:
