@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +19,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from ..ranks.harness import ranks
+from ..ranks.harness import Ranks
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_lm.py"
 STEPS = 6
@@ -46,11 +47,13 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def train(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def train(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A function that runs the example and returns its log; the same arguments run once only.
 
-    The example starts its processes for the first arguments. Others are run in processes that there are already.
+    The example starts its processes for the first arguments. Others share processes that are kept, and not with other
+    tests: the example counts all tensors that are alive.
     """
+    kept = {world_size: Ranks(world_size) for world_size in (1, 2)}
 
     @functools.cache
     def run(*arguments: str) -> dict[str, Any]:
@@ -62,10 +65,12 @@ def train(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
             assert result.returncode == 0, f"{stdout}\n{stderr}"
         else:
             options = {"arguments": everything, "rendezvous": str(log.with_name("rendezvous"))}
-            ranks(1 if "--nproc=1" in arguments else 2).run(__name__, "Training", options, LIMIT_SECONDS)
+            kept[1 if "--nproc=1" in arguments else 2].run(__name__, "Training", options, LIMIT_SECONDS)
         return json.loads(log.read_text())
 
-    return run
+    yield run
+    for processes in kept.values():
+        processes.stop()
 
 
 class Training:

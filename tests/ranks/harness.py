@@ -58,14 +58,20 @@ def _serve(connection: Connection, rank: int, world_size: int) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear_what_dtensors_keep
 
     torch.set_num_threads(1)
     _use_one_gloo_thread()
     # What is imported by now is not searched for cycles again and again.
     gc.freeze()
     connection.send(("ready", None))
+    last = ""
     while True:
         module, name, rendezvous, arguments = connection.recv()
+        if module != last:
+            # DTensor keeps the mesh that it first met, and takes one of other groups of the same ranks for the same.
+            clear_what_dtensors_keep()
+            last = module
         try:
             body = functools.reduce(getattr, [*name.split("."), "body"], importlib.import_module(module))
             torch.manual_seed(0)
