@@ -82,6 +82,8 @@ def _serve(connection: Connection, rank: int, world_size: int) -> None:
                 world_size=world_size,
                 timeout=timedelta(seconds=60),
             )
+            # Bodies may leave the group at once, which fails a rank that is still connecting to the others.
+            dist.barrier()
             result = body(**arguments)
             dist.barrier()
             dist.destroy_process_group()
