@@ -61,6 +61,9 @@ def _serve(connection: Connection, rank: int, world_size: int) -> None:
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear_what_dtensors_keep
 
     torch.set_num_threads(1)
+    if not torch.cuda.is_available():
+        # The other one writes down a stack trace for each call, in case that there will be a device: a millisecond.
+        torch.manual_seed = torch.default_generator.manual_seed  # type: ignore[assignment]
     _use_one_gloo_thread()
     # What is imported by now is not searched for cycles again and again.
     gc.freeze()

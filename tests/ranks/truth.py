@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ import shardwise
 
 from ..models import wrap
 
+Key = TypeVar("Key")
 Verb = Callable[..., Any]
 Wrap = Callable[[nn.Module, Verb], Any]
 Iteration = Callable[[nn.Module, int, int], torch.Tensor]
@@ -30,6 +31,19 @@ class Record:
     gradients: list[dict[str, torch.Tensor | None]] = field(default_factory=list)
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
 
+    def note(self, loss: torch.Tensor, model: nn.Module) -> None:
+        """A step's loss and gradients, which are whole only after `end`."""
+        self.losses.append(loss.detach().clone())
+        self.gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+
+    def end(self, model: nn.Module) -> None:
+        """Gather all gradients and the parameters of ``model`` at once, since collectives take long here."""
+        held = {(step, name): grad for step, grads in enumerate(self.gradients) for name, grad in grads.items()}
+        parameters: dict[Any, torch.Tensor] = {(None, name): value for name, value in model.named_parameters()}
+        values = whole_each({**parameters, **{key: grad for key, grad in held.items() if grad is not None}})
+        self.parameters = {name: values[None, name] for _, name in parameters}
+        self.gradients = [{name: values.get((step, name)) for name in g} for step, g in enumerate(self.gradients)]
+
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The unsharded value of a tensor, as a copy."""
@@ -37,8 +51,8 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return value.detach().clone()
 
 
-def whole_each(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Their unsharded values, as copies; those cut over one axis travel together, since collectives take long here."""
+def whole_each(tensors: dict[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
+    """Their unsharded values, as copies; those cut over one axis travel together."""
     cut = {name: tensor for name, tensor in tensors.items() if _is_cut_over_one_axis(tensor)}
     if len({tensor.device_mesh for tensor in cut.values()}) != 1:
         return {name: whole(tensor) for name, tensor in tensors.items()}
@@ -96,11 +110,10 @@ def train_sharded(model: nn.Module, iteration: Iteration, steps: int) -> Record:
     record, optimizer, rank = Record(), make_optimizer(model), dist.get_rank()
     for step in range(steps):
         torch.manual_seed(1000 * step + rank)
-        record.losses.append(iteration(model, step, rank).detach().clone())
-        record.gradients.append(gradients_of(model))
+        record.note(iteration(model, step, rank), model)
         optimizer.step()
         optimizer.zero_grad()
-    record.parameters = state_of(model)
+    record.end(model)
     return record
 
 
@@ -112,14 +125,14 @@ def train_plain(model: nn.Module, iteration: Iteration, steps: int) -> Record:
             torch.manual_seed(1000 * step + rank)
             loss = iteration(model, step, rank)
             if rank == dist.get_rank():
-                record.losses.append(loss.detach().clone())
+                own = loss
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad /= dist.get_world_size()
-        record.gradients.append(gradients_of(model))
+        record.note(own, model)
         optimizer.step()
         optimizer.zero_grad()
-    record.parameters = state_of(model)
+    record.end(model)
     return record
 
 
