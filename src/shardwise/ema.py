@@ -94,6 +94,9 @@ class EMA:
         """
         parameters = self._parameters()
         locals_ = self._locals(parameters)
+        # Before the write, which must not overtake copies of offloaded shards to the device.
+        for owner in {id(owner): owner for p in parameters if (owner := owner_of(p)) is not None}.values():
+            owner.note_write()
         with torch.no_grad(), not_inference():
             if self._kept is None:
                 kept = [local.clone() for local in locals_]
@@ -102,8 +105,6 @@ class EMA:
             else:
                 copy_each(locals_, self._kept)
                 self._kept = None
-        for owner in {id(owner): owner for p in parameters if (owner := owner_of(p)) is not None}.values():
-            owner.note_write()
         return Swapped(self)
 
     @property

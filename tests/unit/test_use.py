@@ -426,3 +426,36 @@ def test_our_class_in_place_of_torchs(fake_mesh: Mesh, monkeypatch: pytest.Monke
     model.to_empty(device="cpu").bfloat16()
     assert all(parameter.dtype == torch.bfloat16 and not parameter.is_meta for parameter in model.parameters())
     assert type(type(model.layers[0])(16)).__name__ == "Block"
+
+
+class LateCopy:
+    """A copy of offloaded shards to the device that is under way until the host waits for it."""
+
+    def __init__(self, source: torch.Tensor):
+        self.source, self.seen = source, torch.empty(0)
+
+    def wait(self) -> None:
+        """The host goes on."""
+
+    def synchronize(self) -> None:
+        """What the device has got."""
+        self.seen = self.source.clone()
+
+
+@pytest.mark.parametrize("way", ["swap", "load"])
+def test_offloaded_shards_are_not_written_while_they_are_copied(fake_mesh: Mesh, way: str) -> None:
+    model = build(fake_mesh(1), offload_policy=shardwise.CPUOffloadPolicy(pin_memory=False))
+    ema = shardwise.EMA(model)
+    whole = {name: torch.ones(value.shape) for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    shards = unit_of(model.layers[0]).groups[0].shards  # type: ignore[union-attr]
+    before = shards.buffers[0].local.clone()
+    shards.read_by = copy = LateCopy(shards.buffers[0].local)
+    if way == "swap":
+        ema.swap()
+    else:
+        shardwise.load_full_state_dict(model, whole, broadcast_from_rank0=False)
+    assert torch.equal(copy.seen, before)
+    assert not torch.equal(shards.buffers[0].local, before)

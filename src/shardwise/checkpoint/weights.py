@@ -156,12 +156,14 @@ class Weight:
     # -- Loading
 
     def prepare_memory(self, device: torch.device) -> None:
-        """Give it memory to load into, if it has none; ``device`` is for what no unit manages.
+        """Get ready to be written: give it memory if it has none; ``device`` is for what no unit manages.
 
         Until `accept_values` a forward of its unit is refused.
         """
         if self.slot is not None and self.shards is not None:
             self.shards.leave_meta()
+            # Before the write, which must not overtake copies of offloaded shards to the device.
+            self.shards.note_write()
             self.slot.has_values = False
         elif self.tensor.is_meta or self.extra_of is not None:
             with not_inference():
@@ -169,9 +171,8 @@ class Weight:
 
     def accept_values(self) -> None:
         """`local` has been written: let everything see it."""
-        if self.slot is not None and self.shards is not None:
+        if self.slot is not None:
             self.slot.has_values = True
-            self.shards.note_write()
         if self._fresh is None:
             return
         if self.extra_of is not None:

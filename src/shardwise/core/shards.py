@@ -201,7 +201,7 @@ class Shards(ABC):
         self._writes += 1
 
     def note_write(self) -> None:
-        """An operator writes one of them."""
+        """One of them is about to be written."""
         self._writes += 1
         self.written_since_wrapping = True
         if self.read_by is not None:
