@@ -542,6 +542,20 @@ def test_ranks_of_several_hosts_gather(apart: Callable[[], Any]) -> None:
             assert_equal(read(directory), truth)
 
 
+@on_ranks(2)
+def test_what_goes_wrong_while_one_rank_writes_for_all_raises_on_all() -> None:
+    def fails(*_: Any) -> int:
+        raise RuntimeError("no memory to copy to")
+
+    model = shard_plainly(build("mlp", 2))
+    with shared_directory() as directory, other_hosts():
+        broken = mock.patch("os.pwrite", fails) if dist.get_rank() == 0 else mock.patch("os.getpid")
+        with broken:
+            assert_raises_alike(RuntimeError, "no memory to copy to", lambda: save_safetensors(model, directory))
+        assert list(directory.iterdir()) == []
+        save_safetensors(model, directory)
+
+
 @on_ranks(2, several=[False, True], apart=[False, True])
 def test_a_full_disk_on_one_rank_leaves_the_earlier_weights(several: bool, apart: bool) -> None:
     earlier, limit = build("mlp", 1).state_dict(), 300 if several else "5GB"

@@ -185,22 +185,21 @@ def save_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, max
     token = peers.exchange(secrets.token_hex(4))[0]
     target = _Target(path, files, token)
     try:
-        with peers.together():
+        try:
+            with peers.together():
+                if peers.is_first:
+                    target.create()
+            _write(names, files, target, peers)
+            with peers.together():
+                if peers.is_first:
+                    parameters = sum(w.tensor.numel() for w in saving.weights if isinstance(w.tensor, nn.Parameter))
+                    target.publish(index_of(files, parameters) if len(files) > 1 else None)
+        finally:
             if peers.is_first:
-                target.create()
-        _write(names, files, target, peers)
-        with peers.together():
-            if peers.is_first:
-                parameters = sum(w.tensor.numel() for w in saving.weights if isinstance(w.tensor, nn.Parameter))
-                target.publish(index_of(files, parameters) if len(files) > 1 else None)
+                target.clean()
     except Exception:
-        if peers.is_first:
-            target.clean()
-        peers.exchange(None)  # no rank goes on before
+        peers.exchange(None)  # no rank goes on before the first one has cleaned up
         raise
-    finally:
-        if peers.is_first:
-            target.clean()
 
 
 def _parse_size(size: int | str) -> int:
@@ -391,7 +390,7 @@ def _write_gathered(
     peers: Peers,
     writers: Sequence[int],
 ) -> None:
-    failure: OSError | None = None
+    failure: Exception | None = None
     with Progress("Saving", sum(file.size for file in files), shown=peers.is_first) as progress:
         mover = TensorMover()
         for number, file in enumerate(files):
@@ -405,7 +404,7 @@ def _write_gathered(
                         with target.opened(file) as descriptor:
                             region = Region((0,) * len(weight.shape), weight.shape)
                             mover.write(descriptor, start, weight.shape, region, whole)
-                except OSError as error:
+                except Exception as error:
                     failure = error  # the others still wait for this rank's part of the rest
     with peers.together():
         if failure is not None:
