@@ -32,7 +32,14 @@ from .core.parameter import successor_of
 from .grad import clip_grad_norm_
 from .init import init_on_meta, materialize
 from .lightning_common.arguments import checked_state_dict_type
-from .lightning_common.files import SavedDirectory, is_sharded, prepare_file, read_file, write_directory, write_file
+from .lightning_common.files import (
+    SavedDirectory,
+    is_sharded,
+    read_file,
+    refuse_directory,
+    write_directory,
+    write_file,
+)
 from .lightning_common.namespaces import StrategyClasses
 from .lightning_common.optimizers import attach, clip_grad_value_, full_optimizer_state, load_full_optimizer_state
 from .lightning_common.precision import share_scaler
@@ -280,11 +287,11 @@ class _FabricStrategy(ProcessesStrategy):
             raise TypeError(f"{type(self).__name__} does not use a CheckpointIO, so it takes no storage_options")
         path, chosen = Path(self.broadcast(path)), dict(filter or {})
         is_full = self.state_dict_type == "full"
-        if is_full:
-            prepare_file(path, is_writer=False)
         models = nn.ModuleList([item for item in state.values() if isinstance(item, nn.Module)])
         ranks, sharded, rest = saving_ranks(), dict[str, Any](), dict[str, Any]()
         with ranks.together():
+            if is_full:
+                refuse_directory(path)
             for name, item in state.items():
                 if not isinstance(item, (nn.Module, Optimizer)):
                     rest[name] = item.state_dict() if callable(getattr(item, "state_dict", None)) else item
@@ -327,8 +334,9 @@ class _FabricStrategy(ProcessesStrategy):
             ValueError: if it does not fit, or for a sharded checkpoint without ``state``.
         """
         path = Path(self.broadcast(path))
-        if not path.exists():
-            raise FileNotFoundError(f"there is no checkpoint at {path}")
+        with saving_ranks().together():
+            if not path.exists():
+                raise FileNotFoundError(f"there is no checkpoint at {path}")
         if isinstance(state, nn.Module):
             self._load_raw(path, state, strict=strict, weights_only=weights_only)
             return {}

@@ -9,8 +9,10 @@ import json
 import shutil
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -484,6 +486,34 @@ def filters(directory: Path) -> None:
         used.barrier()
 
 
+def hosts_with_files_of_their_own(directory: Path) -> None:
+    """What only one rank finds, or does not find, is the same error on all."""
+    from shardwise.checkpoint.integrity import CheckpointError
+    from shardwise.lightning_common import files
+
+    used = by_block(state_dict_type="sharded")
+    model, path = used.setup(make_net()), directory / "on_one_host"
+    used.save(path, {"model": model})
+    used.barrier()
+
+    def on_rank_one(target: Any, name: str, answer: Any) -> Any:
+        return mock.patch.object(target, name, answer) if dist.get_rank() == 1 else nullcontext()
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise CheckpointError("no such disk")
+
+    with on_rank_one(Path, "exists", lambda _: False), pytest.raises(FileNotFoundError, match="on_one_host"):
+        used.load(path, {"model": model})
+    with on_rank_one(files.StoredData, "open", fails), pytest.raises(CheckpointError, match="no such disk"):
+        used.load(path, {"model": model})
+    with on_rank_one(files, "MANIFEST", "nothing"):
+        used.load(path, {"model": model})
+    whole_file = by_block()
+    with on_rank_one(Path, "is_dir", lambda _: True), pytest.raises(IsADirectoryError):
+        whole_file.save(directory / "whole_on_one_host", {"model": model})
+    used.barrier()
+
+
 class FailsOnFirst:
     """Has a state on all ranks but the first."""
 
@@ -913,6 +943,7 @@ CASES = (
     raw_files,
     only_own_rows,
     filters,
+    hosts_with_files_of_their_own,
     clipping,
     accumulation,
     messages,

@@ -197,7 +197,7 @@ def load(
     share = sum(file.size for file in manifest.files.values()) // ranks.size if manifest is not None else 0
     with Progress("Loading", 2 * share, shown=ranks.is_first) as progress, torch.no_grad(), not_inference():
         if manifest is not None:
-            _check_files(path, manifest, ranks, progress)
+            check_files(path, manifest, ranks, progress.advance)
         with ranks.together():
             stored = StoredData.open(path, None if manifest is None else manifest.unusual, weights_only)
         return _restore(stored, None if manifest is None else manifest.world_size, wanted, ranks, strict, progress)
@@ -216,12 +216,19 @@ def _restore(
         return restoring.hand_over()
 
 
-def _check_files(path: Path, manifest: Manifest, ranks: SavingRanks, progress: Progress) -> None:
-    """
+def check_files(path: Path, manifest: Manifest, ranks: SavingRanks, advance: Callable[[int], None]) -> None:
+    """Compare a checkpoint with its manifest, each rank a part. A collective.
+
+    Args:
+        path: of the checkpoint.
+        manifest: of the checkpoint.
+        ranks: that share the work.
+        advance: called with the number of bytes compared.
+
     Raises:
         CorruptFileError: on all ranks, naming all files that one of them found damaged.
     """
-    found = ranks.exchange(find_damage(path, manifest, ranks.position, ranks.size, progress.advance))
+    found = ranks.exchange(find_damage(path, manifest, ranks.position, ranks.size, advance))
     damage = {name: problem for own in reversed(found) for name, problem in own.items()}
     if not damage:
         return

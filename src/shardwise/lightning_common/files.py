@@ -17,13 +17,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..checkpoint.atomic import DCP_METADATA, MANIFEST, sync_directory
-from ..checkpoint.integrity import CorruptFileError, Manifest, find_damage
+from ..checkpoint.integrity import Manifest
 from ..checkpoint.model_state import SavedModel, check_fit
 from ..checkpoint.names import parameter_names
 from ..checkpoint.objects import leaves, pickled
 from ..checkpoint.optimizer_state import SavedOptimizer, optimizer_paths
-from ..checkpoint.ranks import SavingRanks, saving_ranks
+from ..checkpoint.ranks import saving_ranks
 from ..checkpoint.reading import StoredData
+from ..checkpoint.sharded import check_files
 from ..checkpoint.weights import weights_of
 from ..checkpoint.writing import naming, write_leaves
 from ..core.device import not_inference
@@ -63,8 +64,7 @@ def write_file(path: Path, content: Any) -> None:
     Raises:
         IsADirectoryError: if there is a directory that is not a checkpoint.
     """
-    if path.is_dir() and not is_sharded(path):
-        raise IsADirectoryError(f"{path} is a directory, and a full checkpoint is one file: choose another path")
+    refuse_directory(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.unfinished")
     try:
@@ -135,20 +135,18 @@ class SavedDirectory:
 
     def __init__(self, path: Path, *, weights_only: bool | None):
         self._path, self._weights_only = path, weights_only
-        self._ranks: SavingRanks = saving_ranks()
-        manifest = Manifest.read(path) if (path / MANIFEST).is_file() else None
+        self._ranks = ranks = saving_ranks()
+        own: Manifest | None = None
+        with ranks.together():
+            if ranks.is_first and (path / MANIFEST).is_file():
+                own = Manifest.read(path)
+        manifest = ranks.exchange(own)[0]
         if manifest is not None:
-            self._check(manifest)
+            check_files(path, manifest, ranks, lambda _: None)
         unusual = None if manifest is None else manifest.unusual
-        # What is pickled in it are numbers and names; all else is in the other file.
-        self._stored = StoredData.open(path, unusual, weights_only=True)
-
-    def _check(self, manifest: Manifest) -> None:
-        own = find_damage(self._path, manifest, self._ranks.position, self._ranks.size, lambda _: None)
-        damage = {name: problem for found in self._ranks.exchange(own) for name, problem in found.items()}
-        if damage:
-            problems = "; ".join(f"{self._path / name} is damaged: {problem}" for name, problem in damage.items())
-            raise CorruptFileError(f"{problems}. Nothing was loaded")
+        with ranks.together():
+            # What is pickled in it are numbers and names; all else is in the other file.
+            self._stored = StoredData.open(path, unusual, weights_only=True)
 
     def has(self, name: str) -> bool:
         """Whether something was saved under ``name``."""
@@ -156,10 +154,10 @@ class SavedDirectory:
 
     def metadata(self) -> dict[str, Any]:
         """What is not sharded."""
-        file = self._path / METADATA
-        if not file.is_file():
-            return {}
-        loaded: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=self._weights_only)
+        file, loaded = self._path / METADATA, dict[str, Any]()
+        with self._ranks.together():
+            if file.is_file():
+                loaded = torch.load(file, map_location="cpu", weights_only=self._weights_only)
         return loaded
 
     def check_model(self, name: str, model: nn.Module, *, strict: bool) -> None:
@@ -223,14 +221,22 @@ class SavedDirectory:
             saved.load([optimizer], targets)
 
 
+def refuse_directory(path: Path) -> None:
+    """
+    Raises:
+        IsADirectoryError: if there is a directory that is not a checkpoint, in the place of a full checkpoint.
+    """
+    if path.is_dir() and not is_sharded(path):
+        raise IsADirectoryError(f"{path} is a directory, and a full checkpoint is one file: choose another path")
+
+
 def prepare_file(path: str | Path, is_writer: bool) -> None:
-    """Make room for a full checkpoint in the place of a sharded one.
+    """Make room for a full checkpoint in the place of a sharded one, which ``is_writer`` deletes.
 
     Raises:
-        IsADirectoryError: if there is a directory that is not a checkpoint.
+        IsADirectoryError: as of `refuse_directory`.
     """
     directory = Path(path)
-    if directory.is_dir() and not is_sharded(directory):
-        raise IsADirectoryError(f"{path} is a directory, and a full checkpoint is one file: choose another path")
+    refuse_directory(directory)
     if directory.is_dir() and is_writer:
         shutil.rmtree(directory)
