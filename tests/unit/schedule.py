@@ -1,8 +1,11 @@
-"""Happens-before of a recorded run: finds uses that a real accelerator could run too early or too late."""
+"""An accelerator that records, and happens-before of what it recorded: uses that a real one could run too early or too
+late."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,9 +13,110 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardwise.core.device import Logged, RecordingDevice
+from shardwise.core.device import Device, Lane, Step, Ticket
 
 Clock = dict[int, int]
+
+
+@dataclass(frozen=True)
+class Logged:
+    """One entry of a `RecordingDevice`'s log.
+
+    Args:
+        kind: "use", "record" or "wait"; of memory "allocate" or "free".
+        stream: on which; 0 computes.
+        event: recorded or waited for.
+        name: of the operator.
+        reads: storages that it reads, by number.
+        writes: storages that it writes.
+    """
+
+    kind: str
+    stream: int
+    event: int = 0
+    name: str = ""
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+
+
+class RecordingDevice(Device):
+    """The CPU behaving as an accelerator: its lanes are streams, and what happens on them is logged.
+
+    Operators run at once, so results are right whatever the streams do; whether a real device could have run them
+    in another order is what a checker reads from the log. Memory events come from whoever watches the operators.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.log: list[Logged] = []
+        self.current = 0
+        self.events = 0
+        self.before_submit: Callable[[], None] = lambda: None
+        self._streams = 0
+
+    def lane(self) -> Lane:
+        self._streams += 1
+        return _RecordingLane(self, self._streams)
+
+    def move_inputs(self, value: Any) -> Any:
+        return value
+
+    def mark(self) -> Any:
+        self.before_submit()
+        return self.record(self.current)
+
+    def record(self, stream: int) -> int:
+        """Record an event on ``stream``; gives its number."""
+        self.events += 1
+        self.log.append(Logged("record", stream, self.events))
+        return self.events
+
+    def wait(self, stream: int, event: int) -> None:
+        """Let ``stream`` wait for ``event``."""
+        self.log.append(Logged("wait", stream, event))
+
+
+class _RecordingLane(Lane):
+    def __init__(self, device: RecordingDevice, stream: int):
+        super().__init__()
+        self.device, self.stream = device, stream
+
+    def submit(self, *steps: Step, after: Sequence[Any] = ()) -> Ticket:
+        device, outer = self.device, self.device.current
+        device.before_submit()
+        for event in after or [device.record(outer)]:
+            device.wait(self.stream, event)
+        device.current = self.stream
+        try:
+            for step in steps:
+                for work in step():
+                    work.wait()
+        except BaseException:
+            device.wait(outer, device.record(self.stream))
+            raise
+        finally:
+            device.current = outer
+        return RecordingTicket(device, device.record(self.stream), steps)
+
+    def wait_event(self, event: Any) -> None:
+        self.device.wait(self.stream, event)
+
+
+class RecordingTicket:
+    __slots__ = ("device", "event", "steps")
+
+    def __init__(self, device: RecordingDevice, event: int, steps: Sequence[Step]):
+        self.device, self.event, self.steps = device, event, steps
+
+    def wait(self) -> None:
+        self.device.wait(self.device.current, self.event)
+        self.steps = ()
+
+    synchronize = wait
+
+    def __del__(self) -> None:
+        if self.steps:
+            self.wait()
 
 
 class Watched(TorchDispatchMode):

@@ -12,10 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise import CPUOffloadPolicy, FSDPCommContext, MixedPrecisionPolicy, OffloadPolicy, Placements, fully_shard
 from shardwise.core import hooks
 from shardwise.core.comm import Comm
-from shardwise.core.device import Logged, RecordingDevice
 
 from ..models import Transformer, inputs_for
-from .schedule import Watched, faults
+from .schedule import Logged, RecordingDevice, RecordingTicket, Watched, faults
 
 Mesh = Callable[..., DeviceMesh]
 
@@ -196,7 +195,7 @@ def test_thin_tensors(fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch, param_dt
 
 def test_the_checker_sees_missing_waits(fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = fake_mesh(2)
-    monkeypatch.setattr("shardwise.core.device._RecordingTicket.wait", lambda self: None)
+    monkeypatch.setattr(RecordingTicket, "wait", lambda self: None)
     found = faults(recorded(mesh))
     assert any("reads before c10d" in fault for fault in found)
     assert any("freed while in use by c10d" in fault for fault in found)
