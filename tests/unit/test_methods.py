@@ -427,6 +427,15 @@ def test_process_group_memory(fake_mesh: Mesh) -> None:
     assert torch.equal(model(x), expected)
 
 
+def test_staging_of_what_is_replicated(fake_mesh: Mesh) -> None:
+    model = build(fake_mesh(2), placements="ddp")
+    for unit in (model, *model.layers):
+        unit.set_allocate_memory_from_process_group_for_comm(True)  # type: ignore[operator]
+        with pytest.raises(ValueError, match="nothing is sharded over ranks"):
+            unit.set_symm_mem_for_comm()  # type: ignore[operator]
+    model(inputs_for(model, 0)).sum().backward()
+
+
 def test_symmetric_memory_needs_a_backend_that_has_it(fake_mesh: Mesh) -> None:
     model = build(fake_mesh(2))
     with pytest.raises(ValueError, match="it needs NCCL on CUDA, and the unit's process group uses 'fake'"):

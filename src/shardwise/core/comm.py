@@ -147,6 +147,14 @@ class SingleComm(Comm):
     def __init__(self) -> None:
         self.rank, self.size = 0, 1
 
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """
+        Raises:
+            StateError: always.
+        """
+        raise StateError("nothing is sharded over ranks here, so there is no process group to communicate in")
+
 
 class MissingComm(Comm):
     """Ranks without a process group: what they hold can be told, and nothing can be sent."""

@@ -342,6 +342,8 @@ class FSDPModule(_TorchModule):
             ValueError: if a custom collective was set, which allocates by itself.
         """
         for group in self._unit.groups:
+            if group.mesh.shard.size == 1:
+                continue  # nothing is gathered or scattered
             options, process_group = group.options, group.mesh.shard.group
             own = (None, ProcessGroupMemoryGather, ProcessGroupMemoryReduceScatter)
             for custom in (options.custom_gather, options.custom_reduce_scatter):
@@ -354,7 +356,7 @@ class FSDPModule(_TorchModule):
         """Stage this unit's gathers in symmetric memory.
 
         Raises:
-            ValueError: if the process group's backend has no symmetric memory.
+            ValueError: if the process group's backend has no symmetric memory, or nothing is gathered over ranks.
         """
         for group in self._unit.groups:
             require_symmetric_memory(group.mesh.shard.group, group.mesh.device, backend, self._unit.name)
