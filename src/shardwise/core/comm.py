@@ -42,7 +42,7 @@ class _Done:
 
     __slots__ = ("finish", "works")
 
-    def __init__(self, works: Sequence[Waitable], finish: Callable[[], None]):
+    def __init__(self, works: Sequence[Waitable], finish: Callable[[], object]):
         self.works, self.finish = works, finish
 
     def wait(self) -> None:
@@ -201,7 +201,7 @@ class GlooComm(Comm):
 
     def all_reduce(self, tensor: torch.Tensor, *, mean: bool) -> list[Waitable]:
         works = super().all_reduce(tensor, mean=False)
-        return [_Done(works, lambda: _divide(tensor, self.size))] if mean else works
+        return [_Done(works, lambda: tensor.div_(self.size))] if mean else works
 
 
 class PairwiseGlooComm(GlooComm):
@@ -256,7 +256,7 @@ class PairwiseGlooComm(GlooComm):
             for term in terms[2:]:
                 output.add_(term)
             if mean:
-                _divide(output, self.size)
+                output.div_(self.size)
             terms.clear()
 
         return _Done(works, add)
@@ -406,10 +406,6 @@ def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
 def reduce_op(mean: bool) -> Any:
     """The operator of a reduction."""
     return dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
-
-
-def _divide(tensor: torch.Tensor, divisor: float) -> None:
-    tensor.div_(divisor)
 
 
 def _all_gather_single(output: torch.Tensor, input_: torch.Tensor, group: dist.ProcessGroup) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -152,9 +152,6 @@ def _copy(reference: weakref.ref[nn.Module], memo: dict[int, Any]) -> nn.Module:
         state[kind] = type(state[kind])((key, value) for key, value in state[kind].items() if key not in own_hooks)
     twin.__dict__.update(copy.deepcopy(state, memo))
     return twin
-
-
-Answer = Callable[..., Any]
 
 
 @contextmanager
