@@ -41,6 +41,7 @@ from .fsdp_parameters import (
     own_parameters,
     restore_order,
     sync_from_first_rank,
+    under,
 )
 from .fsdp_sharing import share_parameter
 from .fsdp_weights import consolidate, describe_shards, finish_load, finish_state_dict, prepare_load
@@ -745,7 +746,7 @@ class FullyShardedDataParallel(nn.Module):
             for name, parameter in module._parameters.items():
                 if parameter is None:
                     continue
-                label, owner = f"{path}.{name}".removeprefix("."), owner_of(parameter)
+                label, owner = under(path, name), owner_of(parameter)
                 if owner is None:
                     raise ValueError(
                         f"{self._title()}: parameter {label!r} was registered after wrapping, so its gradients would "

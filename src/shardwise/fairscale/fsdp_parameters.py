@@ -27,6 +27,11 @@ def clean(name: str) -> str:
     return name.replace(f"{INNER}.", "").removesuffix(INNER).removesuffix(".")
 
 
+def under(path: str, name: str) -> str:
+    """The name of what a module at ``path`` has as ``name``."""
+    return f"{path}.{name}" if path else name
+
+
 @dataclass(frozen=True)
 class Member:
     """One parameter of an instance.
@@ -79,13 +84,13 @@ def own_parameters(module: nn.Module) -> list[tuple[Member, nn.Parameter]]:
                 continue
             if successor_of(parameter) is not None:
                 raise ValueError(
-                    f"parameter {_join(path, name)!r} is tied to one that another instance has flattened: wrap the "
+                    f"parameter {under(path, name)!r} is tied to one that another instance has flattened: wrap the "
                     "modules that share it together, or wrap them with flatten_parameters=False and call "
                     "append_shared_param"
                 )
             found.setdefault(id(parameter), (parameter, []))[1].append((path, name))
     return [
-        (Member(_join(*places[0]), tuple(parameter.shape), tuple(places)), parameter)
+        (Member(under(*places[0]), tuple(parameter.shape), tuple(places)), parameter)
         for parameter, places in found.values()
     ]
 
@@ -176,7 +181,7 @@ def sync_from_first_rank(
         return
     named: list[tuple[str, torch.Tensor]] = [(member.name, parameter) for member, parameter in own]
     for path, inner in own_modules(module):
-        named += [(_join(path, name), buffer) for name, buffer in inner.named_buffers(recurse=False)]
+        named += [(under(path, name), buffer) for name, buffer in inner.named_buffers(recurse=False)]
     described = [describe(name, tensor) for name, tensor in named]
     check_same_on_ranks("FullyShardedDataParallel", comm_of(group, device), described, device)
     tensors = list({id(tensor): tensor.detach() for _, tensor in named if tensor.numel()}.values())
@@ -188,7 +193,3 @@ def sync_from_first_rank(
     for tensor, synced in zip(tensors, there, strict=True):
         if tensor is not synced:
             tensor.copy_(synced)
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .fsdp_parameters import INNER, Run, clean, own_modules
+from .fsdp_parameters import INNER, Run, clean, own_modules, under
 from .fsdp_sharing import borrowed
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def describe_shards(root: FullyShardedDataParallel, instances: Sequence[FullySha
             {"fsdp_path": path, **described[id(module)]} for path, module in named if id(module) in described
         ],
         "buffer_names": list(
-            dict.fromkeys(_under(path, name) for path, module in named for name in _saved_buffers(module))
+            dict.fromkeys(under(path, name) for path, module in named for name in _saved_buffers(module))
         ),
     }
 
@@ -111,7 +111,7 @@ def _other_names(instance: FullyShardedDataParallel, run: Run) -> list[tuple[str
     found = []
     for member in run.members:
         for path, name in member.places:
-            names = [_under(other, name) for other in paths[id(instance.module.get_submodule(path))]]
+            names = [under(other, name) for other in paths[id(instance.module.get_submodule(path))]]
             found += [(member.name, other) for other in names if other != member.name]
     return found
 
@@ -154,7 +154,7 @@ def consolidate(
     for index, instance in enumerate(metadata[0]["param_metadata"]):
         path = instance["fsdp_path"]
         for name, described in instance["params"].items():
-            key = _under(path, name)
+            key = under(path, name)
             if not strict and key not in weights[0]:
                 continue
             paddings = [one["param_metadata"][index]["params"][name]["padding"] for one in metadata]
@@ -162,10 +162,10 @@ def consolidate(
             for part, numel, shape in zip(
                 described["names"], joined.split(described["numels"]), described["shapes"], strict=True
             ):
-                whole[_under(path, part)] = numel.view(shape)
+                whole[under(path, part)] = numel.view(shape)
         for first, other in instance["shared_param_info"]:
-            if strict or _under(path, first) in whole:
-                whole[_under(path, other)] = whole[_under(path, first)]
+            if strict or under(path, first) in whole:
+                whole[under(path, other)] = whole[under(path, first)]
     for name in metadata[0]["buffer_names"] if with_buffers else ():
         if strict or name in weights[0]:
             whole[name] = _entry(weights, 0, name)
@@ -190,7 +190,3 @@ def _entry(weights: Sequence[Mapping[str, torch.Tensor]], rank: int, key: str) -
     if key not in weights[rank]:
         raise KeyError(f"the weights of rank {rank} have no {key!r}")
     return weights[rank][key]
-
-
-def _under(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
