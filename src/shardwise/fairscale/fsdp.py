@@ -45,7 +45,8 @@ from .fsdp_parameters import (
 )
 from .fsdp_sharing import share_parameter
 from .fsdp_weights import consolidate, describe_shards, finish_load, finish_state_dict, prepare_load
-from .ranks import MissingGroup, comm_of, compute_device_of, given_group, ranks_of, reduce_comm_of
+from .ranks import comm_of, compute_device_of, given_group, ranks_of, reduce_comm_of
+from .testing import DummyProcessGroup
 
 
 class TrainingState(Enum):
@@ -822,7 +823,7 @@ class FullyShardedDataParallel(nn.Module):
         for _, parameter in self.named_parameters(recurse=False):
             # Not in memory that is shared with the process that sent it.
             parameter.data = parameter.data.clone()
-        self._start(MissingGroup(self.rank, self.world_size), reduce_group, None)
+        self._start(DummyProcessGroup(self.rank, self.world_size), reduce_group, None)
 
 
 SETTINGS = (

@@ -7,7 +7,6 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,27 +37,6 @@ def given_group(process_group: Any) -> Any:
     if not (callable(getattr(process_group, "rank", None)) and callable(getattr(process_group, "size", None))):
         raise TypeError(f"process_group must be a process group, not {type(process_group).__name__}")
     return process_group
-
-
-@dataclass(frozen=True)
-class MissingGroup:
-    """In the place of a process group that has to be set.
-
-    Args:
-        own_rank: of this process in it.
-        own_size: its ranks.
-    """
-
-    own_rank: int
-    own_size: int
-
-    def rank(self) -> int:
-        """Rank of this process."""
-        return self.own_rank
-
-    def size(self) -> int:
-        """Number of ranks."""
-        return self.own_size
 
 
 def is_stand_in(group: Any) -> bool:

@@ -1,10 +1,11 @@
-"""Stand-ins for programs that are built where nothing is communicated."""
+"""A stand-in for a process group, where nothing is communicated (yet)."""
 
 from __future__ import annotations
 
 
 class DummyProcessGroup:
-    """A process group that only knows its size: for building a model without processes, or at world size 1.
+    """A process group that only knows its size: for building a model without processes, or at world size 1; also what
+    an unpickled instance has until ``process_group`` is set.
 
     Args:
         rank: of this process, from 0.
