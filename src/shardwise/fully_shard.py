@@ -21,7 +21,7 @@ from .core.hooks import Unit
 from .core.mesh import DataParallelMesh, data_parallel_mesh, smaller_mesh
 from .core.module import FSDPModule, become_fsdp_module, unit_of
 from .core.parameter import Place, alias_of, owner_of, successor_of
-from .core.root import make_root, managed_modules
+from .core.root import is_never_called, make_root, managed_modules
 from .core.shards import ParameterShards
 from .core.slot import GroupPolicy, ManagedParameter
 from .placements import PRESETS, Placements
@@ -171,8 +171,7 @@ def _root_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     for member in given:
         if not isinstance(member, nn.Module):
             raise TypeError(f"fully_shard takes a module or a list of modules, not {type(member).__name__}")
-        containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-        if isinstance(member, containers) and type(member).forward is nn.Module.forward:
+        if is_never_called(member):
             raise ValueError(
                 f"{type(member).__name__} has no forward, so nothing would tell when to gather its parameters: "
                 f"call fully_shard on each module in it, or on a list of them"
@@ -284,7 +283,11 @@ def _ignored(parameters: Iterable[nn.Parameter] | None) -> list[nn.Parameter]:
     return given
 
 
-def _check_parameter(name: str, parameter: nn.Parameter, place: Place) -> None:
+def check_cuttable(name: str, parameter: nn.Parameter) -> None:
+    """
+    Raises:
+        ValueError: naming a parameter that cannot be sharded, whatever the mesh.
+    """
     if parameter.ndim == 0:
         raise ValueError(f"parameter {name!r} is a scalar, which cannot be cut: make it a 1-D tensor of one element")
     if hasattr(parameter, "fsdp_pre_all_gather"):
@@ -293,6 +296,10 @@ def _check_parameter(name: str, parameter: nn.Parameter, place: Place) -> None:
             "(fsdp_pre_all_gather), which shardwise does not call: shard its module by torch's "
             "fully_shard, or convert the parameter after"
         )
+
+
+def _check_parameter(name: str, parameter: nn.Parameter, place: Place) -> None:
+    check_cuttable(name, parameter)
     owner = owner_of(parameter)
     if owner is not None and owner.manages(place):
         raise ValueError(

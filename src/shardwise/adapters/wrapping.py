@@ -19,13 +19,12 @@ from torch.nn.parameter import is_lazy
 
 from ..checkpoint.peers import Peers
 from ..core.module import FSDPModule, unit_of
+from ..core.root import CONTAINERS
 from ..init.context import MARK, MARKS
 from .whole import cut
 
 LOADED = "shardwise_loaded"
 """Attribute of a parameter whose values are the same on all ranks, since all read them from one file."""
-
-CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 Policy = Callable[..., bool] | Iterable[type[nn.Module]]
 """Chooses modules: a function of torch's or FairScale's form (module, recurse, number of parameters), a function of
@@ -82,11 +81,6 @@ def _ask(
     if len(required) == 1:
         return recurse or bool(policy(module))
     return bool(policy(module, recurse, unwrapped_params))
-
-
-def is_never_called(module: nn.Module) -> bool:
-    """Whether it only contains others, so that nothing would gather the parameters of a unit of it."""
-    return isinstance(module, CONTAINERS) and type(module).forward is nn.Module.forward
 
 
 def refuse_foreign(model: nn.Module) -> None:

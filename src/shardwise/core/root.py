@@ -12,6 +12,13 @@ from .group import ShardState
 from .hooks import Unit
 from .module import unit_of
 
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def is_never_called(module: nn.Module) -> bool:
+    """Whether it only contains others, so that nothing would gather the parameters of a unit of it."""
+    return isinstance(module, CONTAINERS) and type(module).forward is nn.Module.forward
+
 
 def managed_modules(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
     """Modules below ``roots`` that no other unit has, children first, with their names relative to their root."""

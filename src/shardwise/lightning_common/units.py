@@ -16,13 +16,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.fsdp import wrap as torch_wrap
 from torch.nn.parameter import is_lazy
 
-from ..adapters.wrapping import Policy, chooser, is_never_called, refuse_foreign, share_values, take_whole_tensors
+from ..adapters.wrapping import Policy, chooser, refuse_foreign, share_values, take_whole_tensors
 from ..checkpoint.peers import Peers
 from ..core.errors import StateError
 from ..core.module import unit_of
+from ..core.root import is_never_called
 from ..fairscale.checkpoint_wrapper import checkpoint_wrapper
 from ..fairscale.wrap import auto_wrap, default_auto_wrap_policy, enable_wrap
-from ..fully_shard import fully_shard
+from ..fully_shard import check_cuttable, fully_shard
 from ..init.initializers import InitFn, uninitialized
 from ..init.targets import find_shards, find_targets, modules_of
 
@@ -222,12 +223,7 @@ def refuse_uncuttable(model: nn.Module) -> None:
                 f"parameter {name!r} has no shape yet: run a batch through the model before it is set up, or give its "
                 "layer the size of its input"
             )
-        if not parameter.ndim:
-            raise ValueError(
-                f"parameter {name!r} is a scalar, which cannot be cut: make it a 1-D tensor of one element"
-            )
-        if hasattr(parameter, "fsdp_pre_all_gather"):
-            raise ValueError(f"parameter {name!r} has an all-gather of its own, which shardwise does not call")
+        check_cuttable(name, parameter)
 
 
 def refuse_uninitialized(model: nn.Module, init_fn: InitFn | None) -> None:

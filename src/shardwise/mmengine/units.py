@@ -13,7 +13,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from ..adapters.wrapping import (
     chooser,
-    is_never_called,
     refuse_foreign,
     share_values,
     take_whole_tensors,
@@ -21,6 +20,7 @@ from ..adapters.wrapping import (
 )
 from ..core.device import mesh_device
 from ..core.module import unit_of
+from ..core.root import is_never_called
 from ..fairscale.wrap import auto_wrap, enable_wrap
 from ..fully_shard import fully_shard
 from .arguments import Precision, Strategy
