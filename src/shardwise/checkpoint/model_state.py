@@ -78,8 +78,8 @@ class SavedModel:
     def __init__(self, stored: StoredData, model: nn.Module, preferred: str):
         self._model, self._kinds = weights_of(model, asked_by="load", plain_names=True), stored.kinds
         self._prefix = _best_prefix(self._model.names, self._kinds, preferred)
-        #: Names that both have.
         self.names = [name for name in self._model.names if self._prefix + name in self._kinds]
+        """That both have."""
         if self._model.names and not self.names:
             raise ValueError(
                 f"the checkpoint has no model; it has {stored.tops()}, and {listed(self._model.names)} were looked for"

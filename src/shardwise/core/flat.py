@@ -20,7 +20,7 @@ from .device import call_without_torch_function, copy_each, not_inference, witho
 from .errors import StateError
 from .layout import Layout, flat
 from .mesh import DataParallelRanks
-from .parameter import Place, owner_of, remember_successor, retire, successor_of
+from .parameter import Place, owner_of, remember_successor, retire, set_owner, successor_of
 from .shards import Shards
 from .slot import GroupPolicy, Slot, refuse_sparse
 from .tree import tensors_in
@@ -157,8 +157,8 @@ class FlatSlot(Slot):
     def __init__(self, run: FlatRun, buffer: ShardedBuffer, index: int, owner: weakref.ref[Shards]):
         super().__init__(run.name, [place for part in run.parts for place in part.places], buffer, index, run.sharded)
         self.parts, self.home, self.total, self._owner = run.parts, run.home, run.numel, owner
-        #: Of the sharded parameter's memory in the buffer.
         self.address = run.sharded.data_ptr()
+        """Of the sharded parameter's memory in the buffer."""
         self._faces: list[nn.Parameter] = []
         self._summoned: torch.Tensor | None = None
         self._stand_ins: list[AbsentParameter] = []
@@ -467,7 +467,7 @@ class FlatShards(Shards):
                     chunk[first - start : end - start].copy_(piece)
                 position += value.numel()
         run.sharded.data = chunk
-        run.sharded.__dict__["_shardwise_owner"] = self.reference
+        set_owner(run.sharded, self.reference)
 
     def _remember(self, runs: Sequence[FlatRun]) -> None:
         for position, run in enumerate(runs):
@@ -566,7 +566,7 @@ class FlatShards(Shards):
                 chunk = buffer.local_view(slot.index)
                 chunk.copy_(slot.sharded)
                 slot.sharded.data = chunk
-                slot.sharded.__dict__["_shardwise_owner"] = self.reference
+                set_owner(slot.sharded, self.reference)
                 slot.buffer, slot.address = buffer, slot.sharded.data_ptr()
                 slot.forget_unsharded()
                 slot._register_sharded()

@@ -262,6 +262,16 @@ def owner_of(parameter: torch.Tensor) -> Owner | None:
     return reference() if reference is not None else None
 
 
+def set_owner(parameter: torch.Tensor, owner: weakref.ref[Any]) -> None:
+    """``parameter`` belongs to ``owner``."""
+    parameter.__dict__["_shardwise_owner"] = owner
+
+
+def marks_of(parameter: torch.Tensor) -> dict[str, Any]:
+    """What users leave on a parameter ("no weight decay"), which goes along to those that take its place."""
+    return {name: value for name, value in parameter.__dict__.items() if name[:1] != "_"}
+
+
 def make_sharded_parameter(
     local: torch.Tensor, spec: Any, requires_grad: bool, owner: weakref.ref[Any]
 ) -> nn.Parameter:
@@ -276,7 +286,7 @@ def make_sharded_parameter(
 def alias_of(detached: DTensor, owner: weakref.ref[Any]) -> DTensor:
     """A detached sharded parameter as state dicts give it: one that can be saved, and whose writes are seen."""
     alias = wrap_local(local_of(detached), spec_of(detached), ShardedParameter)
-    alias.__dict__["_shardwise_owner"] = owner
+    set_owner(alias, owner)
     return alias
 
 
@@ -292,7 +302,7 @@ def adopt_parameter(parameter: nn.Parameter, owner: weakref.ref[Any] | None) -> 
     """Make an existing DTensor parameter a sharded one of ``owner``; None: of whose it is."""
     cast(Any, parameter).__class__ = ShardedParameter
     if owner is not None:
-        parameter.__dict__["_shardwise_owner"] = owner
+        set_owner(parameter, owner)
 
 
 def release_class(parameters: Iterable[torch.Tensor]) -> None:

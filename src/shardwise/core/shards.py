@@ -39,6 +39,7 @@ from .parameter import (
     adopt_parameter,
     make_sharded_parameter,
     mark_replaced,
+    marks_of,
     owner_of,
     remember_successor,
     retire,
@@ -288,8 +289,7 @@ class ParameterShards(Shards):
             own = make_spec(self.mesh.mesh, self.mesh.placements(tensor.dim), member.value)
             spec = own if parallel is None else parallel.sharded
             sharded = make_sharded_parameter(view, spec, member.value.requires_grad, self.reference)
-            # Marks that users leave on parameters ("no weight decay") stay on them.
-            sharded.__dict__.update({key: value for key, value in member.value.__dict__.items() if key[:1] != "_"})
+            sharded.__dict__.update(marks_of(member.value))
             slot = Slot(member.name, member.places, buffer, index, sharded, parallel)
             slot.has_values, slot.face_is_meta = not waits, waits
             self.slots.append(slot)
@@ -369,8 +369,7 @@ class ParameterShards(Shards):
                         continue
                     spec, requires_grad = spec_of(slot.sharded), slot.sharded.requires_grad
                     replacement = make_sharded_parameter(slot.local, spec, requires_grad, self.reference)
-                    marks = {key: value for key, value in slot.sharded.__dict__.items() if key[:1] != "_"}
-                    replacement.__dict__.update(marks)
+                    replacement.__dict__.update(marks_of(slot.sharded))
                     # Not another object: optimizers may hold this one.
                     torch.utils.swap_tensors(slot.sharded, replacement)
                 waiting += [slot for slot in members if not slot.is_borrowed]

@@ -17,6 +17,7 @@ from torch import nn
 
 from ..core.errors import StateError
 from ..core.module import FSDPModule, class_before_sharding
+from ..core.parameter import marks_of
 from ..sites import Site, sites_of
 from .context import MARK, finish, recording
 from .record import Record, View
@@ -89,8 +90,7 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, nn.Parameter):
         return whole if tensor.is_meta else tensor.clone()
     parameter = nn.Parameter(whole, tensor.requires_grad)
-    marks = {key: value for key, value in tensor.__dict__.items() if key[:1] != "_" and key != MARK}
-    parameter.__dict__.update(marks)
+    parameter.__dict__.update({key: value for key, value in marks_of(tensor).items() if key != MARK})
     return parameter
 
 

@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..core.device import step_without_hooks, trace_by, untraced, without_torch_function
+from ..core.parameter import owner_of
 from ..core.step import ELEMENTWISE
 from .runs import Member, Run, local_gradients, members_of, runs_of
 
@@ -23,7 +24,7 @@ NOT_ELEMENTWISE: dict[str, str] = {
     "Muon": "it orthogonalizes whole matrices",
     "SparseAdam": "it takes sparse gradients, and shards have dense ones",
 }
-"""Optimizers of torch that do not, and why."""
+"""Optimizers of torch that do not step every element by itself (as those of `ELEMENTWISE` do), and why."""
 
 
 def flat(
@@ -262,7 +263,7 @@ class _Group:
             for piece in run.pieces:
                 if piece.state or piece.members[0].state is not None:
                     flat_states[piece.flat] = piece.state
-                if (owner := piece.anchor.reference()) is not None:
+                if (owner := owner_of(piece.anchor.parameter)) is not None:
                     owner.note_write()
         for tensor in self._whole:
             if tensor in states:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from itertools import repeat
 from operator import is_, is_not
 from typing import Any
@@ -20,7 +20,7 @@ from ..core.device import (
     spec_of,
     wrap_local,
 )
-from ..core.parameter import Owner, owner_of
+from ..core.parameter import owner_of
 from ..core.shards import Shards
 
 States = MutableMapping[torch.Tensor, dict[str, Any]]
@@ -36,11 +36,10 @@ class Member:
         reserved: bytes of the shards' buffer that nobody else uses, padding included.
     """
 
-    __slots__ = ("address", "end", "index", "local", "parameter", "position", "reference", "spec", "state", "values")
+    __slots__ = ("address", "end", "index", "local", "parameter", "position", "spec", "state", "values")
 
     def __init__(self, parameter: torch.Tensor, index: int, reserved: int = 0):
         self.parameter, self.index, self.local = parameter, index, local_of(parameter)
-        self.reference: Callable[[], Owner | None] = parameter.__dict__.get("_shardwise_owner", lambda: None)
         self.spec = spec_of(parameter) if isinstance(parameter, DTensor) else None
         self.address = self.local.data_ptr()
         # Not the address, which an empty tensor does not have.
