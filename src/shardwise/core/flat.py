@@ -554,14 +554,9 @@ class FlatShards(Shards):
             slot.sharded = current
         if untouched:
             return False
-        dtypes = {slot.sharded.dtype for slot in slots}
-        if len(dtypes) > 1:
-            raise StateError(
-                f"parameters of unit {self.unit_name!r} that had one dtype now have {sorted(map(str, dtypes))}: "
-                "convert all parameters of a unit alike"
-            )
+        dtype = self._only_dtype({slot.sharded.dtype for slot in slots})
         with torch.no_grad(), not_inference():
-            buffer = self.buffers[position] = self._new_buffer([slot.total for slot in slots], dtypes.pop())
+            buffer = self.buffers[position] = self._new_buffer([slot.total for slot in slots], dtype)
             for slot in slots:
                 chunk = buffer.local_view(slot.index)
                 chunk.copy_(slot.sharded)

@@ -7,7 +7,7 @@ import math
 import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from operator import attrgetter, is_
 
 import torch
@@ -132,6 +132,20 @@ class Shards(ABC):
             device = torch.device("cpu") if self.policy.offload else self.mesh.device
         pinned = self.policy.offload and self.policy.pin_memory and pins_memory(device)
         return torch.zeros(layout.local_numel(self.mesh.shard.rank), dtype=dtype, device=device, pin_memory=pinned)
+
+    def _only_dtype(self, dtypes: Collection[torch.dtype]) -> torch.dtype:
+        """The dtype that all parameters of a buffer have now.
+
+        Raises:
+            StateError: if there are several.
+        """
+        if len(dtypes) > 1:
+            raise StateError(
+                f"parameters of unit {self.unit_name!r} that had one dtype now have {sorted(map(str, dtypes))}: "
+                "convert all parameters of a unit alike"
+            )
+        (dtype,) = dtypes
+        return dtype
 
     # -- Who they are
 
@@ -440,12 +454,7 @@ class ParameterShards(Shards):
         if len(dtypes) > 1 and is_loading:
             self._waits_for_others = True  # the rest of the unit is loaded next
             return False
-        if len(dtypes) > 1:
-            raise StateError(
-                f"parameters of unit {self.unit_name!r} that had one dtype now have {sorted(map(str, dtypes))}: "
-                "convert all parameters of a unit alike"
-            )
-        dtype, tensors = dtypes.pop(), old.layout.tensors
+        dtype, tensors = self._only_dtype(dtypes), old.layout.tensors
         with torch.no_grad(), not_inference():
             layout = self._layout([tensor.shape for tensor in tensors], [tensor.dim for tensor in tensors], dtype)
             meta = any(local.is_meta for local in locals_)
