@@ -149,15 +149,17 @@ class EMA:
 
         Raises:
             RuntimeError: while they are swapped.
-            ValueError: if it has other parameters than this average, or of other shapes.
+            TypeError: if its decay is no number.
+            ValueError: if its decay is out of range, or it has other parameters than this average, or of other shapes;
+                nothing is loaded then.
         """
         refuse_flat(self._model, "EMA.load_state_dict")
         self._check_not_swapped("load_state_dict()")
         given = state["averages"]
+        _check_decay(state["decay"])
         if given.keys() != self._averages.keys():
-            missing, unknown = (
-                sorted(a - b) for a, b in ((self._averages.keys(), given.keys()), (given.keys(), self._averages.keys()))
-            )
+            own = self._averages.keys()
+            missing, unknown = sorted(own - given.keys()), sorted(given.keys() - own)
             raise ValueError(f"the saved average does not fit: it lacks {missing[:5]} and also has {unknown[:5]}")
         for name, average in self._averages.items():
             value = given[name]
@@ -172,9 +174,7 @@ class EMA:
                     value = shard_like(value, average)
                 elif value.placements != average.placements or value.device_mesh != average.device_mesh:
                     value = value.redistribute(average.device_mesh, average.placements)
-            for target, source in zip(self._locals([average]), self._locals([value]), strict=True):
-                target.copy_(source)
-        _check_decay(state["decay"])
+            local_of(average).copy_(local_of(value))
         self.decay, self.updates = state["decay"], state["updates"]
 
 

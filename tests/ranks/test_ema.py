@@ -202,6 +202,11 @@ def test_what_cannot_be_averaged() -> None:
     ema = EMA(plain)
     with pytest.raises(ValueError, match="the saved average does not fit: it lacks"):
         ema.load_state_dict(EMA(ConvNet()).state_dict())
+    before = ema.state_dict()["averages"]["embed.weight"].clone()
+    others = {name: torch.zeros_like(value) for name, value in ema.state_dict()["averages"].items()}
+    with pytest.raises(ValueError, match="decay must be between 0 and 1"):
+        ema.load_state_dict({**ema.state_dict(), "averages": others, "decay": 2.0})
+    assert torch.equal(ema.state_dict()["averages"]["embed.weight"], before)
     plain.head = nn.Linear(3, 3)
     plain.embed = nn.Embedding(3, 3)
     with pytest.raises(ValueError, match=r"parameter 'embed\.weight' of the averaged model has shape"):

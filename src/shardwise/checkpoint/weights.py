@@ -91,8 +91,7 @@ class Weight:
         """This rank's part of `value`."""
         if self.slot is not None:
             return self.slot.local
-        value = self.value
-        return local_of(value)
+        return local_of(self.value)
 
     @cached_property
     def region(self) -> Region:
@@ -287,10 +286,9 @@ def weights_of(
         TypeError: if it is not a module.
         ValueError: if it has flat shards.
     """
-    if isinstance(model, nn.Module):
-        refuse_flat(model, asked_by)
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model must be a module, not {type(model).__name__}")
+    refuse_flat(model, asked_by)
     slots = _slots_of(model)
     sites: dict[int, list[Site]] = defaultdict(list)
     for module in model.modules():
