@@ -204,7 +204,8 @@ def place_of(name: str) -> int:
 
 
 PRIVATE = re.compile(
-    r"torch\._|torch\.distributed\.tensor\._|\._C\b|_execution_engine|\._get_backend|_base\(|\._spec\b|\._local_tensor"
+    r"torch(?:\.\w+)*\._(?!_)|from torch\S* import .*\b_\w"
+    r"|\._C\b|_execution_engine|\._get_backend|_base\(|\._spec\b|\._local_tensor"
 )
 
 
@@ -248,11 +249,21 @@ def test_private_torch_apis_have_one_place() -> None:
         "torch.distributed.tensor._dtensor_spec.DTensorSpec",
         "torch.optim.optimizer._foreach_supported_types",
         "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
+        "torch.utils._python_dispatch.TorchDispatchMode",
         "torch.utils._pytree.SUPPORTED_NODES",
+        "torch.nn.init._no_grad_trunc_normal_",
+        "torch.Tensor._is_view",
     ],
 )
 def test_private_torch_api_exists(path: str) -> None:
     assert pkgutil.resolve_name(path) is not None
+
+
+def test_truncated_normal_keeps_its_arguments_in_the_variables_that_are_read() -> None:
+    from shardwise.core.device import truncated_normal_code
+
+    assert truncated_normal_code is not None
+    assert {"mean", "std", "a", "b", "generator"} <= set(truncated_normal_code.co_varnames)
 
 
 def test_functions_are_short() -> None:

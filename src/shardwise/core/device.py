@@ -17,6 +17,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
+from types import CodeType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, cast
 
 import torch
@@ -44,6 +45,7 @@ from torch.optim.optimizer import (
     _global_optimizer_post_hooks,
     _global_optimizer_pre_hooks,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import SUPPORTED_NODES, tree_map
 from torch.utils.hooks import RemovableHandle
 
@@ -620,6 +622,10 @@ def post_accumulate_grad_hooks(
 # -- Autograd and profiler -------------------------------------------------------------------------------------
 
 
+is_view: Callable[[torch.Tensor], bool] = torch.Tensor._is_view
+"""Whether autograd sees a tensor as a view of another one; modifying it in place then loses the hooks on it."""
+
+
 def take_history(changed: torch.Tensor, alias: torch.Tensor) -> None:
     """Let ``changed`` continue the autograd history of ``alias``, through which its memory was modified in place."""
     with torch.autograd._unsafe_preserve_version_counter(changed):  # type: ignore[attr-defined]
@@ -776,6 +782,17 @@ def step_by_foreach(kind: type[torch.Tensor]) -> None:
 
 
 # -- Operators ---------------------------------------------------------------------------------------------------
+
+
+OperatorMode: TypeAlias = TorchDispatchMode
+"""Base of contexts that every ATen operator goes through; torch documents it, and has it in a private module."""
+
+
+truncated_normal_code: CodeType | None = getattr(
+    getattr(torch.nn.init, "_no_grad_trunc_normal_", None), "__code__", None
+)
+"""Of what `torch.nn.init.trunc_normal_` does to a tensor, with local variables ``mean``, ``std``, ``a``, ``b`` and
+``generator``: it samples until it likes the values, so it cannot be recorded operator by operator."""
 
 
 def schema_of(operator: Any) -> Any:

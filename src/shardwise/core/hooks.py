@@ -21,6 +21,7 @@ from .device import (
     backward_number,
     eager,
     in_backward,
+    is_view,
     label,
     labelled,
     runs_in_this_backward,
@@ -391,14 +392,14 @@ class Unit:
     def _register_pre_backward(self, output: Any) -> tuple[Any, bool]:
         tensors = tensors_requiring_grad(output)
         for tensor in tensors:
-            if not tensor._is_view():
+            if not is_view(tensor):
                 tensor.register_hook(self._pre_backward_hook)
-        if any(map(torch.Tensor._is_view, tensors)):
+        if any(map(is_view, tensors)):
             # A hook on a view is lost when the view is modified in place. One function for each: autograd would give
             # one for all zeros for those that got no gradient, and so gradients to what nothing used.
             def announce(tensor: torch.Tensor) -> torch.Tensor:
-                is_view = tensor.requires_grad and tensor._is_view()
-                return apply_function(_PreBackward, self, None, tensor)[0] if is_view else tensor
+                announces = tensor.requires_grad and is_view(tensor)
+                return apply_function(_PreBackward, self, None, tensor)[0] if announces else tensor
 
             output = map_tensors(output, announce)
         return output, bool(tensors)

@@ -11,7 +11,7 @@ from torch import nn
 from .fsdp import FullyShardedDataParallel
 from .wrap import auto_wrap, config_auto_wrap_policy, enable_wrap
 
-BATCH_NORMS = nn.SyncBatchNorm.__bases__
+BATCH_NORMS: tuple[type[nn.Module], ...] = nn.SyncBatchNorm.__bases__
 """What all batch normalizations derive from, those of other libraries (apex) too."""
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ..core.device import truncated_normal_code
 from ..core.tree import tensors_in
 from .recorder import Recorder
 
@@ -82,8 +83,7 @@ def _is_meta(recorder: Recorder, func: Any, tensor: torch.Tensor, *_: Any) -> bo
     frame = sys._getframe(2)
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:  # other modes above this one
         frame = frame.f_back
-    truncated_normal = getattr(torch.nn.init, "_no_grad_trunc_normal_", None)
-    if truncated_normal is None or frame.f_code is not truncated_normal.__code__:
+    if frame.f_code is not truncated_normal_code:
         return False
     given = frame.f_locals
     arguments = [given[name] for name in ("mean", "std", "a", "b")]

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..core.device import OperatorMode
 from ..core.tree import map_tensors, tensors_in
 from .hollow import Storages
 from .operators import FRESH, OVERWRITE, UNDEFINED, Call, has_operators, has_plain_memory, on_meta
@@ -28,7 +28,7 @@ class _UnrecordableError(Exception):
     """An operator whose result is known from values only."""
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(OperatorMode):
     """Writes down what is done to hollow tensors."""
 
     @classmethod

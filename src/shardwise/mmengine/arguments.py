@@ -21,9 +21,9 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     ShardingStrategy,
 )
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..arguments import Argument, Support
+from ..fairscale.batch_norm import BATCH_NORMS
 from ..placements import PRESETS, Placements
 from .policies import registered_function
 from .processes import init_process_group
@@ -227,7 +227,7 @@ class Precision:
     policy: MixedPrecisionPolicy = MixedPrecisionPolicy()  # noqa: RUF009  (frozen)
     root: MixedPrecisionPolicy = MixedPrecisionPolicy()  # noqa: RUF009
     buffers: torch.dtype | None = None
-    exempt: tuple[type[nn.Module], ...] = (_BatchNorm,)
+    exempt: tuple[type[nn.Module], ...] = BATCH_NORMS
 
     def exempts(self, module: nn.Module) -> bool:
         """Whether ``module`` has parameters and computes in their dtype."""
@@ -270,7 +270,7 @@ def find_precision(given: Any) -> Precision:
     policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=flags.get("cast_forward_inputs", True))
     casts = flags.get("cast_root_forward_inputs", policy.cast_forward_inputs)
     root = replace(policy, cast_forward_inputs=casts, output_dtype=outputs)
-    return Precision(policy, root, buffers, _exempt(given.get(_EXEMPT, (_BatchNorm,))))
+    return Precision(policy, root, buffers, _exempt(given.get(_EXEMPT, BATCH_NORMS)))
 
 
 def _dtype(name: str, given: Any) -> torch.dtype | None:
