@@ -83,6 +83,16 @@ class ShardedGradScaler(GradScaler):
         return state
 
 
+def sharded_scaler(scaler: Any) -> Any:
+    """A scaler whose ranks skip a step together, set as ``scaler`` is; what is not torch's own stays as it is."""
+    if not isinstance(scaler, GradScaler) or isinstance(scaler, ShardedGradScaler):
+        return scaler
+    sharded = ShardedGradScaler(enabled=scaler.is_enabled())
+    if scaler.is_enabled():
+        sharded.load_state_dict(scaler.state_dict())
+    return sharded
+
+
 def _unscale(gradients: list[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
     """Scale gradients of one dtype and device; ``found_inf`` becomes 1 if any element is not finite."""
     if gradients[0].dtype in FUSED_DTYPES:

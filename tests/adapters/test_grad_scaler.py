@@ -7,6 +7,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -346,3 +347,20 @@ def test_on_cuda(dtype: torch.dtype) -> None:
         assert scaler.get_scale() == (scale if bad is None else scale / 2)
     scaler.update(torch.tensor(4.0, device="cuda"))
     assert scaler.get_scale() == 4.0
+
+
+def test_a_plugin_gets_a_scaler_that_is_set_as_its_own() -> None:
+    from shardwise.lightning_common.precision import share_scaler
+
+    plugin = SimpleNamespace(scaler=torch.amp.GradScaler("cpu", 256.0, 3.0, 0.25, 7))
+    share_scaler(plugin)
+    scaler = plugin.scaler
+    assert isinstance(scaler, ShardedGradScaler)
+    assert (scaler.get_scale(), scaler.get_growth_factor()) == (256.0, 3.0)
+    assert (scaler.get_backoff_factor(), scaler.get_growth_interval()) == (0.25, 7)
+    share_scaler(plugin)
+    assert plugin.scaler is scaler
+    plugin.scaler = torch.amp.GradScaler("cpu", enabled=False)
+    share_scaler(plugin)
+    assert isinstance(plugin.scaler, ShardedGradScaler)
+    assert not plugin.scaler.is_enabled()

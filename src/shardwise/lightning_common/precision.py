@@ -6,10 +6,9 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.amp import GradScaler
 
 from ..grad import clip_grad_norm_
-from ..grad_scaler import ShardedGradScaler
+from ..grad_scaler import ShardedGradScaler, sharded_scaler
 from .namespaces import Namespace, namespace_of
 from .optimizers import clip_grad_value_
 
@@ -73,14 +72,8 @@ def _from_flag(precision: str, plugins: dict[str, Any]) -> Any:
 
 def share_scaler(plugin: Any) -> None:
     """Let the scaler of a mixed-precision plugin be one whose ranks agree."""
-    scaler = getattr(plugin, "scaler", None)
-    if not isinstance(scaler, GradScaler) or isinstance(scaler, ShardedGradScaler):
-        return
-    plugin.scaler = ShardedGradScaler()
-    if scaler.is_enabled():
-        plugin.scaler = ShardedGradScaler(
-            scaler.get_scale(), scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
-        )
+    if (scaler := getattr(plugin, "scaler", None)) is not None:
+        plugin.scaler = sharded_scaler(scaler)
 
 
 def use_device(plugin: Any, device: torch.device) -> None:

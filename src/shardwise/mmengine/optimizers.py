@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from mmengine.optim import AmpOptimWrapper, ApexOptimWrapper, BaseOptimWrapper, OptimWrapper, OptimWrapperDict
 from mmengine.registry import OPTIMIZERS
-from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from ..adapters.whole import cut, cut_state
 from ..core.step import ELEMENTWISE
 from ..grad import clip_grad_norm_
-from ..grad_scaler import ShardedGradScaler
+from ..grad_scaler import sharded_scaler
 from ..optim import flat, repoint
 
 PREPARED = "_shardwise_prepared"
@@ -46,7 +45,7 @@ def prepare_optim_wrapper(optim_wrapper: Any) -> None:
             # The same norm, by one collective instead of one for each parameter.
             wrapper.clip_func = clip_grad_norm_
         if isinstance(wrapper, AmpOptimWrapper):
-            wrapper.loss_scaler = _shared_scaler(wrapper.loss_scaler)
+            wrapper.loss_scaler = sharded_scaler(wrapper.loss_scaler)
 
 
 def _wrappers_in(optim_wrapper: Any) -> Iterator[BaseOptimWrapper]:
@@ -54,19 +53,6 @@ def _wrappers_in(optim_wrapper: Any) -> Iterator[BaseOptimWrapper]:
         yield from optim_wrapper.values()
     elif isinstance(optim_wrapper, BaseOptimWrapper):
         yield optim_wrapper
-
-
-def _shared_scaler(scaler: Any) -> Any:
-    """A scaler whose ranks skip a step together, set as ``scaler`` is."""
-    if not isinstance(scaler, GradScaler) or isinstance(scaler, ShardedGradScaler):
-        return scaler
-    shared = ShardedGradScaler(enabled=scaler.is_enabled())
-    if scaler.is_enabled():
-        shared.set_growth_factor(scaler.get_growth_factor())
-        shared.set_backoff_factor(scaler.get_backoff_factor())
-        shared.set_growth_interval(scaler.get_growth_interval())
-        shared.load_state_dict(scaler.state_dict())
-    return shared
 
 
 @torch.no_grad()
