@@ -1,4 +1,5 @@
-"""Checksums of a checkpoint's files: taken while they are written, kept in its manifest, compared before it is read.
+"""Bytes of a checkpoint's files, and their checksums: taken while the files are written, kept in the manifest, compared
+before anything is loaded.
 
 XXH3 (https://xxhash.com), since a CRC-32 takes longer than reading.
 """
@@ -44,6 +45,23 @@ def raw(tensor: torch.Tensor) -> memoryview:
     """The bytes of a plain tensor on the host; its own memory if it is contiguous, else a copy."""
     run = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return memoryview(run.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def read_all(descriptor: int, memory: memoryview, position: int, name: str) -> None:
+    """Fill ``memory`` with the bytes of the file ``name`` from ``position`` on.
+
+    Raises:
+        OSError: naming the file, if it cannot be read.
+        CorruptFileError: if it is too short.
+    """
+    while memory:
+        try:
+            count = os.preadv(descriptor, [memory], position)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, name) from error
+        if not count:
+            raise CorruptFileError(f"{name} ends at byte {position}: it was truncated while it was read")
+        memory, position = memory[count:], position + count
 
 
 @dataclass(frozen=True)

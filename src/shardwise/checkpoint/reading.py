@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from .atomic import DCP_METADATA
-from .integrity import CheckpointError, CorruptFileError, is_plain, raw
+from .integrity import CheckpointError, CorruptFileError, is_plain, raw, read_all
 from .names import listed
 from .objects import Path, unpickled
 
@@ -335,18 +335,8 @@ def _read_box(file: BinaryIO, payload: int, chunk: _Chunk, item: ReadItem, targe
     is_raw = is_plain(target) and not target.is_conj() and not target.is_neg()
     rows = target if is_whole_rows and fits and is_raw else torch.empty(shape, dtype=chunk.dtype, device="cpu")
     row_size = math.prod(chunk.shape[1:]) * chunk.dtype.itemsize
-    _fill(file, payload + first * row_size, rows)
+    read_all(file.fileno(), raw(rows), payload + first * row_size, file.name)
     if rows is not target:
         for dim in range(1, len(chunk.shape)):
             rows = rows.narrow(dim, item.storage_offsets[dim], item.lengths[dim])
         target.copy_(rows)
-
-
-def _fill(file: BinaryIO, position: int, tensor: torch.Tensor) -> None:
-    """Read a contiguous tensor of the host from ``position`` on."""
-    left = raw(tensor)
-    while left:
-        count = os.preadv(file.fileno(), [left], position)
-        if not count:
-            raise CorruptFileError(f"{file.name} ends before byte {position + len(left):,}")
-        left, position = left[count:], position + count

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..core.device import pins_memory
-from .integrity import CorruptFileError
+from .integrity import CorruptFileError, raw, read_all
 from .matching import WeightsError
 from .weights import Region
 
@@ -350,9 +350,9 @@ class TensorMover:
         for start in range(0, numel, BLOCK_NUMEL):
             end = min(start + BLOCK_NUMEL, numel)
             block = self._staged(end - start, dtype) if into is None else into[start:end]
-            memory, filled = _memory_of(block), 0
+            memory, filled = raw(block), 0
             for position, length in extent.runs(start * dtype.itemsize, end * dtype.itemsize):
-                _read_all(file, memory[filled : filled + length], position, stored.file)
+                read_all(file, memory[filled : filled + length], position, stored.file)
                 filled += length
             self._advance(filled)
             yield start, block
@@ -369,7 +369,7 @@ class TensorMover:
             block = flat[first : first + BLOCK_NUMEL]
             if block.device.type != "cpu":
                 block = self._staged(block.numel(), block.dtype).copy_(block)
-            memory, written, end = _memory_of(block), 0, 0
+            memory, written, end = raw(block), 0, 0
             for position, length in extent.runs(first * source.itemsize, first * source.itemsize + len(memory)):
                 _write_all(file, memory[written : written + length], position)
                 written, end = written + length, position + length
@@ -385,24 +385,8 @@ class TensorMover:
         return self._staging[: numel * dtype.itemsize].view(dtype)
 
 
-def _memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a 1-D contiguous tensor on the host."""
-    return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-
 def _bits_of(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to(dtype).view(torch.uint8)
-
-
-def _read_all(file: int, memory: memoryview, position: int, name: str) -> None:
-    while memory:
-        try:
-            count = os.preadv(file, [memory], position)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, name) from error
-        if not count:
-            raise CorruptFileError(f"{name} ends at byte {position}: it was truncated while it was read")
-        memory, position = memory[count:], position + count
 
 
 def _start_flushing(file: int, position: int, length: int) -> None:
