@@ -140,6 +140,14 @@ class Comm:
         """Replace each element by its largest (``smallest``: smallest) value over ranks and wait."""
         dist.all_reduce(tensor, op=dist.ReduceOp.MIN if smallest else dist.ReduceOp.MAX, group=self.group)
 
+    def widen(self, smallest: int, largest: int, device: torch.device) -> tuple[int, int]:
+        """The smallest of all ranks' ``smallest`` and the largest of their ``largest``, below 2^63; waits."""
+        # The smallest is shown by the same maximum, of its negative.
+        extremes = torch.tensor([-smallest, largest], device=device)
+        self.all_reduce_largest(extremes)
+        negative, largest = extremes.tolist()
+        return -negative, largest
+
 
 class SingleComm(Comm):
     """An axis over which nothing is sharded: this rank alone, without a process group."""

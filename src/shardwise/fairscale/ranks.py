@@ -116,9 +116,8 @@ def check_same_on_ranks(wrapper: str, comm: Comm, described: Sequence[tuple[str,
         ValueError: naming what is not the same on all ranks.
     """
     number = int.from_bytes(hashlib.sha256(repr(described).encode()).digest()[:7], "big")
-    extremes = torch.tensor([number, -number], device=device)
-    comm.all_reduce_largest(extremes)
-    if int(extremes.sum()) == 0:
+    smallest, largest = comm.widen(number, number, device)
+    if smallest == largest:
         return
     everyone = comm.gather_objects(described)
     for rank, theirs in enumerate(everyone):

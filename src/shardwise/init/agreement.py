@@ -57,13 +57,10 @@ def telling_failure(meshes: Sequence[DeviceMesh]) -> Iterator[None]:
 def _extremes(meshes: Sequence[DeviceMesh], mine: int) -> tuple[int, int]:
     """The largest and the smallest of all ranks' numbers. All axes are asked whatever the first ones say: ranks that
     differ may share only the last one."""
-    largest, negative = mine, -mine
+    smallest = largest = mine
     for comm, device in _comms(meshes):
-        # The smallest is shown by the same maximum, of its negative.
-        extremes = torch.tensor([largest, negative], device=device)
-        comm.all_reduce_largest(extremes)
-        largest, negative = extremes.tolist()
-    return largest, -negative
+        smallest, largest = comm.widen(smallest, largest, device)
+    return largest, smallest
 
 
 def share_states(meshes: Sequence[DeviceMesh], states: Mapping[Position, torch.Tensor]) -> dict[Position, torch.Tensor]:
