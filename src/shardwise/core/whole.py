@@ -24,8 +24,8 @@ from .layout import Run, whole
 RUNS_IN_FLIGHT = 4
 """Full ones whose reductions are under way at most: their memory is freed when they are waited for."""
 
-ALIGNMENT = 64
-"""Bytes: multiples at which tensors start that stay where they travel, as memory of their own does. Kernels that were
+ALIGNED_BYTES = 64
+"""Multiples at which tensors start that stay where they travel, as memory of their own does. Kernels that were
 compiled for a parameter take it for granted that it is there."""
 
 
@@ -227,7 +227,7 @@ class WholeBroadcast:
         for device in dict.fromkeys(tensor.device for tensor in tensors):
             here = [(tensor, owner) for tensor, owner in zip(tensors, owners, strict=True) if tensor.device == device]
             members = [tensor for tensor, _ in here]
-            alignment = 1 if moved is None else ALIGNMENT
+            alignment = 1 if moved is None else ALIGNED_BYTES
             plan = WholePlan(members, [owner for _, owner in here], comm_on(device), limit, half, alignment)
             if moved is not None:
                 plan.settle(members, moved)
