@@ -113,9 +113,9 @@ class Unit:
             for group in self.groups:
                 group.options.reshard_after_forward = not is_root
 
-    def gather_lane(self) -> Lane:
-        """The lane of the context, which is made if there is none yet."""
-        return (self.context or self.become_root(self)).gather_lane
+    def own_context(self) -> FSDPCommContext:
+        """The context, which is made if there is none yet."""
+        return self.context or self.become_root(self)
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -219,7 +219,7 @@ class Unit:
         if chosen:
             for reference in chosen:
                 if (unit := reference()) is not None:
-                    unit.prefetch(direction, unit.gather_lane())
+                    unit.prefetch(direction, unit.own_context().gather_lane)
             return
         limit = context.largest_unit
         for unit in expected if limit else ():

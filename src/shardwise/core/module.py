@@ -109,7 +109,7 @@ class FSDPModule(_TorchModule):
             yield from unit.options
 
     def _context(self) -> FSDPCommContext:
-        return self._unit.context or self._unit.become_root(self._unit)
+        return self._unit.own_context()
 
     # -- Parameters
 
@@ -135,7 +135,7 @@ class FSDPModule(_TorchModule):
             StateError: if a parameter is still on the meta device.
         """
         unit = self._unit
-        lane = unit.gather_lane()
+        lane = unit.own_context().gather_lane
         for group in unit.groups:
             group.unshard(lane)
         handle = UnshardHandle(unit.groups)
@@ -462,7 +462,7 @@ def become_fsdp_module(module: nn.Module, unit: Unit) -> None:
 def _finish_iteration(reference: weakref.ref[Unit]) -> None:
     unit = reference()
     assert unit is not None
-    (unit.context or unit.become_root(unit)).finish_iteration()
+    unit.own_context().finish_iteration()
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -509,7 +509,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     context: FSDPCommContext | None = None
     for unit in units:
         assert unit is not None
-        own = unit.context or unit.become_root(unit)
+        own = unit.own_context()
         if context is None:
             context = own
             continue
