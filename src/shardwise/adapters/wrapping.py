@@ -31,6 +31,10 @@ Policy = Callable[..., bool] | Iterable[type[nn.Module]]
 the module alone, or classes of modules."""
 
 
+ASKED = ("module", "recurse", "unwrapped_params", "nonwrapped_numel", "module_is_root")
+"""What a policy is asked with, by torch's and FairScale's names; every other parameter of one is an option of it."""
+
+
 def chooser(policy: Policy, name: str = "a policy") -> Callable[..., bool]:
     """``policy`` in the form that `shardwise.fairscale.auto_wrap` asks.
 
@@ -65,13 +69,7 @@ def _is_one_of(
 def _ask(
     policy: Callable[..., Any], module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool
 ) -> bool:
-    known = {
-        "module": module,
-        "recurse": recurse,
-        "unwrapped_params": unwrapped_params,
-        "nonwrapped_numel": unwrapped_params,
-        "module_is_root": module_is_root,
-    }
+    known = dict(zip(ASKED, (module, recurse, unwrapped_params, unwrapped_params, module_is_root), strict=True))
     parameters = inspect.signature(policy).parameters
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return bool(policy(**known))

@@ -11,6 +11,7 @@ from typing import Any
 from mmengine.registry import FUNCTIONS, Registry
 from torch import nn
 
+from ..adapters.wrapping import ASKED
 from ..fairscale.wrap import default_auto_wrap_policy
 
 Policy = Callable[..., bool]
@@ -29,10 +30,6 @@ without those in units already if not ``recurse``.
 
 CLASS_OPTIONS = ("module_classes", "transformer_layer_cls")
 """Options whose values are classes of modules, which a config file names by strings."""
-
-
-ASKED = ("module", "recurse", "unwrapped_params", "nonwrapped_numel", "module_is_root")
-"""What a policy is asked with."""
 
 
 def module_wrap_policy(module: nn.Module, recurse: bool, unwrapped_params: int, module_classes: Iterable[type]) -> bool:
