@@ -28,11 +28,11 @@ PAIRWISE_WORLD_SIZE = 8
 PACK_BELOW_BYTES = 128 * 1024
 """A chunk below this is sent with others in one staging run: a message costs as long as copying so much."""
 PACK_WHOLE_BELOW_BYTES = 2**20
-"""Nor is a whole tensor from this size on, where any number of them are one call: in a large world everything would be
-copied else, and have memory twice."""
+"""Where one call sends any number of tensors, a whole tensor of this size or more is never staged: in a large world
+every chunk is small, so everything would be copied and held twice."""
 DIRECT_BELOW_BYTES = 4 * 2**20
-"""Among more than two ranks, gloo's own trees reduce and broadcast a whole tensor from this size on faster than direct
-messages, all of which the owner would have to send or to hold."""
+"""Among more than two ranks, gloo's own reduce and broadcast are faster for whole tensors from this size on than direct
+messages, all of which the owner would have to send or hold."""
 
 _comms: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Comm]] = weakref.WeakKeyDictionary()
 
@@ -102,7 +102,7 @@ class Comm:
     alone_bytes = 16 * 2**20
     """A whole tensor of so many bytes is sent from and to its own memory, a smaller one in a run with others."""
     run_bytes = 25 * 2**20
-    """Of a run of several whole tensors at most, so that the next ones are computed meanwhile."""
+    """Largest run of several whole tensors: one run is sent while the gradients of the next are computed."""
 
     def broadcast(self, tensor: torch.Tensor, owner: int) -> list[Waitable]:
         """Replace ``tensor`` by that of rank ``owner``."""

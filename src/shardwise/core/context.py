@@ -95,8 +95,8 @@ class FSDPCommContext:
         self.order.start_pass()
 
     def gather_after(self, event: Any, first: Unit) -> None:
-        """Let gathers start after ``event``; that of ``first``, if it is the next one, needs nothing that is queued on
-        the compute stream from now on."""
+        """Let gathers start after ``event``. If the next one is that of ``first``, it does not wait for what is queued
+        on the compute stream from now on."""
         self.gather_lane.wait_event(event)
         if self.device.is_asynchronous:
             for group in first.groups:

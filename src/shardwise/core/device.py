@@ -78,12 +78,13 @@ class Ticket(Protocol):
 
 
 _abandoned: list[tuple[Callable[[], Any], Sequence[Waitable]]] = []
-"""Works whose `Flight` is gone and for which nobody has waited, and what gives all ranks' group as it was then."""
+"""Works that nobody waited for before their `Flight` was deleted, each with a reference to the default process group of
+that time."""
 
 
 class Flight:
-    """Works under way, which outlive whoever began them and did not wait: gloo breaks the connection on which a message
-    is freed before it is complete, and whatever comes next hangs."""
+    """Works under way. They are kept alive even if whoever started them is deleted without waiting: gloo breaks a
+    connection when one of its messages is freed before it is complete, and the next collective hangs."""
 
     __slots__ = ("works",)
 
@@ -103,7 +104,7 @@ class Flight:
 
 
 def _land_abandoned() -> None:
-    """Free what works hold that were abandoned; other ranks have abandoned the same."""
+    """Wait for abandoned works, and free what they hold; other ranks have abandoned the same ones."""
     while _abandoned:
         world, works = _abandoned.pop()
         if world() is GroupMember.WORLD:  # otherwise a peer may be gone that they would wait for
@@ -121,8 +122,13 @@ class Lane(ABC):
 
     @abstractmethod
     def submit(self, *steps: Step, after: Sequence[Any] = ()) -> Ticket:
-        """Run ``steps`` one after the other, all after the computation queued so far, or if there are any after the
-        events ``after``, which a `Device.mark` must be among that no memory used was allocated after."""
+        """Run ``steps`` one after the other.
+
+        Args:
+            steps: issue the collectives.
+            after: events to wait for; none means all computation that is queued by now. One of them must be a
+                `Device.mark` made after all memory that the steps use was allocated.
+        """
 
     @abstractmethod
     def wait_event(self, event: Any) -> None:
@@ -195,8 +201,8 @@ class _HostTicket(Flight):
 
 
 class _HostLane(Lane):
-    # Freed and allocated again for each unit it would often be on pages that the C library gave back in between, and
-    # fault them in again.
+    # If it were freed and allocated again for each unit, the C library would often return its pages to the kernel in
+    # between, and each would fault again.
     keeps_staging = True
 
     def submit(self, *steps: Step, after: Sequence[Any] = ()) -> Ticket:
@@ -223,7 +229,7 @@ class HostDevice(Device):
 
 
 class _StreamTicket:
-    """Holds what the work uses until somebody is ordered after it, at the latest whoever frees it."""
+    """Holds what the work uses until the compute stream or the host waits for it, at the latest when it is deleted."""
 
     __slots__ = ("event", "module", "steps")
 
@@ -378,8 +384,8 @@ def chunk_cat(tensors: Sequence[torch.Tensor], world_size: int, out: torch.Tenso
 
 
 PADDED_BYTES = 2**20
-"""On the CPU torch copies what it has to pad to fresh memory first; from this size on that takes longer than to call
-it for each tensor."""
+"""On the CPU torch first copies a tensor that needs padding to new memory; from this size on, that costs more than one
+call for each tensor."""
 
 
 def pad_chunks(tensors: Sequence[torch.Tensor], world_size: int, out: torch.Tensor) -> None:
@@ -716,7 +722,7 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """``function.apply(*args)``; where no transform of `torch.func` runs without what that prepares for them, which
+    """``function.apply(*args)``; outside of the transforms of `torch.func` it skips what torch prepares for them, which
     takes longer than the rest."""
     if torch._C._are_functorch_transforms_active():
         return function.apply(*args)
@@ -775,8 +781,8 @@ def steps_are_hooked(optimizer: Optimizer, but: Sequence[RemovableHandle]) -> bo
 
 
 def step_by_foreach(kind: type[torch.Tensor]) -> None:
-    """Let optimizers step parameters of type ``kind`` by foreach operators where they do so with plain ones: on an
-    accelerator, which would else get several kernels for each parameter."""
+    """Let optimizers use foreach operators for parameters of type ``kind`` wherever they do for plain tensors: on an
+    accelerator, where they would otherwise launch several kernels for each parameter."""
     if kind not in _foreach_supported_types:
         _foreach_supported_types.append(kind)
 

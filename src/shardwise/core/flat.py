@@ -417,7 +417,7 @@ class FlatShards(Shards):
     """Runs of parameters, which optimizers see as 1-D tensors of this rank's elements.
 
     Args:
-        runs: in the order in which they are told of.
+        runs: in the order that the slots get.
         ranks: that share them.
         policy: dtypes and memory.
     """

@@ -100,7 +100,7 @@ class GradientPlan:
         dtype: of the reduction.
         cast: whether gradients arrive in another dtype; they are then staged, where casting costs no extra copy.
         packs_all: whether the reduction needs them in one run.
-        flags: parameters that are told of: those of ``tensors`` first, then any that are left out.
+        flags: number of parameters whose presence is reported: those of ``tensors`` first, then any left out.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class GradientPlan:
         copy_each(out[self.layout.even_numel :].split_with_sizes(self._own_sizes), parts)
 
     def exist(self, out: torch.Tensor, present: Sequence[bool]) -> Sequence[bool]:
-        """Which of the parameters told of have a gradient on any rank."""
+        """Which of the reported parameters have a gradient on any rank."""
         if all(present):
             return present
         return [flag != 0 for flag in out[self.flags].tolist()]
@@ -239,7 +239,7 @@ class Route:
 
 
 Deliver = Callable[[Sequence[torch.Tensor | None], Sequence[bool]], None]
-"""Gets the shards of reduced gradients, and which of the parameters told of have a gradient on any rank."""
+"""Gets the shards of reduced gradients, and which of the reported parameters have a gradient on any rank."""
 
 
 class Reduction:
@@ -251,7 +251,7 @@ class Reduction:
         plan: how the gradients are laid out.
         route: the collectives.
         gradients: whole ones of the plan's tensors (emptied), zeros where this rank has none.
-        present: which of the parameters told of this rank has a gradient for.
+        present: which of the reported parameters have a gradient on this rank.
         lane: that communicates.
         device: that computes.
         like: a tensor of the dtype and device of the shards.

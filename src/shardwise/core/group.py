@@ -46,7 +46,7 @@ class ShardState(Enum):
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A gather whose memory is allocated, the events that it has to wait for, and of which state of the shards."""
+    """A gather whose memory is allocated, the events that it has to wait for, and the `Shards.stamp` of that time."""
 
     gathers: Sequence[Gather]
     after: tuple[Any, ...]
@@ -54,7 +54,7 @@ class _Prepared:
 
 
 def _issue(reference: weakref.ref[ParamGroup], gathers: Sequence[Gather]) -> Sequence[Waitable]:
-    # Weak: who waits for the gather would keep the group alive, which has what waits.
+    # Weak: the group holds the ticket of the gather, which holds this.
     group = reference()
     assert group is not None
     outputs: list[torch.Tensor] = []

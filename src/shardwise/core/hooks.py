@@ -214,8 +214,8 @@ class Unit:
     def _prefetch(
         self, direction: str, chosen: Sequence[weakref.ref[Unit]], context: FSDPCommContext, expected: Iterator[Unit]
     ) -> None:
-        """Start gathering the units that the user chose, or else as many of the expected ones as have the bytes of the
-        largest together: with units of one size that is one, of small ones several."""
+        """Start gathering the units that the user chose, or else the expected ones, as many as take no more memory
+        together than the largest unit: one if all are of one size, several if they are small."""
         if chosen:
             for reference in chosen:
                 if (unit := reference()) is not None:

@@ -83,7 +83,7 @@ class GradientReducer:
             slot.drop_gradient()
         for plan in self._plans.values():
             plan.partial = None
-        # Ranks may have been told of different reductions.
+        # Ranks may have counted the absences of different reductions.
         self._absences.clear()
 
     def take(self) -> list[tuple[Sequence[Slot], list[torch.Tensor | None]]]:
@@ -123,7 +123,7 @@ class GradientReducer:
     def _deliver_and_note(
         self, told: Sequence[Slot], shards: Sequence[torch.Tensor | None], exist: Sequence[bool]
     ) -> None:
-        """Deliver the shards of the first slots that were told of, and count absences of all."""
+        """Deliver the shards of the first of the reported slots, and count absences of all of them."""
         self._deliver(told[: len(shards)], shards)
         if all(exist) and not self._absences:
             return

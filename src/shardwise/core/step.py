@@ -84,7 +84,7 @@ _running: weakref.WeakSet[_Step] = weakref.WeakSet()
 
 
 def end_steps() -> None:
-    """No step runs: those that seem to have failed, and whoever caught the exception keeps it."""
+    """No step runs now. One that seems to be running failed, and whoever caught its exception keeps it alive."""
     for step in list(_running):
         step.end()
 

@@ -22,11 +22,11 @@ from .gradient import Scale, gradient_scale
 from .layout import Run, whole
 
 RUNS_IN_FLIGHT = 4
-"""Full ones whose reductions are under way at most: their memory is freed when they are waited for."""
+"""At most so many full runs are being reduced at once: their memory is freed only when they are waited for."""
 
 ALIGNED_BYTES = 64
-"""Multiples at which tensors start that stay where they travel, as memory of their own does. Kernels that were
-compiled for a parameter take it for granted that it is there."""
+"""Tensors that are kept in the run that they are sent in start at multiples of this, as memory of their own would:
+kernels compiled for a parameter rely on its alignment."""
 
 
 def half_precision(dtype: torch.dtype) -> torch.dtype:
