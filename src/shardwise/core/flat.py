@@ -20,7 +20,15 @@ from .device import call_without_torch_function, copy_each, not_inference, witho
 from .errors import StateError
 from .layout import Layout, flat
 from .mesh import DataParallelRanks
-from .parameter import Place, owner_of, remember_successor, retire, set_owner, successor_of
+from .parameter import (
+    METADATA_METHODS,
+    Place,
+    owner_of,
+    remember_successor,
+    retire,
+    set_owner,
+    successor_of,
+)
 from .shards import Shards
 from .slot import GroupPolicy, Slot, refuse_sparse
 from .tree import tensors_in
@@ -94,7 +102,7 @@ class AbsentParameter(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__ not in _LOOKS and func not in _PROPERTIES:
+        if func.__name__ not in METADATA_METHODS and func not in _PROPERTIES:
             for tensor in tensors_in((args, kwargs or {})):
                 if isinstance(tensor, AbsentParameter):
                     is_property = func.__name__ in ("__get__", "__set__")
@@ -126,7 +134,6 @@ def _absent(shape: tuple[int, ...], dtype: torch.dtype, label: str) -> AbsentPar
     return made
 
 
-_LOOKS = {"size", "dim", "stride", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "__len__"}
 _PROPERTIES = {
     getattr(torch.Tensor, name).__get__
     for name in (

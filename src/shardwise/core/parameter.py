@@ -171,14 +171,9 @@ class _Effect(Enum):
     VIEWS = auto()
 
 
-_VIEWS = {"t", "transpose", "swapaxes", "permute", "movedim", "view", "reshape", "flatten", "unflatten"} | {
-    "unsqueeze",
-    "squeeze",
-    "narrow",
-    "select",
-    "expand",
-    "contiguous",
-    "__getitem__",
+_VIEWS = {
+    *("t", "transpose", "swapaxes", "permute", "movedim", "view", "reshape", "flatten", "unflatten"),
+    *("unsqueeze", "squeeze", "narrow", "select", "expand", "contiguous", "__getitem__"),
 }
 _TRANSPOSES = [getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH")]
 
@@ -329,33 +324,22 @@ class ReplacedParameter(nn.Parameter):
     @classmethod
     @untraced
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__ not in _LOOKS and (func.__name__ != "__get__" or func == _DATA):
+        if func.__name__ not in _WITHOUT_VALUES and (func.__name__ != "__get__" or func == _DATA):
             for parameter in tensors_in((args, kwargs)):
                 _refuse_outdated(parameter, func.__name__)
         return call_without_torch_function(func, types, args, kwargs or {})
 
 
-_LOOKS = {
-    "__repr__",
-    "__hash__",
-    "__len__",
-    "__set__",
-    "size",
-    "dim",
-    "stride",
-    "numel",
-    "nelement",
-    "is_contiguous",
-} | {
-    "is_floating_point",
-    "is_complex",
-    "register_hook",
-    "requires_grad_",
-    "element_size",
-    "data_ptr",
-    "untyped_storage",
+METADATA_METHODS = frozenset(
+    ("size", "dim", "stride", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "__len__")
+)
+"""Of a tensor; they tell its shape, strides or dtype."""
+
+_WITHOUT_VALUES = METADATA_METHODS | {
+    *("__repr__", "__hash__", "__set__", "is_contiguous", "register_hook", "requires_grad_"),
+    *("data_ptr", "untyped_storage"),
 }
-"""What needs no values."""
+"""What whoever still holds a replaced parameter may call at any time."""
 
 
 def _refuse_outdated(parameter: torch.Tensor, operator: str) -> None:
