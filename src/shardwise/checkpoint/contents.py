@@ -18,6 +18,7 @@ from .names import parameter_names, plain_name
 from .objects import Path, Pickled, capture, is_kept_by_leaves, leaves, pickled, warn_of_unsafe
 from .optimizer_state import optimizer_state
 from .rng import random_states
+from .weights import replica_of
 
 MODEL, OPTIMIZER, SCHEDULER, EXTRA, RNG = "model", "optimizer", "scheduler", "extra", "rng"
 EXTRA_TENSORS = "extra_tensors"
@@ -76,13 +77,11 @@ def _is_own(value: Any, loads: dict[tuple[DeviceMesh, tuple[int, ...]], list[int
         value: a leaf.
         loads: bytes that each replica on some axes of a mesh writes so far; the same on all of them.
     """
-    if not isinstance(value, DTensor) or (coordinate := value.device_mesh.get_coordinate()) is None:
+    if not isinstance(value, DTensor) or value.device_mesh.get_coordinate() is None:
         return True
-    mesh, replica, count = value.device_mesh, 0, 1
+    replica, count = replica_of(value)
     axes = tuple(axis for axis, placement in enumerate(value.placements) if isinstance(placement, Replicate))
-    for axis in axes:
-        replica, count = replica * mesh.size(axis) + coordinate[axis], count * mesh.size(axis)
-    load = loads.setdefault((mesh, axes), [0] * count)
+    load = loads.setdefault((value.device_mesh, axes), [0] * count)
     writer = load.index(min(load))
     load[writer] += value.numel() * value.itemsize
     return writer == replica

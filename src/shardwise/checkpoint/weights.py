@@ -32,6 +32,17 @@ class Region(NamedTuple):
     sizes: tuple[int, ...]
 
 
+def replica_of(tensor: DTensor) -> tuple[int, int]:
+    """Which of how many copies of the same region of ``tensor`` this rank, one of its mesh, holds."""
+    index, count, mesh = 0, 1, tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, Replicate):
+            index, count = index * mesh.size(axis) + coordinate[axis], count * mesh.size(axis)
+    return index, count
+
+
 @dataclass(eq=False)
 class Weight:
     """One tensor of a model's state dict, under one name or several.
@@ -113,15 +124,7 @@ class Weight:
     @property
     def replica(self) -> tuple[int, int] | None:
         """Which of how many copies of the same region this rank holds; None if every rank has the whole tensor."""
-        if not isinstance(self.tensor, DTensor):
-            return None
-        index, count, mesh = 0, 1, self.tensor.device_mesh
-        coordinate = mesh.get_coordinate()
-        assert coordinate is not None
-        for axis, placement in enumerate(self.tensor.placements):
-            if isinstance(placement, Replicate):
-                index, count = index * mesh.size(axis) + coordinate[axis], count * mesh.size(axis)
-        return index, count
+        return replica_of(self.tensor) if isinstance(self.tensor, DTensor) else None
 
     @torch.no_grad()
     def gather(self) -> torch.Tensor:
