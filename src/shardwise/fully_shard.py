@@ -19,6 +19,7 @@ from .core.errors import UnsupportedShardError
 from .core.group import ParamGroup
 from .core.hooks import Unit
 from .core.mesh import DataParallelMesh, data_parallel_mesh, smaller_mesh
+from .core.model_parallel import describe
 from .core.module import FSDPModule, become_fsdp_module, unit_of
 from .core.parameter import Place, alias_of, owner_of, successor_of
 from .core.root import is_never_called, make_root, managed_modules
@@ -324,7 +325,7 @@ def _make_groups(
     policy: GroupPolicy,
     placement_fn: PlacementFn | None,
 ) -> list[ParamGroup]:
-    """One group per mesh, in the order in which parameters ask for them."""
+    """One group per mesh, in the order in which parameters ask for them; what is refused, before any is replaced."""
     meshes: dict[int, DataParallelMesh] = {}
     by_mesh: dict[int, list[ManagedParameter]] = {}
     for parameter in parameters:
@@ -339,16 +340,16 @@ def _make_groups(
                 f"parameter {parameter.name!r} is a DTensor, which cannot be resharded to a smaller world: pass a bool "
                 "for reshard_after_forward"
             )
+        parameter.parallel = describe(parameter.name, parameter.value, parameter.dim, own)
         key = id(own.mesh)
         meshes.setdefault(key, own)
         by_mesh.setdefault(key, []).append(parameter)
-    groups = []
-    for key, members in by_mesh.items():
-        own_policy = policy
-        if policy.reshard_to is not None and meshes[key] is not mesh:
-            own_policy = replace(policy, reshard_to=smaller_mesh(meshes[key], policy.reshard_to.shard.size))
-        groups.append(ParamGroup(ParameterShards(members, meshes[key], own_policy)))
-    return groups
+    policies = dict.fromkeys(by_mesh, policy)
+    if policy.reshard_to is not None:
+        size = policy.reshard_to.shard.size
+        others = {key: own for key, own in meshes.items() if own is not mesh}
+        policies |= {key: replace(policy, reshard_to=smaller_mesh(own, size)) for key, own in others.items()}
+    return [ParamGroup(ParameterShards(by_mesh[key], meshes[key], policies[key])) for key in by_mesh]
 
 
 def _shard_dim(parameter: ManagedParameter, chosen: Any, mesh: DataParallelMesh) -> int:

@@ -166,6 +166,23 @@ def test_mesh_that_the_strategy_cannot_use() -> None:
         fully_shard(Layer(), mesh=(1,))  # type: ignore[call-overload]
 
 
+@on_ranks(1, policy=["one dtype", "two dtypes"])
+def test_a_refused_parameter_leaves_the_others_as_they_are(policy: str) -> None:
+    """The last one does not fit; nothing is sharded yet, so the model can be wrapped once that is mended."""
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+    if policy == "two dtypes":
+        model[1].to(torch.bfloat16)
+    for name, parameter in list(model[0].named_parameters()):
+        model[0].register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, [Replicate(), Replicate()])))
+    before = dict(model.named_parameters())
+    with refused(ValueError, "1.weight", "dp_mesh_dims", "distribute"):
+        fully_shard(model, mesh=mesh, dp_mesh_dims=shardwise.DataParallelMeshDims(shard="dp"))
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    model[1].weight = nn.Parameter(distribute_tensor(model[1].weight, mesh, [Replicate(), Replicate()]))
+    fully_shard(model, mesh=mesh, dp_mesh_dims=shardwise.DataParallelMeshDims(shard="dp"))
+
+
 @on_ranks(2, 4, size=[3, 0, -1, 8])
 def test_int_reshard_that_does_not_divide(size: int) -> None:
     world_size = dist.get_world_size()

@@ -31,7 +31,6 @@ from .device import (
 from .errors import StateError
 from .layout import Layout, per_parameter, worth_thinning
 from .mesh import DataParallelMesh, DataParallelRanks
-from .model_parallel import describe
 from .parameter import (
     OwnerReference,
     Place,
@@ -299,12 +298,11 @@ class ParameterShards(Shards):
                 view = torch.empty_like(view, device="meta")
             elif not on_meta:
                 view.copy_(member.local.narrow(tensor.dim, tensor.start(rank), tensor.length(rank)))
-            parallel = describe(member.name, member.value, tensor.dim, self.mesh)
             own = make_spec(self.mesh.mesh, self.mesh.placements(tensor.dim), member.value)
-            spec = own if parallel is None else parallel.sharded
+            spec = own if member.parallel is None else member.parallel.sharded
             sharded = make_sharded_parameter(view, spec, member.value.requires_grad, self.reference)
             sharded.__dict__.update(marks_of(member.value))
-            slot = Slot(member.name, member.places, buffer, index, sharded, parallel)
+            slot = Slot(member.name, member.places, buffer, index, sharded, member.parallel)
             slot.has_values, slot.face_is_meta = not waits, waits
             self.slots.append(slot)
             for place in member.places:

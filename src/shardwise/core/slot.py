@@ -28,12 +28,14 @@ class ManagedParameter:
         name: full name, for messages.
         places: where it is registered (several for a tied parameter).
         dim: tensor dim that it is cut on.
+        parallel: how it is laid out if another parallelism made it a DTensor.
     """
 
     value: nn.Parameter
     name: str
     places: list[Place]
     dim: int = 0
+    parallel: ModelParallel | None = None
 
     @property
     def local(self) -> torch.Tensor:
