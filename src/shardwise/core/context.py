@@ -78,6 +78,7 @@ class FSDPCommContext:
     def join(self, unit: Unit) -> None:
         """``unit`` shares this context from now on."""
         self._largest_unit = None
+        self._units = [reference for reference in self._units if reference() is not None]
         if unit.reference not in self._units:
             self._units.append(unit.reference)
 

@@ -48,7 +48,8 @@ def make_root(root: Unit) -> FSDPCommContext:
     context = next(given, None)
     if context is None:
         context = FSDPCommContext(root.device.type)
-        context.use_device(device_for(root.device))
+        if context.device.torch_device != root.device:
+            context.use_device(device_for(root.device))
     context.has_root = True
     for unit in units:
         unit.join(context, is_root=unit is root)
