@@ -33,8 +33,9 @@ from .grad import clip_grad_norm_
 from .init import init_on_meta, materialize
 from .lightning_common.arguments import checked_state_dict_type
 from .lightning_common.files import (
+    Kind,
     SavedDirectory,
-    is_sharded,
+    agreed_kind,
     read_file,
     refuse_directory,
     write_directory,
@@ -334,27 +335,27 @@ class _FabricStrategy(ProcessesStrategy):
             ValueError: if it does not fit, or for a sharded checkpoint without ``state``.
         """
         path = Path(self.broadcast(path))
-        with saving_ranks().together():
-            if not path.exists():
-                raise FileNotFoundError(f"there is no checkpoint at {path}")
+        kind = agreed_kind(path)
+        if kind is Kind.NOTHING:
+            raise FileNotFoundError(f"there is no checkpoint at {path}")
         if isinstance(state, nn.Module):
-            self._load_raw(path, state, strict=strict, weights_only=weights_only)
+            self._load_raw(path, kind, state, strict=strict, weights_only=weights_only)
             return {}
         if isinstance(state, Optimizer):
             load_full_optimizer_state(state, read_file(path, weights_only=weights_only))
             return {}
-        if is_sharded(path):
+        if kind is Kind.SHARDED:
             return self._load_directory(path, state, strict=strict, weights_only=weights_only)
         return self._load_file(path, state, strict=strict, weights_only=weights_only)
 
-    def _load_raw(self, path: Path, module: nn.Module, *, strict: bool, weights_only: bool | None) -> None:
-        if path.name.endswith((".safetensors", ".safetensors.index.json")) or (path.is_dir() and not is_sharded(path)):
+    def _load_raw(self, path: Path, kind: Kind, module: nn.Module, *, strict: bool, weights_only: bool | None) -> None:
+        if path.name.endswith((".safetensors", ".safetensors.index.json")) or kind is Kind.DIRECTORY:
             if _is_whole_on_meta(module):
                 # Its parameters become what is mapped, of which setting up reads this rank's part.
                 load_values(module, mapped_safetensors(path), strict=strict)
             else:
                 load_safetensors(module, path, strict=strict)
-        elif is_sharded(path):
+        elif kind is Kind.SHARDED:
             self._load_model(SavedDirectory(path, weights_only=weights_only), "", module, strict)
         else:
             load_values(module, read_file(path, weights_only=weights_only), strict=strict)

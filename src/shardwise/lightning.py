@@ -33,7 +33,7 @@ from .checkpoint.ranks import saving_ranks
 from .core.module import unit_of
 from .init import init_on_meta, materialize
 from .lightning_common.arguments import TRAINER_ARGUMENTS, checked_state_dict_type
-from .lightning_common.files import SavedDirectory, is_sharded, prepare_file, read_file, write_directory
+from .lightning_common.files import Kind, SavedDirectory, agreed_kind, prepare_file, read_file, write_directory
 from .lightning_common.namespaces import StrategyClasses
 from .lightning_common.optimizers import (
     WITHOUT_PARAMETERS,
@@ -361,7 +361,8 @@ class _TrainerStrategy(ProcessesStrategy):
             raise
 
     def _read_checkpoint(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
-        if is_sharded(Path(path)):
+        kind = agreed_kind(Path(path))
+        if kind is Kind.SHARDED:
             self._saved = SavedDirectory(Path(path), weights_only=weights_only)
             checkpoint = self._saved.metadata()
             # For those who look whether there are any.
@@ -370,7 +371,7 @@ class _TrainerStrategy(ProcessesStrategy):
                 checkpoint.setdefault("optimizer_states", [])
             return checkpoint
         default = self.namespace.of_fabric("plugins.io.torch_io", "TorchCheckpointIO")
-        if type(self.checkpoint_io) is default and Path(path).exists():
+        if type(self.checkpoint_io) is default and kind is not Kind.NOTHING:
             return read_file(Path(path), weights_only=weights_only)
         loaded: dict[str, Any] = super().load_checkpoint(path, weights_only)
         return loaded

@@ -491,7 +491,7 @@ def hosts_with_files_of_their_own(directory: Path) -> None:
     from shardwise.checkpoint.integrity import CheckpointError
     from shardwise.lightning_common import files
 
-    used = by_block(state_dict_type="sharded")
+    used, differently = by_block(state_dict_type="sharded"), r"for rank 0.*for rank 1"
     model, path = used.setup(make_net()), directory / "on_one_host"
     used.save(path, {"model": model})
     used.barrier()
@@ -502,15 +502,21 @@ def hosts_with_files_of_their_own(directory: Path) -> None:
     def fails(*_: Any, **__: Any) -> Any:
         raise CheckpointError("no such disk")
 
-    with on_rank_one(Path, "exists", lambda _: False), pytest.raises(FileNotFoundError, match="on_one_host"):
+    with on_rank_one(files, "DCP_METADATA", "missing"), pytest.raises(FileNotFoundError, match=differently):
         used.load(path, {"model": model})
     with on_rank_one(files.StoredData, "open", fails), pytest.raises(CheckpointError, match="no such disk"):
         used.load(path, {"model": model})
     with on_rank_one(files, "MANIFEST", "nothing"):
         used.load(path, {"model": model})
-    whole_file = by_block()
+    whole_file, path = by_block(), directory / "whole_on_one_host"
     with on_rank_one(Path, "is_dir", lambda _: True), pytest.raises(IsADirectoryError):
-        whole_file.save(directory / "whole_on_one_host", {"model": model})
+        whole_file.save(path, {"model": model})
+    whole_file.save(path, {"model": model})
+    used.barrier()
+    with on_rank_one(Path, "exists", lambda _: False), pytest.raises(FileNotFoundError, match=differently):
+        whole_file.load(path, {"model": model})
+    with on_rank_one(files.torch, "load", fails), pytest.raises(CheckpointError, match="no such disk"):
+        whole_file.load(path, {"model": model})
     used.barrier()
 
 

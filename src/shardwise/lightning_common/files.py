@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 import shutil
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,50 @@ def is_sharded(path: Path) -> bool:
     return (path / DCP_METADATA).is_file()
 
 
+class Kind(Enum):
+    """What is at a path."""
+
+    NOTHING = "nothing"
+    FILE = "a file"
+    SHARDED = "a sharded checkpoint"
+    DIRECTORY = "a directory that is no sharded checkpoint"
+
+
+def _kind(path: Path) -> Kind:
+    if path.is_dir():
+        return Kind.SHARDED if is_sharded(path) else Kind.DIRECTORY
+    return Kind.FILE if path.exists() else Kind.NOTHING
+
+
+def agreed_kind(path: Path) -> Kind:
+    """What all ranks find at ``path``; a collective, since each kind is read by others.
+
+    Raises:
+        FileNotFoundError: on all ranks, if they find different things.
+    """
+    found = saving_ranks().exchange(_kind(path))
+    for rank, kind in enumerate(found):
+        if kind is not found[0]:
+            raise FileNotFoundError(
+                f"{path} is {found[0].value} for rank 0 and {kind.value} for rank {rank}: every rank reads its part of "
+                "a checkpoint, so all must find it at the same path"
+            )
+    return found[0]
+
+
 def read_file(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
     """What `torch.save` wrote into a file, its tensors on the host and not read from the disk before they are used.
+
+    A collective: what fails on one rank is raised on all.
 
     Raises:
         ValueError: for a directory.
     """
+    with saving_ranks().together():
+        return _read_own(path, weights_only)
+
+
+def _read_own(path: Path, weights_only: bool | None) -> dict[str, Any]:
     if path.is_dir():
         raise ValueError(
             f"{path} is a directory without {DCP_METADATA}, so no sharded checkpoint, nor is it the one file of a full "
