@@ -349,6 +349,22 @@ def test_ranks_that_differ_are_told() -> None:
     assert_is(materialize(model), built(lambda: Unlike(1.0)))
 
 
+@on_ranks(2)
+def test_ranks_that_lack_different_values_are_told() -> None:
+    """Also one that has all values, which must not leave the others alone."""
+    rank = dist.get_rank()
+    for lacking in (rank, 1 - rank, rank or None):
+        layers = [nn.Linear(3, 3), nn.Linear(3, 3)]
+        if lacking is not None:
+            layers[lacking].to("meta")
+        model = fully_shard(nn.Sequential(*layers), mesh=world_mesh())
+        here = "here there are none" if lacking is None else rf"2 of them are here \('{lacking}.weight', "
+        with pytest.raises(RuntimeError, match=f"different parameters on the meta device: {here}"):
+            materialize(model, seed=1)
+    whole_model = materialize(fully_shard(nn.Linear(3, 3), mesh=world_mesh()), seed=rank)
+    assert not whole_model.weight.is_meta
+
+
 @on_ranks(4)
 def test_ranks_that_differ_on_one_axis_are_told() -> None:
     """Those whose peers on one axis agree must not wait for others on the next one."""

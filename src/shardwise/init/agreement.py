@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -17,31 +17,54 @@ from .streams import Position
 
 _FAILED = 1 << 62
 """Larger than what any rank tells that did not fail."""
+_DIFFERS = 1 << 61
+"""Told by ranks that lack other values than their peers."""
 
 
-def require_same(meshes: Sequence[DeviceMesh], records: Sequence[Record], asked: object) -> None:
+def require_same(
+    meshes: Sequence[DeviceMesh],
+    lacking: Sequence[tuple[str, DeviceMesh | None]],
+    records: Sequence[Record],
+    asked: object,
+) -> None:
     """
     Args:
-        meshes: of all ranks that must agree. A collective on each.
+        meshes: of all ranks that must agree. Two collectives on each.
+        lacking: names of what has no values here, with the meshes of what is sharded, whose ranks must lack it too.
         records: that are about to be replayed.
         asked: for what; compared by its representation.
 
     Raises:
-        StateError: on all ranks, if they did not record or ask for the same, or one of them failed.
+        StateError: on all ranks, if they do not lack, record or ask for the same, or one of them failed.
     """
-    state = hashlib.blake2b(repr(asked).encode(), digest_size=7)
-    for record in records:
-        state.update(record.digest())
-    mine = int.from_bytes(state.digest(), "little")
+    shared = {id(mesh): sorted(name for name, its_mesh in lacking if its_mesh == mesh) for mesh in meshes}
+    numbers = [(mesh, _number([repr(shared[id(mesh)]).encode()])) for mesh in meshes]
+    differs = [_extremes([mesh], number) != (number, number) for mesh, number in numbers]
+    parts = [repr(asked).encode(), *(record.digest() for record in records)] if lacking else []
+    mine = _DIFFERS if any(differs) else _number(parts)
     largest, smallest = _extremes(meshes, mine)
     if largest == _FAILED:
         raise StateError("materialize failed on another rank, whose error tells why; nothing was changed")
-    if largest != mine or smallest != mine:
+    if largest == _DIFFERS:
+        shown = ", ".join([repr(name) for name, _ in lacking[:3]] + (["..."] if len(lacking) > 3 else []))
         raise StateError(
-            "materialize would give each rank parts of another model: the ranks passed different seeds, or the "
-            "constructor did different things on them. Pass one seed, and let nothing in the constructor depend on "
-            "the rank or on random numbers other than torch's"
+            "materialize: ranks have different parameters on the meta device: "
+            f"{f'{len(lacking)} of them are here ({shown})' if lacking else 'here there are none'}, others are on "
+            "another rank. Build the model alike on all ranks; nothing was changed"
         )
+    if not largest == mine == smallest:
+        raise StateError(
+            "materialize would give each rank parts of another model: the ranks passed different seeds, have different "
+            "tensors on the meta device, or the constructor did different things on them. Pass one seed, and let "
+            "nothing in the constructor depend on the rank or on random numbers other than torch's"
+        )
+
+
+def _number(parts: Iterable[bytes]) -> int:
+    state = hashlib.blake2b(digest_size=7)
+    for part in parts:
+        state.update(part)
+    return int.from_bytes(state.digest(), "little")
 
 
 @contextmanager
@@ -50,7 +73,8 @@ def telling_failure(meshes: Sequence[DeviceMesh]) -> Iterator[None]:
     try:
         yield
     except Exception:
-        _extremes(meshes, _FAILED)
+        for _ in range(2):  # as often as they communicate there
+            _extremes(meshes, _FAILED)
         raise
 
 

@@ -18,7 +18,7 @@ from .initializers import InitFn, record_initializers
 from .record import Origin, Record, View
 from .replay import Replay, Sink, States, as_recorded
 from .streams import Position, default_generators, derived_seed, digest, leave_mark, marked_position, seeded_state
-from .targets import Target, find_shards, find_targets, modules_of, write_each
+from .targets import Target, find_meshes, find_shards, find_targets, modules_of, write_each
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 Work = dict[Record, list[tuple[Target, View]]]
@@ -63,16 +63,16 @@ def materialize(
     shards = find_shards(model)
     names = {module: name for name, module in modules_of(model, shards)}
     targets = find_targets([(name, module) for module, name in names.items()], shards)
-    if not targets:
-        _check_arguments(seed, init_fn)
-        return model
-    meshes = list({id(mesh): mesh for target in targets if (mesh := target.mesh) is not None}.values())
+    # Also where this rank lacks nothing: others might, which all have to know.
+    meshes = find_meshes(names, shards)
     with _Generators() as generators:
         with telling_failure(meshes):
             _check_arguments(seed, init_fn)
             work = _work(names, targets, init_fn, seed)
             generators.find_followers(list(work), seed)
-        states = _states(list(work), meshes, seed, fast)
+        states = _states(work, meshes, seed, fast)
+        if not targets:
+            return model
         for owner in shards:
             owner.leave_meta()
         _replay(work, states, names, fast)
@@ -116,14 +116,16 @@ def _work(names: Mapping[nn.Module, str], targets: Sequence[Target], init_fn: In
     return work
 
 
-def _states(records: Sequence[Record], meshes: Sequence[DeviceMesh], seed: int | None, fast: bool) -> States:
+def _states(work: Work, meshes: Sequence[DeviceMesh], seed: int | None, fast: bool) -> States:
     """The states that the constructors are to find the program's generators in, on all ranks."""
+    records, lacking = list(work), [(target.name, target.mesh) for members in work.values() for target, _ in members]
     origins = _origins(records)
     drawn = [(record, origins[op.before]) for record in records for op in record.ops if op.before is not None]
     own = [origin for origin in dict.fromkeys(origin for _, origin in drawn) if origin.is_of_program]
     used = dict.fromkeys(origin for record, origin in drawn if record.values_were_used and origin.is_of_program)
     recorded = {origin: _recorded(origin) for origin in own if seed is None or origin.state is not None}
-    require_same(meshes, records, (seed, fast, [digest(recorded[origin]) for origin in used if origin in recorded]))
+    known = [digest(recorded[origin]) for origin in used if origin in recorded]
+    require_same(meshes, lacking, records, (seed, fast, known))
     starts = share_states(meshes, recorded) if seed is None else _seeded(own, seed)
     replaced = {o for o in own if o not in recorded or not torch.equal(starts[o], recorded[o])}
     if not fast and not replaced.isdisjoint(used):

@@ -6,7 +6,7 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -168,6 +168,14 @@ def find_shards(model: nn.Module) -> list[Shards]:
     parameters = (parameter for module in model.modules() for parameter in module._parameters.values())
     owners = (owner_of(parameter) for parameter in parameters if parameter is not None)
     return list(dict.fromkeys(owner for owner in owners if isinstance(owner, Shards)))
+
+
+def find_meshes(modules: Iterable[nn.Module], shards: list[Shards]) -> list[DeviceMesh]:
+    """Of the ranks that hold parts or copies of what ``modules`` have, with values or without."""
+    registered: list[torch.Tensor] = [slot.sharded for owner in shards for slot in owner.slots]
+    registered += [tensor for module in modules for site in sites_of(module) if owner_of(tensor := site.get()) is None]
+    meshes = (tensor.device_mesh for tensor in registered if isinstance(tensor, DTensor))
+    return list({id(mesh): mesh for mesh in meshes}.values())
 
 
 def modules_of(model: nn.Module, shards: list[Shards]) -> list[tuple[str, nn.Module]]:
