@@ -849,10 +849,12 @@ def differing(kind: str) -> nn.Module:
     if kind == "buffer":
         model.register_buffer("mean", torch.zeros(3 if is_other else 2))
     model.weight.requires_grad_(not (is_other and kind == "frozen"))
+    if is_other and kind in ("meta", "float64"):
+        model.to(kind if kind == "meta" else torch.float64)
     return model
 
 
-@on_ranks(2, 3, kind=["shape", "number", "none", "buffer", "frozen"], flat=FLAT)
+@on_ranks(2, 3, kind=["shape", "number", "none", "buffer", "frozen", "meta", "float64"], flat=FLAT)
 def test_ranks_with_different_models_are_told(kind: str, flat: bool) -> None:
     with pytest.raises(ValueError, match=r"FullyShardedDataParallel: ranks have different parameters: .* on rank 1"):
         FSDP(differing(kind), flatten_parameters=flat)

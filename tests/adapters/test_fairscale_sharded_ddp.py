@@ -921,6 +921,22 @@ def test_ranks_with_other_parameters_are_told() -> None:
 
 
 @on_ranks(2)
+def test_tensors_on_the_meta_device_are_refused_on_all_ranks() -> None:
+    for lacking, message in (
+        (dist.get_rank(), "0.mean .* on meta on rank 0, 0.mean .* on rank 1"),
+        (1, "'1.mean' is on"),
+    ):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        for index, layer in enumerate(model):
+            layer.register_buffer("mean", torch.zeros(3, device="meta" if index == lacking else "cpu"))
+        with pytest.raises(ValueError, match=message):
+            shard(model)
+        model[lacking].to("meta")
+        with pytest.raises(ValueError, match=message.replace("mean", "weight").replace("on meta ", "on meta .*")):
+            shard(model)
+
+
+@on_ranks(2)
 def test_buffers_follow_the_first_rank() -> None:
     for broadcasts in (True, False):
         sharded, _ = shard(model_of(ConvNet), broadcast_buffers=broadcasts)
@@ -1159,7 +1175,7 @@ def test_arguments() -> None:
     with pytest.raises(ValueError, match="not on none"):
         ShardedDDP(nn.Module(), oss)
     mixed = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))
-    with pytest.raises(ValueError, match="not on cpu, meta"):
+    with pytest.raises(ValueError, match=r"'1.weight' is on the meta device"):
         ShardedDDP(mixed, oss)
     with pytest.raises(ValueError, match="materialize the module before"):
         ShardedDDP(nn.Linear(1, 1, device="meta"), oss)

@@ -34,6 +34,7 @@ from .fsdp_optimizer import gather_optimizer_state, shard_optimizer_state
 from .fsdp_parameters import (
     INNER,
     check_parameters,
+    check_same_model,
     clean,
     describe_runs,
     flat_runs,
@@ -130,12 +131,12 @@ class FullyShardedDataParallel(nn.Module):
         self.state_dict_device = torch.device(state_dict_device or default)
         self.no_broadcast_optim_state, self.verbose = bool(no_broadcast_optim_state), verbose
         self.clear_autocast_cache, self.force_input_to_fp32 = clear_autocast_cache, force_input_to_fp32
-        self.state_dict_on_rank_0_only = state_dict_on_rank_0_only
-        self.allow_reset_parameters = allow_reset_parameters
+        self.state_dict_on_rank_0_only, self.allow_reset_parameters = state_dict_on_rank_0_only, allow_reset_parameters
         self._check_settings()
         self._choose_divisors(gradient_predivide_factor)
         own = own_parameters(module)
-        check_parameters(own, mixed_precision, self.compute_dtype)
+        check_same_model(module, own, group, self.compute_device)
+        check_parameters(module, own, mixed_precision, self.compute_dtype)
         sync_from_first_rank(module, own, group, self.compute_device)
         self._modules[INNER] = module
         self._appended: list[nn.Parameter] = []

@@ -145,11 +145,18 @@ def restore_order(module: nn.Module, names: Mapping[str, Sequence[str]]) -> None
             registered.update({**known, **rest})
 
 
-def check_parameters(own: Sequence[tuple[Member, nn.Parameter]], mixed: bool, compute_dtype: torch.dtype) -> None:
+def check_parameters(
+    module: nn.Module, own: Sequence[tuple[Member, nn.Parameter]], mixed: bool, compute_dtype: torch.dtype
+) -> None:
     """
     Raises:
-        ValueError: naming a parameter that cannot be sharded with these settings.
+        ValueError: naming a parameter that cannot be sharded with these settings, or a buffer without values.
     """
+    for name, buffer in _own_buffers(module):
+        if buffer.is_meta:
+            raise ValueError(
+                f"buffer {name!r} is on the meta device, without values: materialize the model before it is wrapped"
+            )
     for member, parameter in own:
         name, wanted = member.name, torch.float32 if mixed else compute_dtype
         if parameter.is_meta:
@@ -168,22 +175,37 @@ def check_parameters(own: Sequence[tuple[Member, nn.Parameter]], mixed: bool, co
             )
 
 
-@torch.no_grad()
-def sync_from_first_rank(
+def check_same_model(
     module: nn.Module, own: Sequence[tuple[Member, nn.Parameter]], group: Any, device: torch.device
 ) -> None:
-    """Give all ranks of ``group`` the first rank's ``own`` parameters, and buffers of `own_modules`; a collective.
+    """Compare ``own`` parameters and buffers of `own_modules` over ``group``; a collective. It goes before checks that
+    look at this rank's alone, so that these fail on all ranks.
 
     Raises:
         ValueError: naming one that is not the same on all ranks, but for its values.
     """
+    if not is_stand_in(group) and group.size() > 1:
+        described = [describe(name, tensor) for name, tensor in _named(module, own)]
+        check_same_on_ranks("FullyShardedDataParallel", comm_of(group, device), described, device)
+
+
+def _own_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    members = own_modules(module)
+    return [(under(path, name), buffer) for path, one in members for name, buffer in one.named_buffers(recurse=False)]
+
+
+def _named(module: nn.Module, own: Sequence[tuple[Member, nn.Parameter]]) -> list[tuple[str, torch.Tensor]]:
+    return [*((member.name, parameter) for member, parameter in own), *_own_buffers(module)]
+
+
+@torch.no_grad()
+def sync_from_first_rank(
+    module: nn.Module, own: Sequence[tuple[Member, nn.Parameter]], group: Any, device: torch.device
+) -> None:
+    """Give all ranks of ``group`` the first rank's ``own`` parameters, and buffers of `own_modules`; a collective."""
     if is_stand_in(group) or group.size() == 1:
         return
-    named: list[tuple[str, torch.Tensor]] = [(member.name, parameter) for member, parameter in own]
-    for path, inner in own_modules(module):
-        named += [(under(path, name), buffer) for name, buffer in inner.named_buffers(recurse=False)]
-    described = [describe(name, tensor) for name, tensor in named]
-    check_same_on_ranks("FullyShardedDataParallel", comm_of(group, device), described, device)
+    named = _named(module, own)
     tensors = list({id(tensor): tensor.detach() for _, tensor in named if tensor.numel()}.values())
     if not tensors:
         return

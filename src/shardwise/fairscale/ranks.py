@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ..core.comm import Comm, MissingComm, SingleComm, comm_for, new_group_like
 from ..core.mesh import DataParallelRanks
@@ -106,7 +107,8 @@ def reduce_comm_of(given: Any, comm: Comm, device: torch.device) -> Comm | None:
 
 def describe(name: str, tensor: torch.Tensor, *more: str) -> tuple[str, ...]:
     """What has to be the same of a tensor on all ranks, for `check_same_on_ranks`."""
-    return name, str(tuple(tensor.shape)), str(tensor.dtype), f"requires_grad={tensor.requires_grad}", *more
+    kind = [type(tensor).__name__] * isinstance(tensor, DTensor) + ["on meta"] * tensor.is_meta
+    return name, str(tuple(tensor.shape)), str(tensor.dtype), f"requires_grad={tensor.requires_grad}", *kind, *more
 
 
 def check_same_on_ranks(wrapper: str, comm: Comm, described: Sequence[tuple[str, ...]], device: torch.device) -> None:

@@ -19,7 +19,7 @@ from ..core.errors import StateError
 from ..core.tree import map_tensors, tensors_requiring_grad
 from ..core.whole import OwnerReducer, WholeBroadcast
 from .oss import OSS
-from .ranks import check_same_on_ranks, describe
+from .ranks import check_same_on_ranks, compute_device_of, describe
 
 ARGUMENTS = {
     "module": Argument("the model; every rank has all of it"),
@@ -85,16 +85,19 @@ class ShardedDataParallel(nn.Module):
         self._group = _common_group(self._optimizers, process_group)
         devices = {parameter.device for parameter in module.parameters()}
         self.is_multi_device_module = len(devices) > 1
-        self.device_type = _only_type(devices)
         self.module = module
         self._broadcasts_buffers, self._refreshes = broadcast_buffers, auto_refresh_trainable
         self._limit, self._half, self._warns = reduce_buffer_size, reduce_fp16, warn_on_trainable_params_changed
         self._unowned: set[str] = set()
         self._start()
-        if sync_models_at_startup and self._size > 1:
+        syncs = sync_models_at_startup and self._size > 1
+        if syncs:  # before what looks at this rank's alone, so that that fails on all ranks
             mine = [describe(name, parameter, f"owner={owner}") for name, parameter, owner in self._ownership()]
-            device = next(iter(devices))
+            mine += [describe(name, buffer) for name, buffer in module.named_buffers()]
+            device = compute_device_of(self._group, module)
             check_same_on_ranks("ShardedDataParallel", self._comm(device), mine, device)
+        self.device_type = _only_type(module)
+        if syncs:
             tensors = [*module.parameters(), *module.buffers()]
             WholeBroadcast(tensors, [0] * len(tensors), self._comm).start()()
         self.refresh_trainable()
@@ -482,13 +485,14 @@ def _common_group(optimizers: Sequence[OSS], group: dist.ProcessGroup | None) ->
     return chosen
 
 
-def _only_type(devices: set[torch.device]) -> str:
-    types = sorted({device.type for device in devices})
-    if types == ["meta"]:
-        raise ValueError(
-            "ShardedDataParallel: the parameters are on the meta device, without values: materialize the module before "
-            "OSS and ShardedDataParallel are made"
-        )
+def _only_type(module: nn.Module) -> str:
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_meta:
+            raise ValueError(
+                f"ShardedDataParallel: {name!r} is on the meta device, without values: materialize the module before "
+                "OSS and ShardedDataParallel are made"
+            )
+    types = sorted({parameter.device.type for parameter in module.parameters()})
     if len(types) != 1:
         found = ", ".join(types) or "none"
         raise ValueError(f"ShardedDataParallel needs a module with parameters on one type of device, not on {found}")
