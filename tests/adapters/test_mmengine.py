@@ -692,6 +692,28 @@ def hybrid_on_four(directory: Path) -> None:
         check_same(result, results[0])
 
 
+def refused_on_one_rank(directory: Path) -> None:
+    """By a policy, or because of a parameter: an error on all ranks, and a model that can be wrapped still."""
+
+    def fails_inside(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        if dist.get_rank() == 1 and module is model.net[3]:
+            raise LookupError("no such layer")
+        return True
+
+    model = Toy()
+    before = dict(model.named_parameters())
+    with pytest.raises(LookupError, match="no such layer"):
+        MMFullyShardedDataParallel(model, auto_wrap_policy=fails_inside)
+    if dist.get_rank() == 0:
+        model.extra = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(ValueError, match="'extra' is a scalar"):
+        MMFullyShardedDataParallel(model)
+    if dist.get_rank() == 0:
+        del model.extra
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    MMFullyShardedDataParallel(model)
+
+
 def in_subgroup(directory: Path) -> None:
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     own = groups[dist.get_rank() // 2]
@@ -721,6 +743,7 @@ TWO: dict[str, Case] = {
         steps,
         accumulates,
         units_by_policy,
+        refused_on_one_rank,
         ignored_by_name,
         strategies,
         normalizes_in_its_own_dtype,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,8 @@ from torch.nn.parameter import is_lazy
 
 from ..checkpoint.peers import Peers
 from ..core.module import FSDPModule, unit_of
-from ..core.root import CONTAINERS
+from ..core.root import CONTAINERS, is_never_called
+from ..fully_shard import check_cuttable
 from ..init.context import MARK, MARKS
 from .whole import cut
 
@@ -93,6 +94,31 @@ def refuse_foreign(model: nn.Module) -> None:
                 f"module {name!r} ({type(module).__name__}) is wrapped by torch's own data parallelism: use "
                 "shardwise.fully_shard, or leave the wrapping to the strategy"
             )
+
+
+def refuse_uncuttable(model: nn.Module, ignored: Collection[nn.Parameter] = ()) -> None:
+    """
+    Args:
+        model: to be sharded, inner modules first.
+        ignored: parameters that are not sharded.
+
+    Raises:
+        ValueError: naming a parameter that `fully_shard` does not take, or a container without forward.
+    """
+    if is_never_called(model):
+        raise ValueError(
+            f"{type(model).__name__} has no forward, so nothing would tell when to gather its parameters: set up a "
+            "module with a forward that calls those in it, or each of them"
+        )
+    for name, parameter in model.named_parameters():
+        if parameter in ignored:
+            continue
+        if is_lazy(parameter):
+            raise ValueError(
+                f"parameter {name!r} has no shape yet: run a batch through the model before it is set up, or give its "
+                "layer the size of its input"
+            )
+        check_cuttable(name, parameter)
 
 
 @torch.no_grad()

@@ -14,16 +14,22 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import wrap as torch_wrap
-from torch.nn.parameter import is_lazy
 
-from ..adapters.wrapping import Policy, chooser, refuse_foreign, share_values, take_whole_tensors
+from ..adapters.wrapping import (
+    Policy,
+    chooser,
+    refuse_foreign,
+    refuse_uncuttable,
+    share_values,
+    take_whole_tensors,
+)
 from ..checkpoint.peers import Peers
 from ..core.errors import StateError
 from ..core.module import unit_of
 from ..core.root import is_never_called
 from ..fairscale.checkpoint_wrapper import checkpoint_wrapper
 from ..fairscale.wrap import auto_wrap, default_auto_wrap_policy, enable_wrap
-from ..fully_shard import check_cuttable, fully_shard
+from ..fully_shard import fully_shard
 from ..init.initializers import InitFn, uninitialized
 from ..init.targets import find_shards, find_targets, modules_of
 
@@ -205,25 +211,6 @@ def _choose_inside(
     if module in children:
         return recurse or unwrapped_params > 0
     return policy(module, recurse, unwrapped_params, module_is_root)
-
-
-def refuse_uncuttable(model: nn.Module) -> None:
-    """
-    Raises:
-        ValueError: naming a parameter that `fully_shard` does not take, or a container without forward.
-    """
-    if is_never_called(model):
-        raise ValueError(
-            f"{type(model).__name__} has no forward, so nothing would tell when to gather its parameters: set up a "
-            "module with a forward that calls those in it, or each of them"
-        )
-    for name, parameter in model.named_parameters():
-        if is_lazy(parameter):
-            raise ValueError(
-                f"parameter {name!r} has no shape yet: run a batch through the model before it is set up, or give its "
-                "layer the size of its input"
-            )
-        check_cuttable(name, parameter)
 
 
 def refuse_uninitialized(model: nn.Module, init_fn: InitFn | None) -> None:

@@ -14,10 +14,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from ..adapters.wrapping import (
     chooser,
     refuse_foreign,
+    refuse_uncuttable,
     share_values,
     take_whole_tensors,
     units_in,
 )
+from ..checkpoint.peers import Peers
 from ..core.device import mesh_device
 from ..core.module import unit_of
 from ..core.root import is_never_called
@@ -53,37 +55,51 @@ class Units:
         """Make units of the modules that the policy chooses, and at last of ``model``, in place.
 
         Modules that are units already stay as they are, and the policy then is not asked. All ranks begin with the
-        values of the first one.
+        values of the first one. What is refused, by the policy too, is refused on all ranks, and before anything is
+        changed.
 
         Raises:
             TypeError: naming a module that another library has wrapped.
-            ValueError: naming what ranks have differently.
+            ValueError: naming what ranks have differently, or a parameter that cannot be cut.
         """
-        refuse_foreign(model)
-        if unit_of(model) is None:
+        chosen: dict[nn.Module, MixedPrecisionPolicy] = {}
+        with Peers(self.mesh).together():
+            refuse_foreign(model)
+            if unit_of(model) is None:
+                refuse_uncuttable(model, self.ignored_parameters)
+                chosen = self._chosen(model)
+                chosen.setdefault(model, self.precision.root)
+        if chosen:
             for parameter in self.ignored_parameters:
                 parameter.data = parameter.to(mesh_device(self.mesh))
             share_values(model, self.mesh)
-            self._make_inside(model)
-            self._wrap(model, self.precision.root, is_root=True)
+        for module, precision in chosen.items():
+            self._wrap(module, precision, is_root=module is model)
         take_whole_tensors(model)
 
-    def _make_inside(self, model: nn.Module) -> None:
-        policy = None if units_in(model) else self.policy
-        for module in model.modules():
+    def _chosen(self, model: nn.Module) -> dict[nn.Module, MixedPrecisionPolicy]:
+        """The modules inside ``model`` to wrap, those inside others first, and the dtypes of each."""
+        chosen, dtype = {}, self.precision.policy.param_dtype
+        for module in reversed(list(model.modules())):
             # Called by itself, outside of the forward of the model.
             if isinstance(module, BaseDataPreprocessor) and next(module.parameters(), None) is not None:
-                self._wrap(module)
-            elif self.precision.exempts(module) and self.precision.policy.param_dtype is not None:
-                self._wrap_exempt(module)
-        if policy is not None:
-            choose = functools.partial(self._choose, model, chooser(policy))
-            with enable_wrap(choose, wrapper_cls=self._wrap):
-                auto_wrap(model)
+                chosen[module] = self.precision.policy
+            elif dtype is not None and self.precision.exempts(module) and module not in self.ignored_modules:
+                # It computes in its own dtype, as in torch's FullyShardedDataParallel.
+                chosen[module] = MixedPrecisionPolicy(next(module.parameters()).dtype, output_dtype=dtype)
+        if self.policy is None or units_in(model):
+            return chosen
 
-    def _wrap(
-        self, module: nn.Module, precision: MixedPrecisionPolicy | None = None, *, is_root: bool = False
-    ) -> nn.Module:
+        def note(module: nn.Module) -> nn.Module:
+            chosen[module] = self.precision.policy
+            return module
+
+        choose = functools.partial(self._choose, model, {*chosen}, chooser(self.policy))
+        with enable_wrap(choose, wrapper_cls=note):
+            auto_wrap(model)
+        return chosen
+
+    def _wrap(self, module: nn.Module, precision: MixedPrecisionPolicy, *, is_root: bool) -> None:
         if unit_of(module) is None:
             reshards = self.strategy.reshard_after_forward
             fully_shard(
@@ -91,30 +107,25 @@ class Units:
                 mesh=self.mesh,
                 # The root's parameters are needed at once in backward, so by default it keeps them.
                 reshard_after_forward=None if is_root and reshards else reshards,
-                mp_policy=self.precision.policy if precision is None else precision,
+                mp_policy=precision,
                 offload_policy=self.offload,
                 ignored_params=self.ignored_parameters,
                 placements=self.strategy.placements,
             )
-        return module
-
-    def _wrap_exempt(self, module: nn.Module) -> None:
-        """A unit that computes in its own dtype, as in torch's FullyShardedDataParallel."""
-        if module not in self.ignored_modules:
-            own = next(module.parameters()).dtype
-            self._wrap(module, MixedPrecisionPolicy(own, output_dtype=self.precision.policy.param_dtype))
 
     def _choose(
         self,
         model: nn.Module,
+        chosen: set[nn.Module],
         policy: Callable[..., bool],
         module: nn.Module,
         recurse: bool,
         unwrapped_params: int,
         module_is_root: bool,
     ) -> bool:
-        """``policy``, which is neither asked about what is ignored, nor about ``model``, which is wrapped last."""
-        if module in self.ignored_modules or (module is model and not recurse) or unit_of(module) is not None:
+        """``policy``, which is asked neither about what is ignored or ``chosen``, nor about ``model``, which is wrapped
+        last."""
+        if module in self.ignored_modules or module in chosen or (module is model and not recurse):
             return False
         if not recurse and is_never_called(module):
             return False
