@@ -686,6 +686,32 @@ def test_skips_steps_with_nested_instances(flat: bool, everywhere: bool) -> None
 # -- Optimizer state of others
 
 
+class _HalfOptimizer:
+    """As fairseq's: what the trainer holds is no torch optimizer, and its state tells the loss scale too."""
+
+    def __init__(self, inner: torch.optim.Optimizer):
+        self.inner = inner
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.inner.param_groups
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.inner.state_dict(), "loss_scale": 128.0}
+
+
+@on_ranks(2, flat=FLAT)
+def test_gathers_state_of_what_is_no_torch_optimizer(flat: bool) -> None:
+    model = nested(plain_model(), flat)
+    optimizer = Adam(model.parameters())
+    error_of(model(INPUTS[dist.get_rank()])).backward()
+    optimizer.step()
+    wanted = model.gather_full_optim_state_dict(optimizer, recipient_rank=None)
+    got = model.gather_full_optim_state_dict(_HalfOptimizer(optimizer), recipient_rank=None)
+    assert got.pop("loss_scale") == 128.0
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+
+
 @on_ranks(2)
 def test_refuses_optimizer_state_of_other_shapes() -> None:
     model = FSDP(nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(1, 1, bias=False)))

@@ -692,7 +692,8 @@ class FullyShardedDataParallel(nn.Module):
         """State of ``optim``, as if it trained the model without wrappers; a collective, which changes nothing.
 
         Args:
-            optim: over parameters of this module; elementwise, so that its state can be cut like parameters.
+            optim: over parameters of this module; elementwise, so that its state can be cut like parameters. Anything
+                that has ``param_groups`` and ``state_dict``, of which further entries are kept.
             recipient_rank: rank in ``process_group`` that gets the result; None for all.
 
         Returns:

@@ -63,10 +63,11 @@ def gather_optimizer_state(
     _check_order(root, optimizer)
     receives = recipient is None or recipient == root.rank
     gathered = [pair for pairs in members for pair in pairs if _is_gathered(pair[0])]
-    _check_alike(optimizer, [slot for _, slot in gathered])
+    held = _state_by_parameter(optimizer)
+    _check_alike(held, [slot for _, slot in gathered])
     state: dict[int, dict[str, Any]] = {}
     for _, slot in gathered:
-        own = optimizer.state.get(slot.sharded)
+        own = held.get(slot.sharded)
         if own:
             for index, values in enumerate(_gather_slot(slot, own, receives)):
                 state[numbers[id(slot), index]] = values
@@ -113,7 +114,17 @@ def _is_gathered(instance: FullyShardedDataParallel) -> bool:
     return not instance.no_broadcast_optim_state or instance.world_size == 1
 
 
-def _check_alike(optimizer: Optimizer, slots: Sequence[FlatSlot]) -> None:
+def _state_by_parameter(optimizer: Optimizer) -> Mapping[torch.Tensor, Mapping[str, Any]]:
+    """State as the optimizer holds it; of a wrapper like fairseq's, which holds none, as its ``state_dict`` tells."""
+    if hasattr(optimizer, "state"):
+        return optimizer.state
+    told = optimizer.state_dict()
+    numbers = [number for group in told["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {one: told["state"].get(number, {}) for one, number in zip(parameters, numbers, strict=True)}
+
+
+def _check_alike(held: Mapping[torch.Tensor, Mapping[str, Any]], slots: Sequence[FlatSlot]) -> None:
     """Ranks whose state differs would wait for each other.
 
     Raises:
@@ -125,7 +136,7 @@ def _check_alike(optimizer: Optimizer, slots: Sequence[FlatSlot]) -> None:
     for comm, members in by_comm.items():
         if comm.size == 1:
             continue
-        mine = {slot.name: sorted(map(str, optimizer.state.get(slot.sharded, {}))) for slot in members}
+        mine = {slot.name: sorted(map(str, held.get(slot.sharded, {}))) for slot in members}
         for rank, theirs in enumerate(comm.gather_objects(mine)):
             for name in mine:
                 if theirs.get(name) != mine[name]:
