@@ -983,6 +983,19 @@ def test_reduces_over_another_group(reduce_group: str) -> None:
         assert torch.equal(one, other)
 
 
+@on_ranks(3)
+def test_reduces_over_new_groups_where_ranks_are_in_more_or_fewer() -> None:
+    """torch counts the groups that a rank knows to name the next, so the last rank waited for one of another name."""
+    pair = dist.new_group([0, 1])
+    for group in (pair, None) if dist.get_rank() < 2 else (None,):
+        model = FSDP(made(MLP), process_group=group, process_group_reduce_scatter="reduce_scatter")
+        expected = FSDP(made(MLP), process_group=group)
+        for each in (model, expected):
+            loss_of(each, inputs_for(MLP(), dist.get_rank())).backward()
+        for one, other in zip(whole_gradients(model), whole_gradients(expected), strict=True):
+            torch.testing.assert_close(one, other)
+
+
 @on_ranks(4)
 def test_subgroups() -> None:
     """Two models on two ranks each; group ranks are not global ranks."""

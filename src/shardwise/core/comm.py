@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol, cast
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
 from .device import Waitable
@@ -35,6 +36,8 @@ DIRECT_BELOW_BYTES = 4 * 2**20
 messages, all of which the owner would have to send or hold."""
 
 _comms: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Comm]] = weakref.WeakKeyDictionary()
+_groups_like: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""How many `new_group_like` has made, which all their ranks agree on."""
 
 
 class _Done:
@@ -378,7 +381,15 @@ def require_symmetric_memory(group: dist.ProcessGroup, device: torch.device, bac
 def new_group_like(group: dist.ProcessGroup, device: torch.device) -> Comm:
     """Collectives of the same ranks over a communicator of their own, so that they run beside the others'."""
     ranks = dist.get_process_group_ranks(group)
-    return comm_for(dist.new_group(ranks, use_local_synchronization=True, group_desc="shardwise_reduce"), device)
+    made = _groups_like[group] = _groups_like.get(group, 0) + 1
+    # torch names it by how many groups this process knows: ranks that know more or fewer would wait for each other.
+    original = distributed_c10d._hash_ranks_to_str
+    distributed_c10d._hash_ranks_to_str = lambda ranks: f"{group.group_name}_shardwise_reduce_{made}"
+    try:
+        new = dist.new_group(ranks, use_local_synchronization=True, group_desc="shardwise_reduce")
+    finally:
+        distributed_c10d._hash_ranks_to_str = original
+    return comm_for(new, device)
 
 
 def connect(world: dist.ProcessGroup) -> dist.ProcessGroupGloo:
