@@ -242,9 +242,7 @@ def _policy(
                 f"reshard_after_forward={reshard_after_forward}: {mesh.strategy} keeps parameters unsharded; "
                 "resharding to a smaller world needs parameter='shard'"
             )
-        smaller = smaller_mesh(mesh, reshard_after_forward)
-        if reshard_after_forward not in (1, mesh.shard.size):
-            policy.reshard_to = smaller
+        policy.reshard_to = smaller_mesh(mesh, reshard_after_forward)
     return policy
 
 

@@ -208,6 +208,17 @@ def test_resharding_to_a_smaller_world(reshard_to: int) -> None:
     assert_close(train(model, dist.get_rank()), plain(make_transformer, dist.get_rank(), 4))
 
 
+@on_ranks(5)
+def test_resharding_to_a_smaller_world_beside_ranks_that_do_other_things() -> None:
+    """Say another stage of a pipeline; FSDP2 waits for them forever."""
+    group = dist.new_group([0, 1, 2, 3])
+    if dist.get_rank() == 4:
+        return
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model = wrap(make_transformer(), shardwise.fully_shard, mesh=mesh, reshard_after_forward=2)
+    assert_close(train(model, dist.get_rank()), plain(make_transformer, dist.get_rank(), 4))
+
+
 @on_ranks(4, when=["after evaluation", "before backward"], reshards=[False, True])
 def test_the_smaller_world_is_left_while_resharded_to_it(when: str, reshards: bool) -> None:
     def steps(model: nn.Module, rank: int) -> dict[str, torch.Tensor]:

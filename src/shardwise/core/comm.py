@@ -9,9 +9,11 @@ Others (NCCL, fake): one coalesced call.
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 import uuid
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal, Protocol, cast
@@ -36,8 +38,8 @@ DIRECT_BELOW_BYTES = 4 * 2**20
 messages, all of which the owner would have to send or hold."""
 
 _comms: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Comm]] = weakref.WeakKeyDictionary()
-_groups_like: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-"""How many `new_group_like` has made, which all their ranks agree on."""
+_groups_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
+"""How many groups `new_group_of` has made of the same ranks, by the default group of that time."""
 
 
 class _Done:
@@ -378,18 +380,32 @@ def require_symmetric_memory(group: dist.ProcessGroup, device: torch.device, bac
         )
 
 
-def new_group_like(group: dist.ProcessGroup, device: torch.device) -> Comm:
-    """Collectives of the same ranks over a communicator of their own, so that they run beside the others'."""
-    ranks = dist.get_process_group_ranks(group)
-    made = _groups_like[group] = _groups_like.get(group, 0) + 1
+def new_group_of(ranks: Sequence[int], purpose: str) -> dist.ProcessGroup:
+    """A new process group of ``ranks``, which all call this, and no others.
+
+    Args:
+        ranks: in the default group.
+        purpose: part of its name.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    made = _groups_made.setdefault(world, Counter())
+    made[*ranks] += 1
+    name = hashlib.sha1(f"{purpose} {[*ranks]} {made[*ranks]}".encode(), usedforsecurity=False).hexdigest()
     # torch names it by how many groups this process knows: ranks that know more or fewer would wait for each other.
     original = distributed_c10d._hash_ranks_to_str
-    distributed_c10d._hash_ranks_to_str = lambda ranks: f"{group.group_name}_shardwise_reduce_{made}"
+    distributed_c10d._hash_ranks_to_str = lambda ranks: name
     try:
-        new = dist.new_group(ranks, use_local_synchronization=True, group_desc="shardwise_reduce")
+        group = dist.new_group([*ranks], use_local_synchronization=True, group_desc=f"shardwise_{purpose}")
     finally:
         distributed_c10d._hash_ranks_to_str = original
-    return comm_for(new, device)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def new_group_like(group: dist.ProcessGroup, device: torch.device) -> Comm:
+    """Collectives of the same ranks over a communicator of their own, so that they run beside the others'."""
+    return comm_for(new_group_of(dist.get_process_group_ranks(group), "reduce"), device)
 
 
 def connect(world: dist.ProcessGroup) -> dist.ProcessGroupGloo:

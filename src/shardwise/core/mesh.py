@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from ..placements import Placements
-from .comm import Comm, SingleComm, comm_for
+from .comm import Comm, SingleComm, comm_for, new_group_of
 from .device import flatten_axes, join_meshes, mesh_device
 
 
@@ -125,8 +126,9 @@ def _named_axes(mesh: DeviceMesh, axes: DataParallelAxes) -> DeviceMesh:
 _smaller: weakref.WeakKeyDictionary[DeviceMesh, dict[int, DataParallelMesh]] = weakref.WeakKeyDictionary()
 
 
-def smaller_mesh(mesh: DataParallelMesh, size: int) -> DataParallelMesh:
-    """The ranks of ``mesh`` as rows of ``size`` neighbours, over which parameters are cut after forward.
+def smaller_mesh(mesh: DataParallelMesh, size: int) -> DataParallelMesh | None:
+    """The ranks of ``mesh`` as rows of ``size`` neighbours, over which parameters are cut after forward; None if that
+    is one rank, or all that shard them anyway.
 
     Raises:
         ValueError: if ``size`` does not divide the number of ranks that share a parameter.
@@ -139,8 +141,19 @@ def smaller_mesh(mesh: DataParallelMesh, size: int) -> DataParallelMesh:
             f"reshard_after_forward={size}: as an int it must divide the {world_size} ranks that parameters are "
             "sharded over; pass True for all of them, False for none"
         )
+    if size in (1, world_size):
+        return None
     known = _smaller.setdefault(mesh.mesh, {})
     if size not in known:
-        rows = DeviceMesh(mesh.mesh.device_type, mesh.mesh.mesh.view(-1, size))
-        known[size] = data_parallel_mesh(rows, mesh.strategy)
+        known[size] = data_parallel_mesh(_rows(mesh.mesh, size), mesh.strategy)
     return known[size]
+
+
+def _rows(mesh: DeviceMesh, size: int) -> DeviceMesh:
+    """The ranks of ``mesh`` in rows of ``size``."""
+    ranks = mesh.mesh.view(-1, size)
+    row, column = (ranks == dist.get_rank()).nonzero()[0].tolist()
+    # Not by DeviceMesh itself, which asks all ranks of the default group to make the same groups: other ranks may have
+    # a mesh of their own, one stage of a pipeline each, and torch would take the groups of both for the same.
+    groups = [new_group_of(ranks[:, column].tolist(), "columns"), new_group_of(ranks[row].tolist(), "rows")]
+    return DeviceMesh.from_group(groups, mesh.device_type, ranks, mesh_dim_names=("replicate", "shard"))
