@@ -404,6 +404,28 @@ def test_gathers_optimizer_state_for_the_recipient(flat: bool) -> None:
         model.gather_full_optim_state_dict(SGD(nn.Linear(2, 2).parameters(), lr=1.0))
 
 
+@on_ranks(2, what=["strangers", "fewer", "order", "unstepped", "shape"])
+def test_optimizers_that_differ_on_a_rank_are_refused_on_all(what: str) -> None:
+    model = FSDP(made(MLP), flatten_parameters=False)
+    optimizer, other = (AdamW(model.parameters()) for _ in range(2))
+    _closure(model, optimizer, inputs_for(MLP(), 1))()
+    optimizer.step()
+    if dist.get_rank() == 1:
+        parameters = list(model.parameters())
+        if what == "shape":
+            other = optimizer
+            other.state[parameters[0]]["rows"] = torch.ones(3)
+        elif what != "unstepped":
+            given = {"strangers": nn.Linear(2, 2).parameters(), "fewer": parameters[1:], "order": parameters[::-1]}
+            other = AdamW(given[what])
+    else:
+        other = optimizer
+    with pytest.raises((ValueError, RuntimeError), match=r"no shard of|no part|another order|step it on all|rank 1"):
+        model.gather_full_optim_state_dict(other)
+    optimizer.state[next(model.parameters())].pop("rows", None)
+    assert (model.gather_full_optim_state_dict(optimizer) is None) == (dist.get_rank() != 0)
+
+
 @on_ranks(2)
 def test_optimizer_state_that_cannot_be_cut() -> None:
     model = FSDP(made(MLP))

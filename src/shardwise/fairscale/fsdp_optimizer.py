@@ -59,12 +59,19 @@ def gather_optimizer_state(
     for number, (slot, index) in enumerate(numbered_parts(root, instances)):
         numbers[id(slot), index] = number
     slots = {id(slot.sharded): (instance, slot) for instance in instances for slot in instance._own_slots()}
-    members = [_slots_of_group(group, slots) for group in optimizer.param_groups]
-    _check_order(root, optimizer)
-    receives = recipient is None or recipient == root.rank
+    members: list[list[tuple[FullyShardedDataParallel, FlatSlot]]] = []
+    held: Mapping[torch.Tensor, Mapping[str, Any]] = {}
+    failure: Exception | None = None
+    try:
+        members = [_slots_of_group(group, slots) for group in optimizer.param_groups]
+        _check_order(root, optimizer)
+        held = _state_by_parameter(optimizer)
+    except Exception as error:
+        failure = error
     gathered = [pair for pairs in members for pair in pairs if _is_gathered(pair[0])]
-    held = _state_by_parameter(optimizer)
-    _check_alike(held, [slot for _, slot in gathered])
+    own_slots = [slot for instance, slot in slots.values() if _is_gathered(instance)]
+    _check_alike(held, {id(slot) for _, slot in gathered}, own_slots, failure)
+    receives = recipient is None or recipient == root.rank
     state: dict[int, dict[str, Any]] = {}
     for _, slot in gathered:
         own = held.get(slot.sharded)
@@ -124,26 +131,58 @@ def _state_by_parameter(optimizer: Optimizer) -> Mapping[torch.Tensor, Mapping[s
     return {one: told["state"].get(number, {}) for one, number in zip(parameters, numbers, strict=True)}
 
 
-def _check_alike(held: Mapping[torch.Tensor, Mapping[str, Any]], slots: Sequence[FlatSlot]) -> None:
-    """Ranks whose state differs would wait for each other.
+def _check_alike(
+    held: Mapping[torch.Tensor, Mapping[str, Any]],
+    stepped: set[int],
+    slots: Sequence[FlatSlot],
+    failure: Exception | None,
+) -> None:
+    """Compare what is about to be gathered over ranks, which otherwise would wait for each other; a collective.
+
+    Args:
+        held: state by parameter.
+        stepped: ids of the slots in the optimizer's param groups.
+        slots: all that ranks share, in the optimizer or not.
+        failure: of this rank, before.
 
     Raises:
-        RuntimeError: naming a parameter that has other state on another rank.
+        Exception: ``failure``.
+        RuntimeError: naming a parameter that has other state on another rank, or the failure of another rank.
     """
     by_comm: dict[Comm, list[FlatSlot]] = {}
     for slot in slots:
         by_comm.setdefault(slot.buffer.comm, []).append(slot)
-    for comm, members in by_comm.items():
-        if comm.size == 1:
-            continue
-        mine = {slot.name: sorted(map(str, held.get(slot.sharded, {}))) for slot in members}
-        for rank, theirs in enumerate(comm.gather_objects(mine)):
+    everyone = [
+        (comm, {slot.name: f"state {_kinds(slot, held)}" if id(slot) in stepped else "no part" for slot in members})
+        for comm, members in by_comm.items()
+        if comm.size > 1
+    ]
+    told = [(comm, mine, comm.gather_objects((mine, failure and str(failure)))) for comm, mine in everyone]
+    if failure is not None:
+        raise failure
+    for comm, mine, answers in told:
+        for rank, (theirs, its_failure) in enumerate(answers):
+            if its_failure is not None:
+                raise RuntimeError(f"the optimizer's state cannot be gathered from rank {rank}: {its_failure}")
             for name in mine:
                 if theirs.get(name) != mine[name]:
                     raise RuntimeError(
-                        f"the optimizer has state {mine[name]} for {name!r} on rank {comm.rank} and {theirs.get(name)} "
-                        f"on rank {rank}, so it cannot be gathered: step it on all ranks"
+                        f"the optimizer has {mine[name]} for {name!r} on rank {comm.rank} and {theirs.get(name)} on "
+                        f"rank {rank}, so it cannot be gathered: make it over the same parameters on all ranks, and "
+                        "step it on all"
                     )
+
+
+def _kinds(slot: FlatSlot, held: Mapping[torch.Tensor, Mapping[str, Any]]) -> dict[str, str]:
+    """What each state of a parameter is to `_gather_value`."""
+    return {
+        str(key): "a value"
+        if getattr(value, "ndim", 0) == 0
+        else "elementwise"
+        if value.shape == slot.sharded.shape
+        else "of another shape"
+        for key, value in held.get(slot.sharded, {}).items()
+    }
 
 
 def _gather_slot(slot: FlatSlot, state: Mapping[str, Any], receives: bool) -> Iterator[dict[str, Any]]:
