@@ -20,7 +20,7 @@ _logger = logging.getLogger("shardwise")
 
 @torch.no_grad()
 def host_copies(leaves: Mapping[Path, Any]) -> dict[Path, Any]:
-    """``leaves`` with copies, in the host's memory, in the place of tensors; the copies are complete."""
+    """``leaves`` with each tensor replaced by a finished copy in host memory."""
     copies = {path: _copy(value) if isinstance(value, torch.Tensor) else value for path, value in leaves.items()}
     if torch.accelerator.is_available():
         torch.accelerator.current_stream().synchronize()
@@ -36,8 +36,8 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _forget_locals(error: BaseException | None) -> None:
-    """Keep the lines that raised, not what they worked on: copies of the whole run, and writers whose end torch writes
-    when they are collected, which after Python's own end is a crash."""
+    """Clear the local variables of the frames that raised ``error``. They hold copies of the whole run, and writers of
+    torch's, which write when they are collected: once Python has shut down, that crashes."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -55,7 +55,7 @@ class Background:
     def start(self, work: Callable[[], None]) -> None:
         """Begin ``work``; nothing may be under way."""
         assert self._thread is None, "work is under way"
-        # An argument, not a cell of a function that an error's frame refers to.
+        # An argument, not a closure's cell, which the traceback of an error would keep alive.
         self._thread = threading.Thread(target=self._run, args=(work,), name="shardwise.save")
         self._thread.start()
 
@@ -73,7 +73,7 @@ class Background:
             _forget_locals(self._error)
 
     def take_error(self) -> Exception | None:
-        """What went wrong since the last call, once nothing is under way."""
+        """Wait until nothing is under way, then return and forget the error it ended with, if any."""
         self.finish()
         error, self._error = self._error, None
         return error
@@ -89,10 +89,10 @@ def _report_last_error() -> None:
 
 
 def wait() -> None:
-    """Wait for the checkpoint that `shardwise.save` with ``async_=True`` writes; nothing if none is under way.
+    """Wait until the checkpoint that `shardwise.save` with ``async_=True`` is writing is complete, if there is one.
 
     Raises:
-        Exception: the one that made it fail, once; the previous checkpoint is whole.
+        Exception: what made that save fail; raised once. The previous checkpoints are intact.
     """
     if (error := background.take_error()) is not None:
         raise error

@@ -1,8 +1,8 @@
 """The directories of checkpoints: a checkpoint is complete under its own name, or it is not there.
 
-A root holds ``checkpoint-000007``, or ``checkpoint-000007-step-1200`` where the step was told, numbered in the order in
-which they were saved: a run that goes back to an older checkpoint and trains on from there is newer than what it left
-behind, whatever its step. A draft is hidden, and becomes a checkpoint by being renamed.
+A root holds ``checkpoint-000007``, or ``checkpoint-000007-step-1200`` if `save` was given the step. The number is the
+order of saving, not the step: after a run has gone back to an older checkpoint, what it saves next is still the
+newest. A draft has a hidden name until it is complete; renaming makes it a checkpoint.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _DOOMED = ".deleted-"
 def latest(directory: str | os.PathLike[str]) -> Path | None:
     """The newest complete checkpoint that `shardwise.save` wrote into ``directory``.
 
-    Half-written checkpoints, temporary data and everything else there is passed over. It says nothing about other
-    processes: one that saves now is seen when it has finished.
+    Half-written checkpoints, temporary data and everything else there is passed over. A checkpoint that another process
+    is saving is not found until it is complete.
 
     Returns:
         Its path, below ``directory``; None if there is none, or no such directory.
@@ -39,10 +39,10 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
 
 
 def path_of(directory: str | os.PathLike[str]) -> Path:
-    """An absolute path.
+    """``directory`` as an absolute path.
 
     Raises:
-        TypeError: if it is none.
+        TypeError: if it is not a path.
     """
     if not isinstance(directory, (str, os.PathLike)):
         raise TypeError(f"directory must be a path, not {type(directory).__name__}")
@@ -86,7 +86,7 @@ class Draft:
             number = 1 + max((int(match[1]) for match in matches if match), default=0)
             self.path = root / f".unfinished-{number:06d}"
             self.path.mkdir()
-            # Held while it is written, so that another run's save does not take it for a dead one's.
+            # Held while it is written, so that the save of another run does not remove it as abandoned.
             self._lock = _take_lock(self.path)
         self.final = root / (f"checkpoint-{number:06d}" + ("" if step is None else f"-step-{step}"))
 
@@ -112,11 +112,11 @@ class Draft:
 
 
 def prune(root: Path, keep: int) -> None:
-    """Delete all but the newest ``keep`` checkpoints; warns of those that cannot be deleted."""
+    """Delete all but the newest ``keep`` checkpoints; warn of each that cannot be deleted."""
     for path in checkpoints_in(root)[:-keep]:
         doomed = root / (_DOOMED + path.name)
         try:
-            # One that is half deleted must not look like a checkpoint.
+            # A half-deleted one must not look like a checkpoint.
             path.rename(doomed)
             shutil.rmtree(doomed)
         except OSError as error:
@@ -136,7 +136,7 @@ def _clean(root: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Have the names in a directory written to the disk."""
+    """Flush the entries of a directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -144,11 +144,11 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-# -- Locks: the kernel lets go of them when their process ends, however it ends
+# -- Locks: the kernel releases them when their process ends, killed or not
 
 
 def _take_lock(path: Path) -> int | None:
-    """Lock a directory without waiting; None if somebody else has it. File systems without locks never say so."""
+    """Lock a directory without waiting; None if another process has it. File systems without locks always grant it."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:
@@ -167,7 +167,7 @@ def _release(lock: int | None) -> None:
     if lock is None:
         return
     with suppress(OSError):
-        # Closing would not do where a child process, forked meanwhile, has the file too.
+        # Closing is not enough: a child process forked meanwhile has the file open too.
         fcntl.flock(lock, fcntl.LOCK_UN)
     os.close(lock)
 

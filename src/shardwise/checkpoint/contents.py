@@ -22,9 +22,9 @@ from .weights import replica_of
 
 MODEL, OPTIMIZER, SCHEDULER, EXTRA, RNG = "model", "optimizer", "scheduler", "extra", "rng"
 EXTRA_TENSORS = "extra_tensors"
-"""Sharded tensors in what users add."""
+"""Sharded tensors found in the scheduler and in ``extra``."""
 RANKS = "ranks"
-"""Above what a rank has otherwise than the first that has it: ``ranks.3.rng.torch``."""
+"""Prefix of what differs on a rank from the first rank that has it: ``ranks.3.rng.torch``."""
 
 
 @torch.no_grad()
@@ -33,7 +33,7 @@ def contents(
 ) -> dict[Path, torch.Tensor | Pickled]:
     """This rank's leaves: its tensors, and objects pickled as they are now.
 
-    Of a tensor that several ranks replicate one of them has a leaf, so that they share the writing.
+    A tensor that several ranks replicate is a leaf of one of them only, and they share such tensors among them.
 
     Raises:
         StateError: naming parameters without values.
@@ -101,11 +101,11 @@ def digests(items: Mapping[Path, torch.Tensor | Pickled], model: nn.Module | Non
 def apart(
     items: Mapping[Path, torch.Tensor | Pickled], all_digests: Sequence[Mapping[Path, int]], rank: int
 ) -> dict[Path, torch.Tensor | Pickled]:
-    """``items`` of ``rank``; what differs from that of the first rank that has it gets a path of its own.
+    """``items`` of ``rank``, with paths of their own for those that differ from the first rank that has them.
 
     Args:
         items: of this rank.
-        all_digests: of every rank.
+        all_digests: `digests` of every rank.
         rank: position of this rank among them.
     """
     common: dict[Path, int] = {}

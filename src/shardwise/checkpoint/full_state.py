@@ -1,4 +1,4 @@
-"""Whole state dicts of sharded models, with one tensor at a time beside what is kept."""
+"""Whole state dicts of sharded models, gathered and loaded one tensor at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .progress import Progress
 from .weights import ModelWeights, weights_of
 
 BLOCK_BYTES = 2**24
-"""That are broadcast at a time, rounded up to whole rows."""
+"""Bytes broadcast at a time, rounded down to whole rows, of which there is at least one."""
 
 
 @torch.no_grad()
@@ -75,13 +75,13 @@ def load_full_state_dict(model: nn.Module, sd: Mapping[str, Any] | None, *, broa
     Args:
         model: with units or without.
         sd: tensors by the names of ``model.state_dict()``; of a tied parameter one name is enough.
-        broadcast_from_rank0: whether the first rank's ``sd`` counts and the others' are not looked at (``{}`` or
-            None); otherwise every rank has it, and nothing is communicated.
+        broadcast_from_rank0: whether to broadcast the first rank's ``sd`` and ignore the others', which may be ``{}``
+            or None; otherwise every rank passes the whole state dict, and no values are communicated.
 
     Raises:
-        ValueError: (also a RuntimeError) listing all missing, unexpected and mis-shaped names, and values that are no
-            whole tensors, together; on all ranks.
-        TypeError: if ``sd`` is no dict.
+        ValueError: (also a RuntimeError) listing all missing, unexpected and mis-shaped names, and values that are
+            not whole tensors, together; on all ranks.
+        TypeError: if ``sd`` is not a dict.
     """
     loading = weights_of(model, asked_by="load_full_state_dict", of_world=broadcast_from_rank0)
     peers = loading.peers
@@ -124,7 +124,7 @@ def _sort(
     """The tensors and the other objects of a state dict, and what is wrong with them.
 
     Raises:
-        TypeError: if it is no dict.
+        TypeError: if it is not a dict.
     """
     if not isinstance(sd, Mapping):
         raise TypeError(f"the state dict must be a dict on every rank whose values count, not {type(sd).__name__}")
@@ -146,13 +146,13 @@ def _sort(
 def _packed(values: object) -> bytes:
     """
     Raises:
-        TypeError: if other ranks cannot get them.
+        TypeError: if they cannot be pickled for the other ranks.
     """
     try:
         return pickle.dumps(values)
     except Exception as error:
         raise TypeError(
-            f"the state dict has a value that is no tensor and cannot be sent to the other ranks: {error}"
+            f"the state dict has a value that is not a tensor and cannot be sent to the other ranks: {error}"
         ) from error
 
 

@@ -1,7 +1,7 @@
-"""Bytes of a checkpoint's files, and their checksums: taken while the files are written, kept in the manifest, compared
-before anything is loaded.
+"""Checksums of a checkpoint's files: taken while the files are written, kept in the manifest, compared before anything
+is loaded.
 
-XXH3 (https://xxhash.com), since a CRC-32 takes longer than reading.
+They are XXH3 (https://xxhash.com): a CRC-32 takes longer than reading.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class CorruptFileError(CheckpointError, ValueError):
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it is a run of numbers, and nothing more."""
+    """Whether ``tensor`` is dense, not quantized and of no subclass, so that its bytes are all there is to save."""
     return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_quantized
 
 
@@ -66,11 +66,11 @@ def read_all(descriptor: int, memory: memoryview, position: int, name: str) -> N
 
 @dataclass(frozen=True)
 class FileSum:
-    """What a file must be.
+    """The size and the checksums that a file must have.
 
     Args:
         size: bytes.
-        blocks: checksum of each `BLOCK` bytes, the last of what is left.
+        blocks: checksum of each `BLOCK` bytes; the last block may be shorter.
     """
 
     size: int
@@ -97,7 +97,7 @@ class RunningSum:
                 self._open.reset()
 
     def result(self) -> FileSum:
-        """Of all bytes so far."""
+        """The sum of all bytes so far."""
         last = (self._open.intdigest(),) if self.size % BLOCK else ()
         return FileSum(self.size, (*self._blocks, *last))
 
@@ -113,11 +113,11 @@ class SummingStream(io.RawIOBase):
     def __init__(self, file: BinaryIO, advance: Callable[[int], None]):
         self._file, self._advance, self._sum = file, advance, RunningSum()
         self.error: OSError | None = None
-        """The first one. When its stream fails, torch's serialization mostly raises something else."""
+        """The first one. torch's serialization mostly raises something else when its stream fails."""
 
     @property
     def sum(self) -> FileSum:
-        """Of all that was written so far."""
+        """The sum of all that was written so far."""
         return self._sum.result()
 
     def write(self, data: Any) -> int:
@@ -133,8 +133,8 @@ class SummingStream(io.RawIOBase):
         return len(view)
 
     def flush(self) -> None:
-        """Hand everything to the operating system; nothing once the file is closed, when Python collects a stream of
-        torch's around this one."""
+        """Hand everything to the operating system. Does nothing once the file is closed: a stream of torch's around
+        this one flushes it again when it is collected."""
         with self._noting_errors():
             if not self._file.closed:
                 self._file.flush()
@@ -190,7 +190,7 @@ class Manifest:
 
     @staticmethod
     def read(directory: Path) -> Manifest:
-        """Of a checkpoint.
+        """The manifest of the checkpoint in ``directory``.
 
         Raises:
             CorruptFileError: if it is not as it was written.
@@ -213,7 +213,7 @@ class Manifest:
 
 
 def sum_file(path: Path) -> FileSum:
-    """Of a file as it is now."""
+    """The `FileSum` of a file as it is now."""
     size = path.stat().st_size
     return FileSum(size, tuple(_block_sums(path, range(-(-size // BLOCK)), lambda _: None)))
 
@@ -235,8 +235,8 @@ def _block_sums(path: Path, indices: Sequence[int], advance: Callable[[int], Non
 def find_damage(
     directory: Path, manifest: Manifest, part: int, parts: int, advance: Callable[[int], None]
 ) -> dict[str, str]:
-    """Compare one of ``parts`` equal parts of a checkpoint's bytes with its manifest, after the sizes of the files
-    that it is of; the first compares those of all files.
+    """Compare one of ``parts`` equal parts of a checkpoint's bytes with its manifest. The sizes of the files that have
+    the part are compared first; part 0 compares the sizes of all files.
 
     Args:
         directory: of the checkpoint.

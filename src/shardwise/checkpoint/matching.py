@@ -70,10 +70,10 @@ def match(
     Args:
         model: to be loaded.
         stored: by name.
-        source: what they are from, for the message.
+        source: where they are from, for the message.
         strict: whether missing and unexpected names are errors.
         objects: stored names whose values are not tensors.
-        problems: more that is wrong, to be told in the same error.
+        problems: further messages for the same error.
 
     Raises:
         WeightsError: listing all missing, unexpected and mis-shaped names, and dtypes that cannot be converted.
@@ -104,7 +104,7 @@ def check_ties(matches: Iterable[Match], source: object, differ: Callable[[Weigh
     """
     Args:
         matches: of the model.
-        source: what the stored tensors are from, for the message.
+        source: where the stored tensors are from, for the message.
         differ: whether two stored tensors of one weight, by name, have different values.
 
     Raises:
@@ -148,7 +148,7 @@ def convertible(stored: torch.dtype | None, wanted: torch.dtype) -> bool:
     return not stored.is_floating_point or wanted.is_floating_point or wanted.is_complex
 
 
-# transformers' models say what files may lack (it is computed when the model is made) and may have (of old versions).
+# transformers' models declare names that files may lack (computed when the model is made) or may have (old versions).
 
 
 def _may_be_missing(model: ModelWeights, weight: Weight) -> bool:

@@ -1,4 +1,4 @@
-"""A model's part of a checkpoint: what is saved of it, and how it gets it back."""
+"""A model's part of a checkpoint: what is saved of it, and how it is loaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .weights import Weight, weights_of
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
-    """The state dict of ``model`` by plain names; the sharded parameters are registered then.
+    """The state dict of ``model`` by plain names. Leaves the sharded parameters registered.
 
     Raises:
         StateError: naming what is on the meta device, or without values.
@@ -46,7 +46,7 @@ def check_fit(by_rank: Iterable[Misfit], strict: bool) -> None:
     """
     Args:
         by_rank: of every rank; a rank may have only a part of the model (a pipeline stage).
-        strict: whether names that only one of both has are an error.
+        strict: whether names that only the model or only the checkpoint has are an error.
 
     Raises:
         ValueError: listing all that does not fit.
@@ -69,35 +69,35 @@ class SavedModel:
     Args:
         stored: the checkpoint's data.
         model: to load into.
-        preferred: what its names begin with in checkpoints of ours; elsewhere what most names are found below.
+        preferred: prefix of its names in our checkpoints. Another is taken if more of the names are found with it.
 
     Raises:
-        ValueError: if the checkpoint has nothing of it.
+        ValueError: if the checkpoint has none of its names.
     """
 
     def __init__(self, stored: StoredData, model: nn.Module, preferred: str):
         self._model, self._kinds = weights_of(model, asked_by="load", plain_names=True), stored.kinds
         self._prefix = _best_prefix(self._model.names, self._kinds, preferred)
         self.names = [name for name in self._model.names if self._prefix + name in self._kinds]
-        """That both have."""
+        """Names that the model and the checkpoint both have."""
         if self._model.names and not self.names:
             raise ValueError(
                 f"the checkpoint has no model; it has {stored.tops()}, and {listed(self._model.names)} were looked for"
             )
-        # Below no prefix there may be anything.
+        # Without a prefix, the other keys need not be names of a model.
         self._saved = [key[len(self._prefix) :] for key in stored.below(self._prefix)] if self._prefix else []
 
     @property
     def device(self) -> torch.device:
-        """Of parameters that are on the meta device until they are loaded."""
+        """Where parameters on the meta device get their memory."""
         return self._model.device
 
     def keys(self) -> list[str]:
-        """Of what is loaded."""
+        """Keys of what is loaded."""
         return [self._prefix + name for name in self.names]
 
     def misfit(self) -> Misfit:
-        """Where it differs from the model."""
+        """Where the checkpoint differs from the model."""
         known, tensors = set(self.names), self._model.tensors
         missing = [name for name in self._model.names if name not in known]
         unexpected = [name for name in self._saved if name not in self._model.keys]
@@ -121,7 +121,7 @@ class SavedModel:
         """Let the model take what was read, by key."""
         for weight in self._loaded():
             weight.accept_values()
-        # For modules that load in a way of their own; what was read into the model's memory is there already.
+        # For modules with a load hook of their own; tensors were read into the model's memory already.
         module = self._model.model
         state = module.state_dict()
         state.update({self._model.keys[name]: values[self._prefix + name] for name in self.names})

@@ -67,7 +67,7 @@ def warn_of_unsafe(item: Pickled, where: str) -> None:
 
 
 def unpickled(stream: io.BytesIO, where: str, weights_only: bool) -> Any:
-    """The object that `pickled` took, its tensors on the devices they had, or on the CPU where there is none such.
+    """The object that `pickled` took, with its tensors on the kind of device they had, or else on the CPU.
 
     Args:
         stream: of what was pickled.
@@ -98,19 +98,19 @@ def unpickled(stream: io.BytesIO, where: str, weights_only: bool) -> Any:
 def _place(storage: Any, location: str) -> Any:
     kind = location.split(":")[0]
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    # Not the saved index: this rank's device need not have the number of that of the rank that saved.
+    # Not the saved index: this rank's device may have another index than the saving rank's.
     return storage.to(device=accelerator) if accelerator is not None and kind == accelerator.type else storage
 
 
 def _allowing_safe_types() -> contextlib.AbstractContextManager[Any]:
-    # Not those that are allowed already: torch would allow them no longer afterwards.
+    # Without types that are already allowed: torch would withdraw those when the context ends.
     known = get_safe_globals()
     return safe_globals([kind for kind in _safe_types() if kind not in known])
 
 
 @functools.cache
 def _safe_types() -> list[Any]:
-    """Types whose construction runs no code but theirs; beside what `torch.load` takes anyhow."""
+    """Types, beyond those that `torch.load` accepts, whose construction runs no code but their own."""
     builtin = [bool, bytes, dict, float, frozenset, int, list, range, set, slice, str, tuple]
     dates = [datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone]
     others = [decimal.Decimal, fractions.Fraction, uuid.UUID, uuid.SafeUUID]
@@ -147,7 +147,7 @@ def _is_list_of_more(value: Any) -> bool:
 
 
 def tree_of(items: Iterable[tuple[Path, Any]]) -> Any:
-    """The tree that has these leaves; what was another kind of mapping is a dict."""
+    """The tree that has these leaves; every mapping in it is a dict."""
     children: dict[str | int, list[tuple[Path, Any]]] = {}
     for path, value in items:
         if not path:
@@ -158,7 +158,7 @@ def tree_of(items: Iterable[tuple[Path, Any]]) -> Any:
 
 
 def is_kept_by_leaves(value: Any) -> bool:
-    """Whether `tree_of` its `leaves` is equal to ``value``."""
+    """Whether ``tree_of(leaves(value))`` equals ``value``."""
     if isinstance(value, Mapping):
         plain = type(value) is dict and bool(value) and all(type(key) is str for key in value)
         return plain and all(map(is_kept_by_leaves, value.values()))
@@ -175,7 +175,7 @@ def is_stateful(value: Any) -> bool:
 
 
 def capture(value: Any, sharded: dict[str, DTensor], path: Path = ()) -> Any:
-    """``value`` with state dicts in the place of objects that have such, and marks in the place of sharded tensors.
+    """``value`` with objects replaced by their state dicts, and sharded tensors by marks.
 
     Args:
         value: a tree of dicts, lists and tuples.
@@ -194,7 +194,7 @@ def capture(value: Any, sharded: dict[str, DTensor], path: Path = ()) -> Any:
 
 
 def release(value: Any, sharded: Mapping[str, torch.Tensor]) -> Any:
-    """What `capture` gave, with the tensors of ``sharded`` in the place of their marks."""
+    """What `capture` returned, with marks replaced by the tensors of ``sharded``."""
     if isinstance(value, dict) and value.keys() == {SHARDED}:
         return sharded[value[SHARDED]]
     return _map_items(value, lambda _, item: release(item, sharded))

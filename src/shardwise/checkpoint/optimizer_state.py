@@ -20,7 +20,7 @@ from .objects import Path, tree_of
 from .reading import StoredData
 
 Names = Mapping[torch.Tensor, Sequence[str]]
-"""Of each parameter; several if it is tied."""
+"""The names of each parameter; several if it is tied."""
 STATE, GROUPS, PARAMETERS = "state", "param_groups", "params"
 
 
@@ -146,7 +146,7 @@ class SavedOptimizer:
                 (self._state_paths if kind == STATE else self._group_paths)[key] = path
                 return
 
-    # -- Which saved group is which
+    # -- Matching groups with saved ones
 
     def _saved_groups(self, values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         tree = tree_of((path, values[key]) for key, path in self._group_paths.items())
@@ -213,7 +213,7 @@ class SavedOptimizer:
 
         Args:
             optimizers: to be loaded.
-            device: for state of parameters that are on the meta device still.
+            device: for state of parameters that are still on the meta device.
         """
         held: dict[torch.Tensor, Any] = {}
         for optimizer in optimizers:
@@ -242,7 +242,7 @@ def _target(
 ) -> torch.Tensor:
     dtype, size = saved.properties.dtype, saved.size
     fits = isinstance(existing, torch.Tensor) and existing.dtype == dtype and existing.shape == size
-    if fits and not existing.is_meta:  # as what Adagrad makes for parameters on the meta device
+    if fits and not existing.is_meta:  # Adagrad makes such state for parameters on the meta device
         return existing.detach()  # type: ignore[no-any-return]
     like = existing if isinstance(existing, DTensor) and existing.shape == size else parameter
     if like is None or like.shape != size or not size:
@@ -275,13 +275,13 @@ def _load(
 
 
 def _on_device_of(current: Any, value: Any) -> Any:
-    """A setting that is a tensor (a learning rate on the device) goes to where it is now."""
+    """A setting that is a tensor (such as a learning rate) on the device of its current value."""
     both = isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor)
     return value.to(current.device) if both else value
 
 
 def _undo_casts(optimizer: Optimizer, state: Mapping[Any, Any]) -> None:
-    """`Optimizer.load_state_dict` casts state to its parameter's dtype, which loses what a wider one held."""
+    """Restore the saved dtypes: `Optimizer.load_state_dict` casts state to its parameter's, which may be narrower."""
     for parameter, saved in state.items():
         current = optimizer.state.get(parameter, {}) if isinstance(parameter, torch.Tensor) else {}
         for key, value in saved.items() if isinstance(saved, Mapping) else ():

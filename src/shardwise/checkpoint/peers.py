@@ -39,7 +39,7 @@ class Peers:
         first = (mesh.mesh == self.ranks[0]).nonzero()[0].tolist()
         for axis in range(mesh.ndim):
             if mesh.size(axis) > 1:
-                # What goes out from the first rank goes along one axis after the other.
+                # `broadcast` goes along one axis after the other.
                 takes_part = list(own[axis + 1 :]) == first[axis + 1 :]
                 self._axes.append((mesh.get_group(axis), first[axis], takes_part))
 
@@ -89,7 +89,7 @@ def _portable(error: Exception | None) -> Exception | None:
     """``error`` as it can be sent to other processes."""
     if error is None:
         return None
-    with contextlib.suppress(Exception):  # an error's own way of being pickled may fail in any way
+    with contextlib.suppress(Exception):  # pickling runs code of the error's class
         copy = pickle.loads(pickle.dumps(error))
         if type(copy) is type(error) and str(copy) == str(error):
             return error
@@ -97,10 +97,10 @@ def _portable(error: Exception | None) -> Exception | None:
 
 
 def common_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh | None:
-    """Of several meshes the one that has all their ranks; None without any.
+    """The one of ``meshes`` that has the ranks of all of them; None if ``meshes`` is empty.
 
     Raises:
-        ValueError: if none has.
+        ValueError: if none has all ranks.
     """
     if not meshes:
         return None

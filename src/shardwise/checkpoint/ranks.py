@@ -16,7 +16,7 @@ from .peers import Peers
 T = TypeVar("T")
 
 SHORT = 1016
-"""Bytes of a message that travel with its length."""
+"""Bytes of a message that are sent along with its length."""
 
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, SavingRanks] = weakref.WeakKeyDictionary()
 
@@ -24,9 +24,9 @@ _known: weakref.WeakKeyDictionary[dist.ProcessGroup, SavingRanks] = weakref.Weak
 class SavingRanks(Peers):
     """All ranks of the default process group, or this process alone where there is none.
 
-    They talk over connections of their own: a save may go on beside training, whose collectives must not mix with its
-    own, and go on after the process groups were destroyed. Not by `torch.distributed.new_group`, whose groups end with
-    the default one, and change the names of the groups that are made later.
+    They have connections of their own: a save runs beside training, whose collectives must not mix with the save's, and
+    may go on after the process groups were destroyed. `torch.distributed.new_group` does not serve: its groups end with
+    the default one, and change the names of groups that are made later.
     """
 
     def __init__(self, world: dist.ProcessGroup | None):
@@ -38,7 +38,7 @@ class SavingRanks(Peers):
 
     @property
     def size(self) -> int:
-        """How many."""
+        """Number of ranks."""
         return len(self.ranks)
 
     def exchange(self, value: T) -> list[T]:
@@ -46,7 +46,7 @@ class SavingRanks(Peers):
         if self._connections is None:
             return [value]
         data = pickle.dumps(value)
-        # Most are short: those take one collective, which has the length and the beginning of each.
+        # Most values are short and take one collective, which carries the length and the beginning of each.
         heads = self._gather_all(_bytes(len(data).to_bytes(8, "little") + data[:SHORT], 8 + SHORT))
         sizes = [int.from_bytes(head[:8], "little") for head in heads]
         rest = max(sizes) - SHORT
@@ -66,11 +66,11 @@ class SavingRanks(Peers):
         mine = _bytes(data, max(self.exchange(len(data))))
         received = [torch.empty_like(mine) for _ in self.ranks] if self.is_first else []
         self._connections.gather([received] if self.is_first else [], [mine], dist.GatherOptions()).wait()
-        # What follows the end of a pickle does not matter to it.
+        # Unpickling ignores the padding.
         return [pickle.loads(item.numpy().data) for item in received] if self.is_first else None
 
     def scatter(self, values: Sequence[Any] | None) -> Any:
-        """To every rank its one of the first's values; the others give None."""
+        """This rank's item of the first rank's ``values``; the other ranks pass None."""
         if self._connections is None:
             assert values is not None
             return values[0]
@@ -88,7 +88,7 @@ def _bytes(data: bytes, size: int) -> torch.Tensor:
 
 
 def saving_ranks() -> SavingRanks:
-    """Of the default process group as it is now. The first call after it was made is a collective."""
+    """The ranks of the current default process group. The first call for each group is a collective."""
     world = dist.group.WORLD if dist.is_initialized() else None
     if world is None:
         return SavingRanks(None)

@@ -1,7 +1,7 @@
-"""Leaves from files, by `torch.distributed.checkpoint`'s planner and from its format.
+"""Reads leaves from files in the format of `torch.distributed.checkpoint`, with its planner.
 
-What `shardwise.save` wrote is read straight to where it belongs; torch would unpickle a copy of each whole chunk first.
-What others wrote is read by torch.
+What `shardwise.save` wrote is read straight into its destination; torch would first unpickle a copy of each chunk. What
+other programs wrote is read by torch.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         if module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype):
             return getattr(torch, global_name)
         if (module_name, global_name) == ("builtins", "getattr"):
-            return _member  # of an enumeration is pickled so by the first releases of Python 3.11
+            return _member  # early releases of Python 3.11 pickle members of enumerations like this
         raise CheckpointError(
             f"the checkpoint's {DCP_METADATA} names {module_name}.{global_name}, which is not what checkpoints consist "
             "of: if you trust it, pass weights_only=False"
@@ -79,7 +79,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 def _member(kind: Any, name: str) -> Any:
     if not (isinstance(kind, type) and issubclass(kind, Enum)):
-        raise CheckpointError(f"the checkpoint's {DCP_METADATA} names attribute {name!r} of what is no enumeration")
+        raise CheckpointError(f"the checkpoint's {DCP_METADATA} names {name!r} of something that is no enumeration")
     return kind[name]
 
 
@@ -90,7 +90,7 @@ class StoredData:
     Args:
         directory: of the checkpoint.
         metadata: of DCP.
-        unusual: keys of tensors that are not stored as one contiguous run of numbers; None if that may be any.
+        unusual: keys of tensors that are not stored as one contiguous run of numbers; None if it is not known which.
         weights_only: whether to refuse objects that run code when they are loaded.
     """
 
@@ -117,7 +117,7 @@ class StoredData:
             raise CorruptFileError(f"{path} has no metadata of a checkpoint")
         try:
             problem = _problem_of(metadata, directory)
-        except Exception as error:  # a pickle may have anything in the place of anything
+        except Exception as error:  # any field of an unpickled object may have any type
             problem = repr(error)
         if problem:
             raise CorruptFileError(f"{path} does not describe the files beside it: {problem}")
@@ -125,7 +125,7 @@ class StoredData:
 
     @property
     def kinds(self) -> Mapping[str, TensorStorageMetadata | BytesStorageMetadata]:
-        """What there is, by key."""
+        """The metadata of everything stored, by key."""
         return self.metadata.state_dict_metadata
 
     def _path_of(self, key: str) -> Path:
@@ -152,7 +152,7 @@ class StoredData:
         return {key: kind for key, kind in self.kinds.items() if isinstance(kind, TensorStorageMetadata)}
 
     def read(self, values: dict[str, Any], advance: Callable[[int], None]) -> None:
-        """Fill ``values``, by key: tensors with this rank's part of what is stored, others are replaced by objects."""
+        """Fill ``values``, by key: tensors get this rank's part of what is stored, other values are replaced."""
         planner = _LoadPlanner(self.weights_only)
         planner.set_up_planner(values, self.metadata, True)
         reader: StorageReader = FileSystemReader(self.directory)
@@ -168,8 +168,8 @@ class StoredData:
 
 
 def _problem_of(metadata: Metadata, directory: FilePath) -> str | None:
-    """What is wrong with what ``metadata`` say of files in ``directory``: torch would leave out what is not there, and
-    read whatever they name."""
+    """What is wrong with the files in ``directory`` that ``metadata`` refers to. torch would skip what is missing, and
+    read any path that it is given."""
     paths = metadata.planner_data or {}
     if not isinstance(paths, Mapping) or not all(isinstance(path, tuple) for path in paths.values()):
         return "it has no paths of what was saved"
@@ -178,16 +178,16 @@ def _problem_of(metadata: Metadata, directory: FilePath) -> str | None:
         if isinstance(kind, BytesStorageMetadata):
             indices.append(MetadataIndex(key))
         elif not _is_covered(kind):
-            return f"the chunks of {key!r} are not what it consists of"
+            return f"the chunks of {key!r} do not cover it exactly"
         else:
             indices += [MetadataIndex(key, chunk.offsets) for chunk in kind.chunks]
     sizes: dict[str, int] = {}
     for index in indices:
         if (where := metadata.storage_data.get(index)) is None:
-            return f"it does not tell where {index.fqn!r} is"
+            return f"it does not say where {index.fqn!r} is"
         if (name := where.relative_path) not in sizes:
             if FilePath(name).is_absolute() or ".." in FilePath(name).parts:
-                return f"{index.fqn!r} is in {name!r}, and has to be below it"
+                return f"{index.fqn!r} is in {name!r}, which is outside of the checkpoint"
             if not (directory / name).is_file():
                 return f"{index.fqn!r} is in {name!r}, and there is no such file"
             sizes[name] = (directory / name).stat().st_size
@@ -198,7 +198,7 @@ def _problem_of(metadata: Metadata, directory: FilePath) -> str | None:
 
 
 def _is_covered(tensor: TensorStorageMetadata) -> bool:
-    """Whether its chunks are inside of it, and have as many elements together."""
+    """Whether the chunks lie inside of the tensor, and have as many elements together as it has."""
     inside = all(
         len(chunk.offsets) == len(chunk.sizes) == len(tensor.size)
         and all(
@@ -219,7 +219,7 @@ def _path_below(key: str, path: Path, prefix: str) -> Path:
     while path and names != prefix:
         names, path = f"{names}{path[0]}.", path[1:]
         if not prefix.startswith(names):
-            return (key[len(prefix) :],)  # one level of the tree has more than the prefix
+            return (key[len(prefix) :],)  # the prefix ends inside of a key of the tree
     return path
 
 
@@ -228,7 +228,7 @@ class _DirectReader(FileSystemReader):
 
     Args:
         directory: of the checkpoint.
-        unusual: keys of tensors that are not; torch reads them.
+        unusual: keys of tensors that are stored otherwise; torch reads them.
         advance: called with the number of bytes loaded.
     """
 
@@ -291,13 +291,13 @@ class _Chunk:
 _DATA = b"archive/data/0"
 """What `torch.save` calls the data of the first storage that it saves."""
 _ENTRY, _RECORD = struct.Struct("<4s20xI14xI"), struct.Struct("<26xHH")
-"""Of a zip archive. Of an entry in its directory, before the name: signature, size and position of the record. At the
-beginning of a record: how long its name and its padding are."""
+"""Parts of a zip archive. What precedes the name in a directory entry: signature, size and position of the record. The
+head of a record: lengths of its name and its padding."""
 
 
 def _payload(file: BinaryIO, start: int, length: int, chunk: _Chunk) -> int:
-    """Position in the file of the bytes of ``chunk``, which `torch.save` wrote there as a zip archive. Not by
-    `zipfile`, which takes longer than it takes to read a tensor of a megabyte.
+    """Position in the file of the bytes of ``chunk``, which `torch.save` wrote there as a zip archive. `zipfile` would
+    take longer to find it than reading a megabyte takes.
 
     Raises:
         CorruptFileError: if they are not there.

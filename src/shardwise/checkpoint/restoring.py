@@ -28,7 +28,7 @@ class Wanted:
         model: or None.
         optimizers: of the model's parameters.
         scheduler: an object with a state, a container of such, or None.
-        extra: what is filled, or None.
+        extra: what to fill, or None.
         rng: whether to continue with the saved states of random number generators.
     """
 
@@ -72,7 +72,7 @@ class Restoring:
         return self._model.misfit() if self._model is not None else Misfit()
 
     def _own(self, key: str) -> str:
-        """The key of what this rank saved under ``key``, if it had something of its own there."""
+        """Where this rank's own value of ``key`` is stored: ``key`` itself, unless ranks differed in it."""
         own = f"{RANKS}.{self._rank}.{key}"
         return own if self._has_own and own in self._stored.kinds else key
 
@@ -125,7 +125,7 @@ class Restoring:
     # -- Handing over
 
     def hand_over(self) -> Any:
-        """Let everything take what was read; gives what users added."""
+        """Load what was read into the objects that were passed; return the saved extra."""
         wanted = self._wanted
         if self._model is not None:
             self._model.load(self._values)

@@ -11,8 +11,8 @@ import torch
 
 
 def random_states() -> dict[str, Any]:
-    """By name of the generator: of torch on the CPU and on the current accelerator device, of Python, and of numpy if
-    it is in use."""
+    """The state of each generator, by name: torch's on the CPU and on the current accelerator device, Python's, and
+    numpy's if numpy is imported."""
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if (module := _accelerator()) is not None:
         states["accelerator"] = module.get_rng_state()
@@ -35,7 +35,7 @@ def set_random_state(name: str, state: Any) -> None:
 
 
 def seed_from(name: str, state: Any, rank: int) -> None:
-    """Give a rank that the saved run did not have a stream of its own, determined by its number and another's state."""
+    """Seed the generator of a rank that the saved run did not have, from its number and the saved state of another."""
     data = state.numpy().tobytes() if isinstance(state, torch.Tensor) else repr(state).encode()
     seed = (zlib.crc32(data) + rank) % 2**32
     if name == "torch":

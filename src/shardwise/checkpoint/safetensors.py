@@ -115,7 +115,7 @@ def _check_same(peers: Peers, stored: Mapping[str, StoredTensor], path: object) 
     Raises:
         WeightsError: unless all ranks have read the same headers (each host may have files of its own).
     """
-    # Sorted: of tensors without elements, which start at the same byte, the library gives any one first.
+    # Sorted: tensors without elements start at the same byte, and the library gives them in any order.
     headers = sorted((key, s.key, s.label, s.shape, s.start) for key, s in stored.items())
     digests = peers.exchange(hashlib.sha256(repr(headers).encode()).hexdigest())
     if len(set(digests)) > 1:
@@ -169,7 +169,7 @@ def save_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, max
             file of its own.
 
     Raises:
-        ValueError: for a size that is none, a dtype that the format does not have, a tensor without values.
+        ValueError: for an invalid size, a dtype that the format does not have, a tensor without values.
         TypeError: for an argument of a wrong type.
         OSError: if the directory cannot be written, or is full. Every error is raised on all ranks.
     """
@@ -206,7 +206,7 @@ def _parse_size(size: int | str) -> int:
     """
     Raises:
         TypeError: for neither a number nor a string.
-        ValueError: for what is no positive size.
+        ValueError: if it is not a positive size.
     """
     if isinstance(size, bool) or not isinstance(size, (int, str)):
         raise TypeError(f"max_shard_size must be bytes or a string such as '5GB', not {size!r}")
@@ -306,7 +306,7 @@ class _Target:
             if any((self.directory / name).exists() for name in names):
                 (self.directory / INDEX).unlink(missing_ok=True)
             names.add(INDEX)
-        # The index last: before, the new files are not looked at.
+        # The index last: without it no reader looks at the new files.
         for name in sorted(names, key=lambda name: name == INDEX):
             self._temporary(name).replace(self.directory / name)
         for entry in list(self.directory.iterdir()):
@@ -324,7 +324,7 @@ class _Target:
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Let errors of the operating system tell ``path``: those of writing to an open file tell none."""
+    """Make errors of the operating system name ``path``: those of writing to an open file name none."""
     try:
         yield
     except OSError as error:
@@ -405,7 +405,7 @@ def _write_gathered(
                             region = Region((0,) * len(weight.shape), weight.shape)
                             mover.write(descriptor, start, weight.shape, region, whole)
                 except Exception as error:
-                    failure = error  # the others still wait for this rank's part of the rest
+                    failure = error  # raised at the end: until then the others wait for this rank's shards
     with peers.together():
         if failure is not None:
             raise failure

@@ -71,7 +71,7 @@ def save(
         The path of the checkpoint, below ``directory``; with ``async_`` it will be there later.
 
     Raises:
-        CheckpointError: on all ranks, if one of them cannot write; the draft is removed and everything else is whole.
+        CheckpointError: on all ranks, if one of them cannot write; the draft is removed, older checkpoints are intact.
         StateError: if parameters have no values yet.
         TypeError: for an argument of a wrong type, or what cannot be pickled.
         ValueError: if the optimizer has parameters that ``model`` does not have, or a number is out of range.
@@ -98,7 +98,8 @@ def _begin(
     model: nn.Module | None,
     collect: Callable[[], Leaves],
 ) -> tuple[Leaves, Draft | None, Path, Path]:
-    """What this rank writes of what ``collect`` gives, the first rank's draft, its path and that of the checkpoint."""
+    """Collect this rank's leaves and make a draft. Returns the leaves, the draft (None but on the first rank), the path
+    of the draft and that of the checkpoint."""
     draft: Draft | None = None
     try:
         with ranks.together():
@@ -137,7 +138,7 @@ def _abandon(draft: Draft | None, ranks: SavingRanks) -> None:
     """Remove a draft, before any rank goes on."""
     if draft is not None:
         draft.discard()
-    # It may be that what failed is the communication.
+    # Communication itself may have failed.
     with suppress(Exception):
         ranks.exchange(None)
 
@@ -206,7 +207,7 @@ def load(
 def _restore(
     stored: StoredData, saved_by: int | None, wanted: Wanted, ranks: SavingRanks, strict: bool, progress: Progress
 ) -> Any:
-    """Fill what is wanted with what ``saved_by`` ranks stored; gives the saved extra."""
+    """Fill what is wanted with what ``saved_by`` ranks stored; return the saved extra."""
     with ranks.together():
         restoring = Restoring(stored, saved_by, ranks.position, ranks.size, wanted)
     check_fit(ranks.exchange(restoring.misfit), strict)
@@ -240,7 +241,7 @@ def check_files(path: Path, manifest: Manifest, ranks: SavingRanks, advance: Cal
 
 
 def _find(path: Path, ranks: SavingRanks) -> tuple[Path, Manifest | None]:
-    """The checkpoint that ``path`` means, which only the first rank looks at; without a manifest it is of others."""
+    """The checkpoint at ``path`` and its manifest; None if another program wrote it. Only the first rank looks."""
     if not ranks.is_first:
         return path, None
     if not (path / MANIFEST).is_file():

@@ -2,7 +2,7 @@
 
 Headers are read and checked by the safetensors library. The data is not read through it: its slices are views of a
 memory map, of which every page touched counts as this process's memory, and of which a file that shrinks meanwhile
-kills the process. Reads at byte ranges are as fast, take exactly the bytes wanted and fail by an error.
+kills the process. Reads at byte ranges are as fast, take exactly the bytes wanted, and raise if they fail.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .weights import Region
 SINGLE, INDEX_SUFFIX = "model.safetensors", ".safetensors.index.json"
 INDEX = f"model{INDEX_SUFFIX}"
 BLOCK_NUMEL = 2**21
-"""Elements moved at a time: what is converted, or copied from a device, goes through host memory of so many."""
+"""Elements moved at a time, and the size of the host memory through which values are converted or leave a device."""
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -53,7 +53,7 @@ DTYPES = {
 }
 LABELS = {dtype: label for label, dtype in DTYPES.items()}
 _BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-"""Of the format's dtypes that torch does not have as such."""
+"""Bits per element of the format's dtypes that torch does not have."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def _weights_in(directory: Path) -> Path:
 def _check_file(path: Path) -> None:
     """
     Raises:
-        CorruptFileError: if it is none: opening a pipe would wait for its other end.
+        CorruptFileError: if it is not a regular file: opening a pipe would wait for its other end.
     """
     if not path.is_file():
         raise CorruptFileError(f"{path} is no file")
@@ -304,7 +304,7 @@ class TensorMover:
     """Moves regions of tensors between open files and memory, block by block.
 
     Args:
-        advance: told the bytes of every block.
+        advance: called with the number of bytes of each block.
     """
 
     def __init__(self, advance: Callable[[int], None] = lambda _: None):
@@ -324,7 +324,7 @@ class TensorMover:
             target.copy_(whole)
             return
         flat = target.view(-1)
-        # Not bools, whose bytes may be anything.
+        # Not bools: their stored bytes may be other than 0 and 1.
         if stored.dtype is target.dtype and target.dtype is not torch.bool and target.device.type == "cpu":
             for _ in self._blocks(file, stored, region, flat):
                 pass
@@ -373,7 +373,7 @@ class TensorMover:
             for position, length in extent.runs(first * source.itemsize, first * source.itemsize + len(memory)):
                 _write_all(file, memory[written : written + length], position)
                 written, end = written + length, position + length
-            # All that was written, or the last of it where it lies in several runs.
+            # Exact for one run; of several it covers the last, which is enough for a hint.
             _start_flushing(file, end - written, written)
             self._advance(written)
 
@@ -390,10 +390,10 @@ def _bits_of(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _start_flushing(file: int, position: int, length: int) -> None:
-    """Let the disk begin with what was just written, which makes saving two to three times as fast."""
+    """Start writing the last bytes to the disk, which makes saving two to three times as fast."""
     if hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):
-            # Linux starts to write back what it is told will not be needed, and keeps it until it is written.
+            # Linux answers this hint by starting to write the pages back; it drops none before that is done.
             os.posix_fadvise(file, position, length, os.POSIX_FADV_DONTNEED)
 
 

@@ -72,7 +72,7 @@ class Weight:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That it is kept in."""
+        """In which the model keeps it."""
         return self.tensor.dtype
 
     @property
@@ -82,7 +82,7 @@ class Weight:
 
     @property
     def has_values(self) -> bool:
-        """Whether it is off the meta device, and something was written since."""
+        """Whether it has left the meta device and was written since."""
         if self.slot is not None:
             return self.slot.has_values and not self.slot.buffer.local.is_meta
         return not self.tensor.is_meta
@@ -128,7 +128,7 @@ class Weight:
 
     @torch.no_grad()
     def gather(self) -> torch.Tensor:
-        """The whole tensor; all ranks that share it call this. On the device of its mesh, and may be the live one."""
+        """The whole tensor, on its mesh's device; may share the model's memory. All ranks that hold it call this."""
         if not isinstance(self.tensor, DTensor):
             return self.local
         if self.slot is not None:
@@ -158,7 +158,7 @@ class Weight:
     # -- Loading
 
     def prepare_memory(self, device: torch.device) -> None:
-        """Get ready to be written: give it memory if it has none; ``device`` is for what no unit manages.
+        """Give it memory to be written, if it has none; on ``device``, if no unit manages it.
 
         Until `accept_values` a forward of its unit is refused.
         """
@@ -172,7 +172,7 @@ class Weight:
                 self._fresh = torch.empty_like(self.tensor.detach(), device=device)
 
     def accept_values(self) -> None:
-        """`local` has been written: let everything see it."""
+        """Make the values written to `local` the model's, and allow forwards of its unit again."""
         if self.slot is not None:
             self.slot.has_values = True
         if self._fresh is None:
@@ -210,9 +210,9 @@ class ModelWeights:
     """What a model's state dict has.
 
     Args:
-        model: that it is of.
+        model: whose state dict it is.
         weights: its tensors, each once, however many names it has.
-        objects: what is not a tensor (extra state), by name, with the module that it belongs to before it.
+        objects: what is not a tensor (extra state), by name: its module, None if that is not known, and the value.
         keys: of the state dict, in its order, by name.
         of_world: whether a plain model belongs to all ranks together; otherwise to this process alone.
     """
@@ -225,17 +225,17 @@ class ModelWeights:
 
     @property
     def names(self) -> list[str]:
-        """All, in the order of the state dict."""
+        """All names, in the order of the state dict."""
         return list(self.keys)
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Those of the state dict, by name."""
+        """The tensors of the state dict, by name."""
         return {name: weight.tensor for weight in self.weights for name in weight.names}
 
     @property
     def values(self) -> dict[str, Any]:
-        """What the state dict has, by name, in its order."""
+        """The values of the state dict, by name, in its order; tensors detached."""
         tensors = self.tensors
         return {name: tensors[name].detach() if name in tensors else self.objects[name][1] for name in self.keys}
 

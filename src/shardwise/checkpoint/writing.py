@@ -1,7 +1,7 @@
-"""Leaves to files, by `torch.distributed.checkpoint`'s planner and in its format.
+"""Writes leaves to files in the format of `torch.distributed.checkpoint`, with its planner.
 
-Its planning is used as it is. What is ours: checksums are taken of what is written anyway, and tensors are written from
-where they are, without the copy and the slow checksum that torch's serialization makes and nothing compares.
+Two things differ from torch's writer. Checksums are taken while the bytes are written. Tensors are written from where
+they are, without a copy and without the slow checksum of torch's serialization, which nothing compares.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def key_of(path: Path) -> str:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Plans leaves that are flat already. What several ranks have alike is written by the lowest of them, so that
-    buffers in which ranks differ all come from the same rank."""
+    """Plans leaves that are flat already. The lowest rank that has a key writes it, so that buffers in which ranks
+    differ all come from the same rank."""
 
     def __init__(self, leaves: Leaves):
         super().__init__(dedup_save_to_lowest_rank=True)
         self._leaves = leaves
         self.unusual: list[str] = []
-        """Keys of tensors that are more than a run of numbers, which torch pickles in a way of its own."""
+        """Keys of tensors that are not plain (see `is_plain`), which torch serializes in a way of its own."""
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         self.state_dict = {key_of(path): value for path, value in self._leaves.items()}
@@ -66,8 +66,8 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 def _alone_in_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values, contiguous, and on the host the same memory if it can be, as a tensor whose storage has nothing
-    else: DCP copies any other before it writes it."""
+    """``tensor`` made contiguous, in a storage that has nothing else: DCP copies any other before it writes it. On the
+    host the memory is the same if it is contiguous."""
     if not tensor.numel():
         return tensor
     if tensor.device.type != "cpu":
@@ -101,7 +101,7 @@ def write_leaves(
 
     Args:
         directory: that exists and is empty; all ranks see it.
-        leaves: of this rank; sharded tensors are on all ranks that hold a part, replicated ones need not be.
+        leaves: of this rank; every rank gives its part of a sharded tensor, one rank or more a replicated tensor.
         ranks: that write it.
         advance: called with the number of bytes written.
 
@@ -112,7 +112,7 @@ def write_leaves(
         CheckpointError: on all ranks, if one of them cannot write.
     """
     planner, files = _SavePlanner(leaves), _SummingFileSystem(advance)
-    # DCP copies ahead on a stream of the thread's current device, which in a thread of ours is another rank's.
+    # DCP copies ahead on the thread's current device, which in our background thread may be another rank's.
     on_host = all(leaf.device.type == "cpu" for leaf in leaves.values() if isinstance(leaf, torch.Tensor))
     writer = FileSystemWriter(directory, sync_files=True, per_thread_copy_ahead=0 if on_host else COPY_AHEAD)
     writer.fs = files
