@@ -1,4 +1,4 @@
-"""What looks past operators into the memory of tensors that have none."""
+"""Accesses to the memory of hollow tensors that bypass torch's operators."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def _with_values(recorder: Recorder, func: Any, tensor: torch.Tensor, *args: Any
 
 
 def _address(recorder: Recorder, func: Any, tensor: torch.Tensor) -> int:
-    """Different for different memory, as whoever looks for tied tensors expects."""
+    """An address that differs between storages, as code that looks for tied tensors expects."""
     view = recorder.view_of(tensor)
     return ((view.storage + 1) << 48) + view.offset * view.dtype.itemsize
 
 
 def _deep_copy(recorder: Recorder, func: Any, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
-    """`copy.deepcopy` of a tensor copies memory; of a hollow one it is an operator."""
+    """`copy.deepcopy` copies memory; for a hollow tensor it is recorded as `clone`."""
     if id(tensor) not in memo:
         copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
         copy.__class__ = type(tensor)
@@ -78,8 +78,8 @@ def _deep_copy(recorder: Recorder, func: Any, tensor: torch.Tensor, memo: dict[i
 
 
 def _is_meta(recorder: Recorder, func: Any, tensor: torch.Tensor, *_: Any) -> bool:
-    """False; but torch's truncated normal samples until it likes the values, so it is recorded as a whole. It asks at
-    its beginning whether there are values at all, and does nothing if not."""
+    """False, but for torch's truncated normal. How much that draws depends on values, so it is recorded as one
+    operator; then it is told that the tensor is on the meta device, where it does nothing."""
     frame = sys._getframe(2)
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:  # other modes above this one
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""That all ranks make the same values: they must have recorded the same, and they start from one rank's state."""
+"""Makes sure that all ranks make the same values: they recorded the same, and they start from one rank's state."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .record import Record
 from .streams import Position
 
 _FAILED = 1 << 62
-"""Larger than what any rank tells that did not fail."""
+"""Larger than the number of any rank that did not fail."""
 _DIFFERS = 1 << 61
-"""Told by ranks that lack other values than their peers."""
+"""The number of a rank on which other values are missing than on its peers."""
 
 
 def require_same(
@@ -32,7 +32,7 @@ def require_same(
         meshes: of all ranks that must agree. Two collectives on each.
         lacking: names of what has no values here, with the meshes of what is sharded, whose ranks must lack it too.
         records: that are about to be replayed.
-        asked: for what; compared by its representation.
+        asked: what this rank asked for; compared by its representation.
 
     Raises:
         StateError: on all ranks, if they do not lack, record or ask for the same, or one of them failed.
@@ -69,7 +69,7 @@ def _number(parts: Iterable[bytes]) -> int:
 
 @contextmanager
 def telling_failure(meshes: Sequence[DeviceMesh]) -> Iterator[None]:
-    """An error inside lets the other ranks, which come to `require_same`, raise too."""
+    """An error inside makes the other ranks, which go on to `require_same`, raise there."""
     try:
         yield
     except Exception:
@@ -79,8 +79,8 @@ def telling_failure(meshes: Sequence[DeviceMesh]) -> Iterator[None]:
 
 
 def _extremes(meshes: Sequence[DeviceMesh], mine: int) -> tuple[int, int]:
-    """The largest and the smallest of all ranks' numbers. All axes are asked whatever the first ones say: ranks that
-    differ may share only the last one."""
+    """The largest and the smallest of all ranks' numbers. Every mesh axis is asked: ranks that differ may share only
+    the last one."""
     smallest = largest = mine
     for comm, device in _comms(meshes):
         smallest, largest = comm.widen(smallest, largest, device)

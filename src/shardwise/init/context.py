@@ -20,10 +20,10 @@ from .recorder import Recorder
 from .streams import Position, default_generators, leave_mark, marked_position, position_of
 
 MARK = "shardwise_origin"
-"""Attribute of a parameter with its `Origin`; by its name, `fully_shard` takes it along to the sharded parameter."""
+"""Attribute of a parameter with its `Origin`; under this name `fully_shard` hands it on to the sharded parameter."""
 
 MARKS = "_shardwise_origins"
-"""Attribute of a module with the origins of its parameters and random buffers, for those that are replaced."""
+"""Attribute of a module with the origins of its parameters and random buffers, in case the tensors are replaced."""
 
 _thread = threading.local()
 
@@ -99,7 +99,7 @@ def modules_alive() -> list[nn.Module]:
 
 
 def seal(recorder: Recorder) -> None:
-    """End the recording of a constructor: registered parameters go to the meta device, what else is hollow gets
+    """End the recording of a constructor: registered parameters go to the meta device, all other hollow tensors get
     values."""
     modules = modules_alive()
     kept = _release(recorder, modules)
@@ -116,7 +116,7 @@ def seal(recorder: Recorder) -> None:
 
 
 def finish(recorder: Recorder, kept: AbstractSet[int], replaceable: AbstractSet[int] = frozenset()) -> set[int]:
-    """End any recording: what is hollow still gets values, and the record forgets what it is not needed for.
+    """End any recording: give values to what is still hollow, and drop from the record what no replay needs.
 
     Args:
         recorder: whose recording is over.
@@ -138,7 +138,7 @@ def finish(recorder: Recorder, kept: AbstractSet[int], replaceable: AbstractSet[
 
 
 def _release(recorder: Recorder, modules: list[nn.Module]) -> set[int]:
-    """Put the parameters of ``modules`` that were recorded on the meta device; gives their storages."""
+    """Put the recorded parameters of ``modules`` on the meta device; return the numbers of their storages."""
     sites: dict[int, list[Site]] = defaultdict(list)
     parameters: dict[int, nn.Parameter] = {}
     for module in modules:

@@ -19,7 +19,7 @@ from .streams import default_generator, derived_seed, digest, seeded_state
 from .targets import Target, write_each
 
 BLOCK = 2**16
-"""Elements: large enough that seeding a stream costs nothing beside drawing from it."""
+"""Elements; large enough that seeding a stream costs little compared with drawing from it."""
 
 _OF_ELEMENTS = {
     *("fill_", "zero_", "copy_", "_to_copy", "clone"),
@@ -27,7 +27,7 @@ _OF_ELEMENTS = {
     *("zeros", "ones", "full", "randn", "rand", "new_zeros", "new_ones", "new_full"),
     *("zeros_like", "ones_like", "full_like", "randn_like", "rand_like"),
 }
-"""Operators that treat each element alone, beside those that torch calls pointwise."""
+"""Operators that treat each element alone, in addition to those that torch tags as pointwise."""
 
 
 class FastReplay:

@@ -1,4 +1,4 @@
-"""Tensors without memory, and what else a recorder knows of memory."""
+"""Tensors without memory, and what a recorder knows about the memory of others."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .record import Constant, Record, View
 
 
 class Storages:
-    """The storages that a recording has to do with, while something refers to them.
+    """The storages that a recording deals with, as long as something refers to them.
 
-    A *hollow* one has no bytes and a number in the record. One is *born* with memory if torch made it inside of the
-    context; its values are the constructor's too. It is *exposed* if someone may have its address.
+    A *hollow* storage has no bytes, and a number in the record. A storage with memory is *born* if torch made it inside
+    the context, so that its values are the constructor's too. It is *exposed* if other code may have its address.
     """
 
     def __init__(self, record: Record):
@@ -33,16 +33,16 @@ class Storages:
         return number
 
     def birth_of(self, tensor: Any) -> int | None:
-        """How many storages were born before that of this tensor, if it was."""
+        """How many storages were born before this tensor's; None if its storage was not born."""
         birth: int | None = self._births.get(tensor.untyped_storage()) if has_plain_memory(tensor) else None
         return birth
 
     def view_of(self, tensor: torch.Tensor) -> View:
-        """A hollow tensor as geometry."""
+        """The geometry of a hollow tensor."""
         return View.of(tensor, self._numbers[tensor.untyped_storage()])
 
     def numbers(self) -> dict[int, torch.UntypedStorage]:
-        """All that are hollow."""
+        """All hollow storages, by number."""
         return {number: storage for storage, number in self._numbers.items()}
 
     def hollow(self, like: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -60,13 +60,13 @@ class Storages:
         self._numbers[storage] = number
 
     def give_memory(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Undo `empty`; the values are undefined. As if born now."""
+        """Undo `empty`. The values are undefined, and the storage counts as born now."""
         storage.resize_(nbytes)
         del self._numbers[storage]
-        self.bear(storage)
+        self.note_birth(storage)
 
     def lend_memory(self, storages: list[torch.UntypedStorage]) -> list[torch.UntypedStorage]:
-        """Give those of ``storages`` that are hollow the room that they would have; gives them."""
+        """Give the hollow ones of ``storages`` memory of their full size; return those."""
         held = [storage for storage in storages if storage in self._numbers]
         for storage in held:
             storage.resize_(self._record.memory[self._numbers[storage]].nbytes)
@@ -78,12 +78,12 @@ class Storages:
             self._record.grow(self._numbers[storage], storage.nbytes())
             storage.resize_(0)
 
-    def bear(self, storage: torch.UntypedStorage) -> None:
-        """``storage`` was born."""
+    def note_birth(self, storage: torch.UntypedStorage) -> None:
+        """Note that ``storage`` was born."""
         self._births[storage] = next(self._next_birth)
 
     def expose(self, storage: torch.UntypedStorage) -> None:
-        """Somebody has the address of ``storage``."""
+        """Note that other code may have the address of ``storage``."""
         self._exposed[storage] = True
 
     def can_be_emptied(self, tensor: torch.Tensor) -> bool:
@@ -100,6 +100,6 @@ class Storages:
         return constant
 
     def will_change(self, storage: torch.UntypedStorage) -> None:
-        """``storage`` is about to change: constants of it become copies."""
+        """Copy the constants that refer to ``storage``, which is about to change."""
         for constant in self._constants.pop(storage, ()):
             constant.detach()

@@ -105,9 +105,9 @@ class _Initialization:
                 self._own[site.module].append(site)
 
     def run(self, init_fn: InitFn | None) -> None:
-        """``init_fn`` where it initializes; elsewhere as constructors do: each module resets its parameters, those
-        inside before those that contain them, and one that has ``_init_weights(module)`` then applies it to all inside
-        that no inner one has applied its own to."""
+        """Call ``init_fn`` on each module with targets. What it leaves is initialized as constructors do it, inner
+        modules first: each resets its parameters, and one with ``_init_weights(module)`` then applies that to all
+        modules inside to which no inner one has applied its own."""
         by_user: set[nn.Module] = set()
         done: set[nn.Module] = set()
         for module in self._names:
@@ -127,7 +127,7 @@ class _Initialization:
                         self._call(initialize, "_init_weights", inner)
 
     def _is_to_be_reset(self, module: nn.Module, by_user: set[nn.Module]) -> bool:
-        """What contains others resets them too, unless the user has initialized some of them."""
+        """A module without targets is reset if modules inside have some, unless ``init_fn`` has initialized any."""
         if by_user or module in self._own:
             return module in self._own and not self._is_complete(module)
         return any(inner in self._own for inner in module.modules())
@@ -169,6 +169,7 @@ def _described(module: nn.Module, names: Mapping[nn.Module, str]) -> str:
 
 
 def uninitialized(missing: Sequence[Target], names: Mapping[nn.Module, str]) -> str:
+    """The message of the error for ``missing``, which nothing initializes."""
     by_module: dict[nn.Module, list[str]] = defaultdict(list)
     for target in missing:
         site = target.sites[0]

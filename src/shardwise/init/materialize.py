@@ -117,7 +117,7 @@ def _work(names: Mapping[nn.Module, str], targets: Sequence[Target], init_fn: In
 
 
 def _states(work: Work, meshes: Sequence[DeviceMesh], seed: int | None, fast: bool) -> States:
-    """The states that the constructors are to find the program's generators in, on all ranks."""
+    """The states of the program's generators from which the constructors are replayed, the same on all ranks."""
     records, lacking = list(work), [(target.name, target.mesh) for members in work.values() for target, _ in members]
     origins = _origins(records)
     drawn = [(record, origins[op.before]) for record in records for op in record.ops if op.before is not None]
@@ -131,15 +131,15 @@ def _states(work: Work, meshes: Sequence[DeviceMesh], seed: int | None, fast: bo
     if not fast and not replaced.isdisjoint(used):
         raise StateError(
             f"materialize(seed={seed}): the constructor used values of random tensors (by item(), masks or numpy, "
-            "or kept them outside of parameters and buffers), so what it did is right for the seed only that it "
+            "or kept them outside of parameters and buffers), so what it did is right only for the seed that it "
             "ran with: call torch.manual_seed(seed) before init_on_meta, and materialize without seed"
         )
     return States(starts, origins, replaced)
 
 
 def _origins(records: Iterable[Record]) -> dict[Position, Position]:
-    """From each position of ``records`` to where the program was when the first of them began that leads there, or
-    to the start of a stream that one of them made."""
+    """The origin of each position of ``records``: where the program's generator was before the first record that draws
+    from its stream, or the start of a stream that a constructor seeded."""
     origins: dict[Position, Position] = {}
     for record in records:
         for position in record.entry:
@@ -155,8 +155,8 @@ def _recorded(origin: Position) -> torch.Tensor:
 
 
 def _seeded(origins: Iterable[Position], seed: int) -> dict[Position, torch.Tensor]:
-    """What ``torch.manual_seed(seed)`` gives; where the program changed generators between constructors, theirs stay
-    different from each other."""
+    """The states that ``torch.manual_seed(seed)`` gives. If the program changed a generator between constructors, these
+    get different states."""
     found: dict[tuple[torch.device, bytes, int], int] = {}
     starts: dict[Position, torch.Tensor] = {}
     for origin in origins:
@@ -178,7 +178,7 @@ def _replay(work: Work, states: States, names: Mapping[nn.Module, str], fast: bo
 
 
 def _random_buffers(names: Mapping[nn.Module, str], record: Record) -> dict[int, Sink]:
-    """What gives buffers with random values, which nobody wrote since, other ones."""
+    """For each buffer whose random values nobody has overwritten, what writes its new values, by storage."""
     sinks: dict[int, Sink] = {}
     for module in names:
         for name, origin in (module.__dict__.get(MARKS) or {}).items():
@@ -198,8 +198,8 @@ def _copier(buffer: torch.Tensor, view: View) -> Sink:
 
 
 class _Generators:
-    """The program's generators: those that stand where recorded constructors left them are moved to where these would
-    really have left them; what the program did with others since is not touched."""
+    """The program's generators. Those that still stand where a recorded constructor left them, the followers, are moved
+    to where it would really have left them. The others are not touched."""
 
     def __init__(self) -> None:
         self._saved = [(generator, generator.get_state()) for generator in default_generators()]
@@ -210,13 +210,13 @@ class _Generators:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        """Those that follow nothing, after an error all, are as they were."""
+        """Restore all but the followers; after an error, all."""
         for generator, state in self._saved:
             if error is not None or generator not in self._followers:
                 generator.set_state(state)
 
     def find_followers(self, records: Sequence[Record], seed: int | None) -> None:
-        """Find those that ``records`` drew from, and nobody since."""
+        """Find the generators that ``records`` drew from, and nothing else since."""
         starts = {position.start for record in records for position in record.entry}
         ops = {op for record in records for op in record.ops}
         continues = seed is None and not any(record.is_of_constructor for record in records)

@@ -1,4 +1,4 @@
-"""What the recorder has to know about operators, beyond what torch says of each."""
+"""What the recorder has to know about operators, beyond their schemas."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ OVERWRITE = {
     *("fill_", "zero_", "copy_", "normal_", "uniform_", "random_", "exponential_"),
     *("cauchy_", "log_normal_", "geometric_", "bernoulli_"),
 }
-"""They leave nothing of the values before."""
+"""Operators that leave nothing of the previous values."""
 
 UNDEFINED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
-"""They make memory without values."""
+"""Operators that make memory without values."""
 
 FRESH = {"lift_fresh", "lift"}
-"""They get a tensor that torch has made of Python numbers or an array."""
+"""Operators whose argument torch has made of Python numbers or an array."""
 
 _DRAWS_BY_SHAPE = {"normal", "bernoulli", "bernoulli_", "rand_like", "randn_like", "randint_like", "native_dropout"}
 """Random operators on values that draw equally many numbers whatever the values are."""
@@ -35,17 +35,17 @@ class Call:
         self.name: str = function.overloadpacket.__name__
 
     def run(self) -> Any:
-        """What it gives."""
+        """Its results."""
         return self.function(*self.args, **self.kwargs)
 
     def replaced(self, function: Any) -> Call:
-        """The same with ``function`` of each tensor."""
+        """The same call with each tensor replaced by ``function`` of it."""
         args, kwargs = map_tensors((self.args, self.kwargs), function)
         return Call(self.function, args, kwargs)
 
     @functools.cached_property
     def tensors(self) -> list[torch.Tensor]:
-        """Among the arguments."""
+        """The tensors among the arguments."""
         return tensors_in((self.args, self.kwargs))
 
     @functools.cached_property
@@ -69,14 +69,14 @@ class Call:
 
     @functools.cached_property
     def generators(self) -> list[torch.Generator]:
-        """Those that it was given."""
+        """The generators among the arguments."""
         found: list[torch.Generator] = []
         replace_leaves((self.args, self.kwargs), torch.Generator, found.append)
         return found
 
     @property
     def device(self) -> torch.device:
-        """Of its results. Numbers (tensors without dims) may be elsewhere than what they are combined with."""
+        """Of its results. Tensors without dims may be on another device than those they are combined with."""
         given: torch.device | None = self.kwargs.get("device")
         ranked = sorted(self.tensors, key=lambda tensor: tensor.ndim == 0)
         return given if given is not None else ranked[0].device if ranked else torch.device("cpu")
@@ -94,7 +94,7 @@ class Call:
 
     @property
     def makes_memory(self) -> bool:
-        """Whether it makes ordinary tensors of numbers alone, or of nothing."""
+        """Whether it makes ordinary tensors without reading the values of any."""
         returns = schema_of(self.function).returns
         return (
             self.function.namespace == "aten"

@@ -88,7 +88,7 @@ class Constant:
             self.detach()
 
     def detach(self) -> None:
-        """Be a copy from now on."""
+        """Keep a copy of the values, so that the tensor may change."""
         if not self._is_own:
             self._tensor, self._is_own = self._tensor.clone(), True
 
@@ -96,7 +96,7 @@ class Constant:
         """The values as they were.
 
         Raises:
-            StateError: if somebody changed them meanwhile.
+            StateError: if they were changed meanwhile.
         """
         if not self._is_own and _checksum(self._tensor) != self.checksum:
             raise StateError(
@@ -114,7 +114,7 @@ def _checksum(tensor: torch.Tensor) -> int:
 
 
 class Explicit:
-    """In an operator's arguments, the generator that the constructor passed."""
+    """Stands in an operator's arguments for the generator that the constructor passed."""
 
 
 @dataclass(eq=False, slots=True)
@@ -129,7 +129,7 @@ class Op:
         reads: storages whose values it uses.
         writes: storages, made before, that it changes.
         overwrites: whether nothing is left of what was in the one storage that it writes.
-        default_dtype: that was set.
+        default_dtype: torch's default dtype at the call.
         before: the position that it draws from; None if it draws nothing.
     """
 
@@ -161,7 +161,7 @@ class Op:
 
     @property
     def argument_names(self) -> list[str]:
-        """Of its schema."""
+        """The names of the arguments in its schema."""
         schema = schema_of(self.function)
         return [argument.name for argument in schema.arguments] if schema is not None else []
 
@@ -181,18 +181,18 @@ class Record:
     ops: list[Op] = field(default_factory=list)
     memory: dict[int, Memory] = field(default_factory=dict)
     generators: dict[Position, torch.Generator] = field(default_factory=dict)
-    """Those that the constructor passed to operators, by where it began to draw from them."""
+    """Generators that the constructor passed to operators, by where it began to draw from them."""
     entry: list[Position] = field(default_factory=list)
     """Where default generators were when recording began, the host's first."""
     positions: list[Position] = field(default_factory=list)
-    """All that the constructor may have saved and come back to."""
+    """All positions that the constructor may have saved and come back to."""
     exit: Position | None = None
-    """Where the host's was when recording ended."""
+    """Where the host's default generator was when recording ended."""
     values_were_used: bool = False
     """Whether the constructor looked at random values, so that what it did is right for one seed only."""
     is_of_constructor: bool = True
     serial: int = field(default_factory=itertools.count().__next__)
-    """Records of one program in the order in which they began."""
+    """Counts the program's records in the order in which they began."""
     _writers: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
 
     def new_storage(self, nbytes: int, device: torch.device) -> int:
@@ -202,12 +202,12 @@ class Record:
         return number
 
     def grow(self, storage: int, nbytes: int) -> None:
-        """``storage`` has room for at least ``nbytes`` bytes."""
+        """Note that ``storage`` has at least ``nbytes`` bytes."""
         memory = self.memory[storage]
         self.memory[storage] = Memory(max(nbytes, memory.nbytes), memory.device)
 
     def add(self, op: Op) -> None:
-        """``op`` was called."""
+        """Append ``op``."""
         for storage in {*op.writes, *op.creates}:
             self._writers[storage].append(len(self.ops))
         self.ops.append(op)
@@ -256,7 +256,7 @@ class Record:
     def check_constants(self) -> None:
         """
         Raises:
-            StateError: if somebody changed values that were taken from elsewhere.
+            StateError: if values that were taken from elsewhere have changed.
         """
         for op in self.ops:
             replace_leaves((op.args, op.kwargs), Constant, lambda constant: constant.value())
@@ -312,7 +312,7 @@ class Origin:
     Args:
         record: of the constructor.
         view: of the tensor, as it was when the record ended.
-        version: of a tensor with memory, as long as nobody wrote it since.
+        version: version counter of a tensor with memory, by which a later write is noticed.
     """
 
     def __init__(self, record: Record, view: View, version: int | None = None):

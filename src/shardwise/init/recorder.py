@@ -25,7 +25,7 @@ from .streams import Position, default_generator, default_generators, leave_mark
 
 
 class _UnrecordableError(Exception):
-    """An operator whose result is known from values only."""
+    """The operator cannot be recorded, since its result depends on values."""
 
 
 class Recorder(OperatorMode):
@@ -40,7 +40,7 @@ class Recorder(OperatorMode):
         self.record = Record()
         self.is_paused = False
         self.marked_devices: set[torch.device] = set()
-        """Whose default generators were marked before the constructor could seed them."""
+        """Devices whose default generators were marked before the constructor could seed them."""
         self._storages = Storages(self.record)
         self._states = States()
 
@@ -53,7 +53,7 @@ class Recorder(OperatorMode):
         finally:
             self.is_paused = before
 
-    # -- What is hollow, for others
+    # -- What is hollow
 
     def number_of(self, tensor: Any) -> int | None:
         """The number of a hollow tensor's storage."""
@@ -61,23 +61,23 @@ class Recorder(OperatorMode):
             return self._storages.number_of(tensor)
 
     def birth_of(self, tensor: Any) -> int | None:
-        """How many storages were born before that of this tensor, if it was."""
+        """How many storages were born before this tensor's; None if its storage was not born."""
         with self.paused():
             return self._storages.birth_of(tensor)
 
     def view_of(self, tensor: torch.Tensor) -> View:
-        """A hollow tensor as geometry."""
+        """The geometry of a hollow tensor."""
         with self.paused():
             return self._storages.view_of(tensor)
 
     def hollow_numbers(self) -> set[int]:
-        """Of all hollow storages that something still refers to."""
+        """The numbers of all hollow storages that something still refers to."""
         return set(self._storages.numbers())
 
     # -- Values
 
     def _evaluate(self, sinks: Mapping[int, Sink]) -> bool:
-        """Hand over storages with the values that they have now; gives whether any of them is random."""
+        """Hand over storages with the values that they have now; return whether any of them is random."""
         with self.paused():
             return Replay(self.record, self._states).run(sinks)
 
@@ -89,18 +89,18 @@ class Recorder(OperatorMode):
         return value.neg() if tensor.is_neg() else value
 
     def expose(self, tensor: torch.Tensor) -> None:
-        """Give a tensor memory and values, in place, if it is hollow: somebody is going to have its address."""
+        """Give a tensor memory and values, in place, if it is hollow: other code is about to have its address."""
         self._fill([tensor])
         with self.paused():
             self._storages.expose(tensor.untyped_storage())
 
     def _fill(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Give hollow ones among ``tensors`` memory and values, in place: all that refers to it has them."""
+        """Give the hollow ones of ``tensors`` memory and values, in place; all that shares their storages has them."""
         numbers = {number for tensor in tensors if (number := self.number_of(tensor)) is not None}
         self.record.values_were_used |= self.fill(numbers)
 
     def fill(self, numbers: Iterable[int]) -> bool:
-        """Give hollow storages memory and values, in place; gives whether any of them is random."""
+        """Give hollow storages memory and values, in place; return whether any of them is random."""
         storages = self._storages.numbers()
         return self._evaluate({number: functools.partial(self._move, storages[number]) for number in numbers})
 
@@ -109,7 +109,7 @@ class Recorder(OperatorMode):
         storage.copy_(memory)
 
     def abandon(self) -> None:
-        """Give whatever is hollow memory of zeros, so that nobody stumbles over it after an exception."""
+        """Give everything hollow memory of zeros, so that it can be used after an exception."""
         with self.paused():
             for number, storage in self._storages.numbers().items():
                 self._storages.give_memory(storage, self.record.memory[number].nbytes)
@@ -132,7 +132,7 @@ class Recorder(OperatorMode):
         if self.is_paused:
             return func(*args, **(kwargs or {}))
         if any(has_operators(kind) for kind in types):
-            return NotImplemented  # they come here one by one
+            return NotImplemented  # the operators that theirs consist of come here
         with self.paused():
             return self._handle(Call(func, args, kwargs or {}))
 
@@ -163,7 +163,7 @@ class Recorder(OperatorMode):
             self._storages.take_back(held)
         if call.name in FRESH and not held:
             for storage in call.storages:
-                self._storages.bear(storage)
+                self._storages.note_birth(storage)
         return result
 
     def _write_down(self, call: Call) -> Any:
@@ -199,7 +199,7 @@ class Recorder(OperatorMode):
             kwargs["device"] = torch.device("meta")
         try:
             results = call.function(*args, **kwargs)
-        except Exception as error:  # no meta kernel, or not possible at all: then its own message is the best
+        except Exception as error:  # no meta kernel; or an invalid call, whose own message is the best
             raise _UnrecordableError from error
         is_resized = any(twin.size() != tensor.size() for tensor, twin in twins.values())
         if is_resized or not all(leaf is None or has_plain_memory(leaf) for leaf in leaves_of(results)):
@@ -285,7 +285,7 @@ class Recorder(OperatorMode):
         return result
 
     def _stand_at_values(self, given: list[torch.Generator]) -> None:
-        """Something draws for real: the generators that it may use have to be where it would find them."""
+        """Put the generators that something is about to draw from where the constructor would have them."""
         for generator in given or default_generators():
             if (position := marked_position(generator)) is not None:
                 with self.paused():
@@ -298,4 +298,4 @@ class Recorder(OperatorMode):
             if has_plain_memory(tensor) and not tensor.is_meta:
                 storage = tensor.untyped_storage()
                 if not any(storage is other for other in known):
-                    self._storages.bear(storage)
+                    self._storages.note_birth(storage)

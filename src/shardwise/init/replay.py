@@ -24,8 +24,8 @@ class States:
 
     Args:
         starts: states at the origins of what is replayed.
-        origins: from each position of it to its origin, where none of what is replayed has drawn yet.
-        replaced: the origins whose state is another one than was recorded.
+        origins: from each replayed position to its origin, from which nothing that is replayed has drawn yet.
+        replaced: the origins whose state is not the one that was recorded.
     """
 
     def __init__(
@@ -41,15 +41,15 @@ class States:
 
     @property
     def are_replaced(self) -> bool:
-        """Whether any stream goes on from another state than was recorded."""
+        """Whether any stream starts from another state than was recorded."""
         return bool(self._replaced)
 
     def is_replaced(self, origin: Position) -> bool:
-        """Whether the stream goes on from another state than was recorded."""
+        """Whether the stream starts from another state than was recorded."""
         return origin in self._replaced
 
     def keep(self, op: Op) -> None:
-        """The state before ``op`` will be asked for once more, out of order."""
+        """Keep the state before ``op``, which will be asked for once more, out of order."""
         if op.before is not None and op.before.draw is not None:
             self._kept.add(op.before.draw)
 
@@ -58,7 +58,7 @@ class States:
         return position.followed(self._origins) or position.start
 
     def at(self, position: Position) -> torch.Tensor:
-        """The state at ``position``, by drawing from the last one known if there was no other reason to."""
+        """The state at ``position``. Draws since the last known state are made only to get there."""
         missing: list[Op] = []
         while (state := self._known(position)) is None:
             assert position.draw is not None
@@ -80,7 +80,7 @@ class States:
         return self.at(op.before) if op.before is not None else None
 
     def reached(self, op: Op, state: torch.Tensor) -> None:
-        """``state`` is what ``op`` leaves behind."""
+        """Note that ``op`` left its generator at ``state``."""
         assert op.before is not None
         start = op.before.start
         newest = self._newest.get(start)
@@ -94,7 +94,7 @@ class States:
 
 
 def _call(op: Op, tensor_of: Callable[[View], torch.Tensor], state: torch.Tensor | None) -> tuple[Any, Any]:
-    """What the operator gives, and the state of its generator after that, if it draws from ``state``."""
+    """The operator's result, and the state of its generator afterwards, if it draws from ``state``."""
     generator: torch.Generator | None = None
     if op.before is not None and state is not None:
         explicit: list[Explicit] = []
@@ -117,7 +117,7 @@ def clear(storage: torch.UntypedStorage) -> None:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """New tensors are of ``dtype`` where nothing says otherwise."""
+    """Inside, torch's default dtype is ``dtype``."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -144,7 +144,7 @@ def draw_only(op: Op, state: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def as_recorded() -> Iterator[None]:
-    """Operators do what they are called for, whatever the program has switched on."""
+    """Inside, no autograd, inference mode or autocast changes what operators do; generators are restored at the end."""
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(not_inference())
@@ -221,7 +221,7 @@ class Replay:
         return torch.zeros(memory.nbytes, dtype=torch.uint8, device=memory.device).untyped_storage()
 
     def _adopt(self, tensor: torch.Tensor, view: View, inputs: set[int]) -> torch.UntypedStorage:
-        """The memory of ``tensor``, laid out as the constructor was told."""
+        """The memory of ``tensor``, laid out as the constructor saw it."""
         storage, nbytes = tensor.untyped_storage(), self._record.memory[view.storage].nbytes
         same = tuple(tensor.stride()) == view.stride and tensor.storage_offset() == view.offset
         if same and storage.nbytes() >= nbytes and storage.data_ptr() not in inputs:

@@ -53,11 +53,11 @@ class Position:
 
     @property
     def is_of_program(self) -> bool:
-        """As an origin (see `States`): whether another seed replaces it. Else it is a seed of the constructor's."""
+        """As an origin (see `States`): whether another seed replaces it; if not, the constructor itself seeded it."""
         return self.is_entry or self.draw is not None
 
     def followed(self, origins: Mapping[Position, Position]) -> Position | None:
-        """What ``origins`` has for this position, or for the last one before it that it has anything for."""
+        """What ``origins`` has for this position, or for the last one before it that is in there; None if none is."""
         position: Position | None = self
         while position is not None and position not in origins:
             position = position.previous
@@ -68,11 +68,11 @@ _marked: weakref.WeakValueDictionary[bytes, Position] = weakref.WeakValueDiction
 """From the digest of a mark's state to the position that it stands for."""
 
 _newest: dict[torch.device, Position] = {}
-"""Keeps the position at which a default generator was left, also when the model that drew last is gone."""
+"""Keeps alive the position at which a default generator was left, even when the model that drew last is gone."""
 
 
 def digest(state: torch.Tensor) -> bytes:
-    """Of a generator's state (1-D, bytes), or of any tensor on the host."""
+    """A hash of a generator's state (1-D, bytes), or of any tensor on the host."""
     return hashlib.blake2b(state.numpy().tobytes(), digest_size=16).digest()
 
 
@@ -87,7 +87,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 def default_generators() -> list[torch.Generator]:
-    """Those of the host and of the accelerators in use."""
+    """The default generators of the host and of the accelerators in use."""
     used = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
     return [torch.default_generator, *used]
 
@@ -104,7 +104,7 @@ def marked_position(generator: torch.Generator) -> Position | None:
 
 
 def leave_mark(generator: torch.Generator, position: Position) -> None:
-    """Let ``generator`` stand at ``position`` without having drawn anything."""
+    """Put ``generator`` into a state of its own that stands for ``position``, without drawing anything."""
     # The same on every rank and in every run where the states before are the same.
     seed = int.from_bytes(digest(generator.get_state())[:7], "little")
     generator.manual_seed(seed)
@@ -125,7 +125,7 @@ def derived_seed(*parts: object) -> int:
 
 @contextmanager
 def preserved_generators() -> Iterator[None]:
-    """Default generators are afterwards as they were before."""
+    """Restore the default generators at the end."""
     states = [(generator, generator.get_state()) for generator in default_generators()]
     try:
         yield

@@ -1,4 +1,4 @@
-"""What in a model has no values yet, and how each of these tensors gets them."""
+"""The tensors of a model that have no values yet, and how each gets them."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Target(ABC):
         """The history that gives its values.
 
         Raises:
-            StateError: if somebody wrote it while it had no memory, which had no effect.
+            StateError: if it was written while it had no memory, which had no effect.
         """
         origin = next((origin for site in self.sites if (origin := _origin_at(site)) is not None), None)
         if origin is None or tuple(origin.view.size) != self.shape or not origin.record.is_written(origin.view.storage):
@@ -92,13 +92,13 @@ class Target(ABC):
         registered = self.sites[0].get()
         if not isinstance(registered, DTensor) and registered._version:
             raise StateError(
-                f"parameter {self.name!r} was written after init_on_meta and before it had memory, so that nothing was "
+                f"parameter {self.name!r} was written after init_on_meta and before it had memory, so nothing was "
                 "stored: initialize it inside the context, or after materialize"
             )
         return origin
 
     def forget_history(self) -> None:
-        """It has values."""
+        """Drop its history: it has values now."""
         for site in self.sites:
             _forget_origin_at(site)
 
@@ -155,7 +155,7 @@ class WholeTarget(Target):
     def write(self, whole: torch.Tensor) -> None:
         old = self.sites[0].get()
         value = whole.detach().to(dtype=old.dtype, device=self.device)
-        if isinstance(old, DTensor):  # cut by another parallelism alone
+        if isinstance(old, DTensor):  # cut by another parallelism only
             empty = torch.empty_like(local_of(old), device=value.device)
             value = shard_like(value, wrap_local(empty, spec_of(old)))
         if not self.sites[0].is_buffer:
@@ -228,7 +228,7 @@ def _is_meta(tensor: torch.Tensor) -> bool:
 
 
 def write_each(members: Sequence[tuple[Target, View]]) -> dict[int, Callable[[torch.UntypedStorage], None]]:
-    """For each storage of a record, what writes it to the targets that it has the values of."""
+    """For each storage of a record, what writes it to its targets."""
     by_storage: dict[int, list[tuple[Target, View]]] = defaultdict(list)
     for target, view in members:
         by_storage[view.storage].append((target, view))
