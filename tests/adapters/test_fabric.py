@@ -349,7 +349,7 @@ def checkpoints(directory: Path) -> None:
                     use(path, {"optimizer": again_optimizer})
         with pytest.raises(FileNotFoundError):
             other.load(directory / "nowhere", {"model": again})
-        with pytest.raises(ValueError, match=r"is a directory without \.metadata, so no sharded checkpoint"):
+        with pytest.raises(ValueError, match=r"is a directory without \.metadata, so it is not a sharded checkpoint"):
             other.load(directory, {"model": again})
     plain = torch.load(saved_path(directory), weights_only=False)
     alone = make_net(1)
@@ -411,7 +411,7 @@ def raw_files(directory: Path) -> None:
     used.load_raw(directory / "raw_sharded", model)
     found = whole(used.setup(model))
     assert all(torch.equal(found[key], value) for key, value in source.state_dict().items())
-    with pytest.raises(ValueError, match="no state dict of AdamW"):
+    with pytest.raises(ValueError, match="not a state dict of AdamW"):
         used.load_raw(directory / "raw.pt", adam(nn.Linear(7, 13)))
     partial = nn.Sequential(nn.Linear(7, 13))
     used.load_raw(directory / "raw.pt", used.setup(partial), strict=False)

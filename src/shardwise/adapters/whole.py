@@ -14,7 +14,7 @@ from ..core.tree import map_tensors
 
 
 def gather_in(tree: Any, *, keeps: bool) -> Any:
-    """``tree`` with whole tensors on the host in the place of sharded ones, where the rank keeps them. A collective."""
+    """``tree`` with sharded tensors made whole, on the host if this rank keeps them. A collective."""
     with not_inference():
         return map_tensors(tree, lambda tensor: gathered(tensor, keeps) if isinstance(tensor, DTensor) else tensor)
 
@@ -22,7 +22,7 @@ def gather_in(tree: Any, *, keeps: bool) -> Any:
 def gathered(tensor: torch.Tensor, keeps: bool) -> torch.Tensor:
     """``tensor``, whole on the host if this rank keeps it. A collective where it is sharded."""
     if isinstance(tensor, DTensor):
-        # What is kept on the host is gathered where the mesh communicates.
+        # Offloaded shards are gathered on the device where the mesh communicates.
         tensor = cast(DTensor, tensor.to(tensor.device_mesh.device_type)).full_tensor()
     return tensor.cpu() if keeps else tensor
 
@@ -42,7 +42,7 @@ def cut_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
     keys = [key for group in saved["param_groups"] for key in group["params"]]
     state = dict(saved["state"])
     with not_inference():
-        for key, parameter in zip(keys, parameters, strict=False):  # torch tells how the groups differ
+        for key, parameter in zip(keys, parameters, strict=False):  # `load_state_dict` reports groups that differ
             if key in state:
                 state[key] = {name: cut(value, parameter) for name, value in state[key].items()}
     return {**saved, "state": state}

@@ -1,4 +1,4 @@
-"""What every adapter does to a model that it wraps, beside making units of it."""
+"""What every adapter does to a model that it wraps, apart from making units of it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..init.context import MARK, MARKS
 from .whole import cut
 
 LOADED = "shardwise_loaded"
-"""Attribute of a parameter whose values are the same on all ranks, since all read them from one file."""
+"""Attribute of a parameter whose values all ranks read from one file, so that they are the same already."""
 
 Policy = Callable[..., bool] | Iterable[type[nn.Module]]
 """Chooses modules: a function of torch's or FairScale's form (module, recurse, number of parameters), a function of
@@ -33,11 +33,11 @@ the module alone, or classes of modules."""
 
 
 ASKED = ("module", "recurse", "unwrapped_params", "nonwrapped_numel", "module_is_root")
-"""What a policy is asked with, by torch's and FairScale's names; every other parameter of one is an option of it."""
+"""The arguments that a policy is called with, by torch's and FairScale's names; its other parameters are options."""
 
 
 def chooser(policy: Policy, name: str = "a policy") -> Callable[..., bool]:
-    """``policy`` in the form that `shardwise.fairscale.auto_wrap` asks.
+    """``policy`` in the form that `shardwise.fairscale.auto_wrap` calls.
 
     Args:
         policy: chooses modules.
@@ -127,8 +127,8 @@ def share_values(model: nn.Module, mesh: DeviceMesh) -> None:
     meta device.
 
     Raises:
-        ValueError: on all ranks, naming what ranks have differently: other tensors, on another kind of device, or
-            frozen on some only.
+        ValueError: on all ranks, naming a tensor that some ranks lack, or have with another shape or dtype, on the
+            meta device or frozen.
     """
     peers = Peers(mesh)
     named = [(name, t) for name, t in (*model.named_parameters(), *model.named_buffers()) if not is_lazy(t)]
@@ -151,7 +151,7 @@ def share_values(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _description(tensor: torch.Tensor) -> str:
-    """What must be the same on all ranks, or they wait for each other's collectives."""
+    """What must be the same on all ranks, so that they issue the same collectives."""
     is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
     place = " on meta" if tensor.is_meta else ""
     return f"{tuple(tensor.shape)} {tensor.dtype}{place}{' without gradient' if is_frozen else ''}"
@@ -192,7 +192,7 @@ def units_in(model: nn.Module) -> list[Any]:
 
 
 def show_shards(model: nn.Module) -> None:
-    """Let all units have their sharded parameters registered; gathered ones that are kept stay in memory."""
+    """Register the sharded parameters of all units; gathered ones that are kept stay in memory."""
     for module in model.modules():
         if (unit := unit_of(module)) is not None:
             for group in unit.groups:
@@ -200,7 +200,7 @@ def show_shards(model: nn.Module) -> None:
 
 
 def forget_history(model: nn.Module) -> None:
-    """Let parameters on the meta device be initialized as if nothing had been recorded of their constructors."""
+    """Drop what was recorded of constructors, so that modules initialize their parameters on the meta device."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:

@@ -59,7 +59,7 @@ TRAINER_ARGUMENTS = {
 def checked_state_dict_type(value: str) -> str:
     """
     Raises:
-        ValueError: if it is no such type.
+        ValueError: if it is neither of the two.
     """
     if value not in ("full", "sharded"):
         raise ValueError(f"state_dict_type must be 'full' or 'sharded', not {value!r}")

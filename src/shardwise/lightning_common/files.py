@@ -44,7 +44,7 @@ class Kind(Enum):
     NOTHING = "nothing"
     FILE = "a file"
     SHARDED = "a sharded checkpoint"
-    DIRECTORY = "a directory that is no sharded checkpoint"
+    DIRECTORY = "a directory that is not a sharded checkpoint"
 
 
 def _kind(path: Path) -> Kind:
@@ -54,7 +54,7 @@ def _kind(path: Path) -> Kind:
 
 
 def agreed_kind(path: Path) -> Kind:
-    """What all ranks find at ``path``; a collective, since each kind is read by others.
+    """What all ranks find at ``path``. A collective: each kind is read by other collectives, so ranks must agree.
 
     Raises:
         FileNotFoundError: on all ranks, if they find different things.
@@ -84,8 +84,8 @@ def read_file(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
 def _read_own(path: Path, weights_only: bool | None) -> dict[str, Any]:
     if path.is_dir():
         raise ValueError(
-            f"{path} is a directory without {DCP_METADATA}, so no sharded checkpoint, nor is it the one file of a full "
-            "one: pass the path that the checkpoint was saved to"
+            f"{path} is a directory without {DCP_METADATA}, so it is not a sharded checkpoint, and a full one is a "
+            "file: pass the path that the checkpoint was saved to"
         )
     loaded: dict[str, Any]
     try:
@@ -93,7 +93,7 @@ def _read_own(path: Path, weights_only: bool | None) -> dict[str, Any]:
     except (RuntimeError, pickle.UnpicklingError) as error:
         if "mmap" not in str(error):
             raise
-        loaded = torch.load(path, map_location="cpu", weights_only=weights_only)  # of the format before zip files
+        loaded = torch.load(path, map_location="cpu", weights_only=weights_only)  # written before torch used zip files
     return loaded
 
 
@@ -114,7 +114,7 @@ def write_file(path: Path, content: Any) -> None:
 
 
 def _take_place_of(path: Path, draft: Path) -> None:
-    """Rename ``draft`` to ``path``, whatever is there."""
+    """Rename ``draft`` to ``path``, replacing what is there."""
     doomed = path.with_name(f".{path.name}.deleted")
     shutil.rmtree(doomed, ignore_errors=True)
     if path.is_dir() or (draft.is_dir() and path.exists()):
@@ -184,7 +184,7 @@ class SavedDirectory:
             check_files(path, manifest, ranks, lambda _: None)
         unusual = None if manifest is None else manifest.unusual
         with ranks.together():
-            # What is pickled in it are numbers and names; all else is in the other file.
+            # Only numbers and names are pickled in it; everything else is in ``meta.pt``.
             self._stored = StoredData.open(path, unusual, weights_only=True)
 
     def has(self, name: str) -> bool:
@@ -192,7 +192,7 @@ class SavedDirectory:
         return bool(self._stored.below(f"{name}."))
 
     def metadata(self) -> dict[str, Any]:
-        """What is not sharded."""
+        """The contents of ``meta.pt``: what is not sharded."""
         file, loaded = self._path / METADATA, dict[str, Any]()
         with self._ranks.together():
             if file.is_file():
@@ -211,7 +211,7 @@ class SavedDirectory:
     def _model(self, name: str, model: nn.Module) -> SavedModel:
         saved = SavedModel(self._stored, model, f"{name}.")
         own = [f"{name}.{inner}" for inner in saved.names]
-        # Elsewhere it is looked for where nothing has the name: other strategies use other ones.
+        # Other strategies use other names, so another prefix is fine unless something has this one.
         if name and saved.keys() != own and self.has(name):
             raise ValueError(
                 f"the checkpoint {self._path} has something else than this model under {name!r}: its parameters were "
@@ -270,7 +270,7 @@ def refuse_directory(path: Path) -> None:
 
 
 def prepare_file(path: str | Path, is_writer: bool) -> None:
-    """Make room for a full checkpoint in the place of a sharded one, which ``is_writer`` deletes.
+    """Make room for a full checkpoint in the place of a sharded one, which the rank with ``is_writer`` deletes.
 
     Raises:
         IsADirectoryError: as of `refuse_directory`.

@@ -1,5 +1,5 @@
 """Lightning is installed under two names, `lightning` and `pytorch_lightning`, each with classes and registries of its
-own. One implementation serves both: a class for each, and instances that join the one that uses them."""
+own. One implementation serves both: it has a class in each, and an instance joins the namespace that uses it."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class Namespace:
 
 NAMESPACES = (Namespace("lightning.pytorch", "lightning.fabric"), Namespace("pytorch_lightning", "lightning_fabric"))
 REGISTRIES = {"pytorch": "StrategyRegistry", "fabric": "STRATEGY_REGISTRY"}
-"""Names of what knows strategies by name, in each part."""
+"""The name of the registry of strategies in each part."""
 
 
 @cache
 def installed_namespaces() -> tuple[Namespace, ...]:
-    """Those that can be imported, what the program imported already first: what it derives from is the first's.
+    """The namespaces that can be imported; first the one that the program has imported, whose classes it derives from.
 
     Raises:
         ImportError: if there is none.
@@ -69,14 +69,14 @@ def installed_namespaces() -> tuple[Namespace, ...]:
 
 
 _FurtherBase: Any = object
-"""Stands for the strategy of Lightning's that comes later among the bases of each class."""
+"""Stands for Lightning's own strategy, which is a further base of each class."""
 
 
 class InEachNamespace(_FurtherBase):  # type: ignore[misc]
     """Base of an implementation that has a class in each namespace.
 
-    Its instances are made in the first namespace. Who uses a strategy first gives it an accelerator, which tells
-    the namespace that it is used in.
+    Its instances are made in the first namespace. Lightning gives a strategy its accelerator before anything else,
+    whose class tells the namespace that the strategy is used in.
     """
 
     part: str
@@ -126,8 +126,8 @@ class StrategyClasses:
 
     Args:
         name: of the classes.
-        implementation: what all have.
-        kinds: names of strategies of Lightning's own, as which the classes count as well.
+        implementation: base of all.
+        kinds: names of Lightning's own strategies, of which the classes are registered as subclasses.
     """
 
     def __init__(self, name: str, implementation: type[InEachNamespace], kinds: Sequence[str] = ()):
@@ -154,7 +154,7 @@ class StrategyClasses:
 
     @property
     def first(self) -> Any:
-        """The class of the namespace that the program imported, or that comes first."""
+        """The class of the first of `installed_namespaces`."""
         return next(iter(self._classes.values()))
 
     def strategy_for(self, package: str) -> Any:

@@ -1,4 +1,4 @@
-"""Optimizers of sharded models: that they hold the sharded parameters, and their whole state."""
+"""Optimizers of sharded models: moving them to the sharded parameters, and their state as whole tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def refuse_strangers(optimizers: Iterable[Optimizer], model: nn.Module) -> None:
     """
     own = {id(parameter) for parameter in model.parameters()}
     for optimizer in optimizers:
-        repoint(optimizer)  # what was wrapped by hand
+        repoint(optimizer)  # the model may have been wrapped by hand after it was made
         if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
             raise ValueError(f"{type(optimizer).__name__} {WITHOUT_PARAMETERS}")
 
@@ -67,10 +67,10 @@ def full_optimizer_state(optimizer: Optimizer, *, keeps: bool) -> dict[str, Any]
 
     Args:
         optimizer: over sharded parameters or plain ones.
-        keeps: whether this rank wants it.
+        keeps: whether this rank keeps it.
 
     Returns:
-        The state dict; where it is not wanted, an empty dict.
+        The state dict; an empty dict where it is not kept.
     """
     packed = optimizer.state_dict()
     state: dict[Any, Any] = {}
@@ -91,11 +91,12 @@ def load_full_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any]) ->
         saved: is not changed; only this rank's part of tensors that are mapped from a file is read.
 
     Raises:
-        ValueError: if it is not of an optimizer, its param groups are others, or the parameters on the meta device.
+        ValueError: if ``saved`` is not a state dict of an optimizer, its param groups differ, or parameters are on the
+            meta device.
     """
     if not {"state", "param_groups"} <= saved.keys():
         raise ValueError(
-            f"this is no state dict of {type(optimizer).__name__}: it has {', '.join(map(repr, list(saved)[:5]))} "
+            f"this is not a state dict of {type(optimizer).__name__}: it has {', '.join(map(repr, list(saved)[:5]))} "
             "in the place of 'state' and 'param_groups'"
         )
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

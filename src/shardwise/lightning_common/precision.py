@@ -14,7 +14,7 @@ from .optimizers import clip_grad_value_
 
 
 class _Clipping:
-    """What a Trainer's plugin does otherwise with sharded gradients."""
+    """Gradient clipping of a Trainer's plugin, for sharded gradients."""
 
     main_params: Any
 
@@ -29,7 +29,7 @@ class _Clipping:
 
 @cache
 def _clipping(base: Any) -> Any:
-    # Under its own name, by which Trainer checkpoints know the state of the scaler.
+    # Under the plugin's name, by which Trainer checkpoints find the state of the scaler.
     plugin: Any = base
     return type(plugin)(
         plugin.__name__, (_Clipping, plugin), {"__module__": __name__, "__qualname__": base.__qualname__}
@@ -41,7 +41,7 @@ def sharded_precision(plugin: Any, default: Namespace) -> Any:
 
     Args:
         plugin: of any strategy, or None.
-        default: namespace of plugins that do not tell theirs.
+        default: namespace of plugins whose class belongs to none.
     """
     if plugin is None:
         return None
@@ -60,7 +60,7 @@ def sharded_precision(plugin: Any, default: Namespace) -> Any:
 
 
 def _from_flag(precision: str, plugins: dict[str, Any]) -> Any:
-    """A plugin by what was passed to the Trainer."""
+    """The plugin for the Trainer's argument ``precision``."""
     if precision in ("16-mixed", "bf16-mixed"):
         # The device is known once the processes have found each other.
         scaler = ShardedGradScaler() if precision == "16-mixed" else None
@@ -71,7 +71,7 @@ def _from_flag(precision: str, plugins: dict[str, Any]) -> Any:
 
 
 def share_scaler(plugin: Any) -> None:
-    """Let the scaler of a mixed-precision plugin be one whose ranks agree."""
+    """Replace the scaler of a mixed-precision plugin by one on which ranks agree."""
     if (scaler := getattr(plugin, "scaler", None)) is not None:
         plugin.scaler = sharded_scaler(scaler)
 

@@ -14,8 +14,8 @@ from .namespaces import InEachNamespace
 AXIS = "data_parallel"
 """Name of the mesh axis, as in Lightning's own strategies."""
 REPLICATED_AXES = ("replicate", "shard")
-"""Where the model is sharded over fewer ranks than there are. Other names, since to wrap over one of them alone would
-leave the copies without each other's gradients."""
+"""Names of the axes where the model is sharded over a part of the ranks. None is ``AXIS``: a model that is wrapped over
+one axis alone would not average gradients over the other."""
 
 
 class ProcessesStrategy(InEachNamespace):
@@ -47,7 +47,7 @@ class ProcessesStrategy(InEachNamespace):
 
     @property
     def num_nodes(self) -> int:
-        """Nodes, which all have as many processes."""
+        """Number of nodes, each with as many processes."""
         return self._nodes
 
     @num_nodes.setter
@@ -89,11 +89,11 @@ class ProcessesStrategy(InEachNamespace):
             RuntimeError: before the processes have found each other.
         """
         if self._mesh is None:
-            raise RuntimeError("the device mesh is there once the Trainer runs, or after Fabric.launch()")
+            raise RuntimeError("the device mesh exists once the Trainer runs, or after Fabric.launch()")
         return self._mesh
 
     def _launcher_class(self) -> Any:
-        """Of the launcher that runs the script once more for each further process."""
+        """The class of the launcher that runs the script again for each further process."""
         raise NotImplementedError
 
     def _configure_launcher(self) -> None:

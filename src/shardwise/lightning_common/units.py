@@ -125,21 +125,21 @@ class Sharding:
     ) -> None:
         """Make units of the modules that the policy chooses, and at last of ``model`` itself.
 
-        Modules that are units already are left as they are, and the policy then is not asked: who wraps by hand has
-        chosen. All ranks begin with the values of the first one. What is refused, by the policy too, is refused on
+        Modules that are units already are left as they are; the policy is then not asked, since the choice was made by
+        hand. All ranks begin with the values of the first one. What is refused, by the policy too, is refused on
         all ranks, and before anything is changed.
 
         Args:
             model: changed in place.
             mesh: ranks to shard over.
-            children_too: make units of the outermost modules inside as well, which are then called by themselves.
-            is_initialized: whether initializers are to give values to what is on the meta device; otherwise something
-                else does.
+            children_too: make units of the outermost modules inside as well, so that each can be called by itself.
+            is_initialized: whether `materialize` will give values to what is on the meta device; otherwise something
+                else, such as a checkpoint, does.
             init_fn: the user's initializer.
 
         Raises:
             TypeError: naming a module that another library has wrapped.
-            ValueError: naming what ranks have differently, a parameter that cannot be cut, or one on the meta device
+            ValueError: naming a tensor in which ranks differ, a parameter that cannot be cut, or one on the meta device
                 that nothing initializes.
         """
         with Peers(mesh).together():
@@ -205,7 +205,7 @@ def _choose_inside(
     unwrapped_params: int,
     module_is_root: bool,
 ) -> bool:
-    """``policy``, with ``children`` chosen beside and never containers, nor ``model``, which is wrapped last."""
+    """``policy``, which also chooses ``children``, and never containers or ``model``, which is wrapped last."""
     if module is model or module in containers or is_never_called(module):
         return recurse and (bool(children) or policy(module, recurse, unwrapped_params, module_is_root))
     if module in children:
@@ -217,7 +217,7 @@ def refuse_uninitialized(model: nn.Module, init_fn: InitFn | None) -> None:
     """
     Raises:
         ValueError: naming what is on the meta device and has neither a recorded history nor a module around it with an
-            initializer. (What initializers leave out is known when they have run.)
+            initializer. (What initializers leave out is known only once they have run.)
     """
     if init_fn is not None:
         return

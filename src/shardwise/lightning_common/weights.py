@@ -1,4 +1,4 @@
-"""Whole values into models, sharded or not, with memory or on the meta device."""
+"""Loads whole values into models, sharded or not, with memory or on the meta device."""
 
 from __future__ import annotations
 
@@ -61,8 +61,7 @@ def load_values(model: nn.Module, state: Mapping[str, Any], *, strict: bool = Tr
 
 
 def mapped_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file, of those of an index, or of a directory, on the host and not read from the
-    disk before they are used.
+    """The tensors of a safetensors file, an index or a directory, on the host, and read from the disk only when used.
 
     Raises:
         FileNotFoundError: if there is nothing.
@@ -75,7 +74,7 @@ def mapped_safetensors(path: Path) -> dict[str, torch.Tensor]:
             raise ValueError(f"{stored.file}: {name!r} is {stored.label}, a dtype that torch does not have")
         if stored.file not in files:
             size = Path(stored.file).stat().st_size
-            # What is written to the tensors stays in memory.
+            # Not shared: writes to the tensors do not reach the file.
             files[stored.file] = torch.from_file(stored.file, shared=False, size=size, dtype=torch.uint8)
         length = math.prod(stored.shape) * stored.dtype.itemsize
         part = files[stored.file][stored.start : stored.start + length]
@@ -85,7 +84,7 @@ def mapped_safetensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _became(found: Match, value: torch.Tensor) -> bool:
-    """Let a parameter on the meta device be ``value`` itself, if it can."""
+    """Replace a parameter on the meta device by ``value`` itself, if possible; return whether it was."""
     parameter = found.weight.tensor
     if found.weight.slot is not None or not isinstance(parameter, nn.Parameter) or isinstance(parameter, DTensor):
         return False

@@ -1,4 +1,4 @@
-"""Optimizers on flat shards: what lies one after the other is stepped as one tensor."""
+"""Optimizers on flat shards: parameters that lie one after the other are stepped as one tensor."""
 
 from __future__ import annotations
 
@@ -43,15 +43,16 @@ def flat(
     Args:
         optimizer_class: of torch, or any other that steps every element by its own gradient and state alone.
         params: as ``optimizer_class`` takes them. Parameters that are not sharded are stepped one by one.
-        elementwise: says of a class that is not torch's own that it does so.
+        elementwise: needed for a class that is not torch's own: the caller's word that it does so.
         settings: for ``optimizer_class``.
 
     Returns:
         An instance of a subclass of ``optimizer_class`` and of `FlatOptimizer`.
 
     Raises:
-        TypeError: if ``optimizer_class`` is no optimizer class.
-        ValueError: if it is not element-wise, or nobody says that it is; or for ``differentiable=True``.
+        TypeError: if ``optimizer_class`` is not a class of optimizers.
+        ValueError: if it is not element-wise, or neither torch's own nor declared ``elementwise``; or for
+            ``differentiable=True``.
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise TypeError(f"optimizer_class must be a class of optimizers, not {optimizer_class!r}")
@@ -69,8 +70,8 @@ def _checked(optimizer_class: type[Optimizer], elementwise: bool) -> type[Optimi
             )
     if optimizer_class not in ELEMENTWISE and not elementwise:
         raise ValueError(
-            f"nobody knows whether {optimizer_class.__name__} steps every element by its own gradient and state alone: "
-            "pass elementwise=True if it does (no norms of whole tensors, no factored state, no matrices)"
+            f"it is not known whether {optimizer_class.__name__} steps every element by its own gradient and state "
+            "alone: pass elementwise=True if it does (no norms of whole tensors, no factored state, no matrices)"
         )
     return optimizer_class
 
@@ -91,16 +92,16 @@ def _blank(optimizer_class: type[Optimizer]) -> Optimizer:
 
 
 class FlatOptimizer(Optimizer):
-    """What all optimizers made by `flat` are.
+    """Base of all optimizers made by `flat`.
 
-    Between steps it is an ordinary optimizer over the parameters: what is in ``state`` are views of flat tensors, but
-    whoever replaces them is heard. While it steps, the param groups hold flat tensors.
+    Between steps it is an ordinary optimizer over the parameters. Its ``state`` holds views of flat tensors; what
+    replaces them there is used by the next step. While it steps, the param groups hold flat tensors.
     """
 
     optimizer_class: ClassVar[type[Optimizer]]
-    """Whose step this is."""
+    """The class whose step this is."""
     notes_writes: ClassVar = True
-    """The owners of what it writes are told by itself."""
+    """Its step itself tells the owners of parameters that it writes them."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -223,7 +224,7 @@ _hooked_update = Optimizer.profile_hook_step(FlatOptimizer._update)
 def _values_in(states: Mapping[Any, Any]) -> list[Any]:
     try:
         return [*chain.from_iterable(map(dict.values, states.values()))]
-    except TypeError:  # somebody keeps something else there too
+    except TypeError:  # user code keeps something other than dicts there
         return [*chain.from_iterable(state.values() for state in states.values() if isinstance(state, dict))]
 
 
@@ -270,10 +271,10 @@ class _Group:
                 flat_states[tensor] = states[tensor]
 
     def publish(self, flat_states: dict[Any, Any], states: Any) -> None:
-        """Give the parameters the state that was made, and drop the gradients."""
+        """Give the parameters the state that the step made, and drop the flat gradients."""
         pieces = [piece for run in self._runs for piece in run.pieces]
         stepped = [piece for piece in pieces if piece.flat in flat_states]
-        # Whoever gathers state goes through it in this order, which has to be that of all ranks.
+        # State is gathered in the order of its keys, which must be the same on all ranks.
         new = [member for piece in stepped if piece.is_new for member in piece.members]
         for member in sorted(new, key=lambda member: member.index):
             states.setdefault(member.parameter, {})

@@ -30,7 +30,7 @@ def repoint(optimizer: AnyOptimizer) -> AnyOptimizer:
         ``optimizer``.
 
     Raises:
-        TypeError: if it is no optimizer.
+        TypeError: if it is not an optimizer.
     """
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(f"repoint takes an optimizer, not {type(optimizer).__name__}")

@@ -58,7 +58,7 @@ class Member:
         """Whether a value of the state has one number for each element.
 
         Raises:
-            ValueError: if it does, but not for those of this rank.
+            ValueError: if it does, but is not cut as the parameter is.
         """
         if not isinstance(value, torch.Tensor) or value.shape != self.parameter.shape or name == "step":
             return False
@@ -75,7 +75,7 @@ class Member:
         return True
 
     def keeps(self, states: States) -> bool:
-        """Whether the state is what was noted, none of its values replaced."""
+        """Whether the state is what was noted, with none of its values replaced."""
         state = states.get(self.parameter)
         if state is not self.state:
             return False
@@ -88,7 +88,7 @@ class Member:
 
 
 def name_of(parameter: torch.Tensor) -> str:
-    """For messages."""
+    """A parameter in messages: its name if it is sharded, else its shape."""
     if (owner := owner_of(parameter)) is not None:
         return f"parameter {owner.name_of(parameter)[0]!r}"
     return f"a parameter of shape {tuple(parameter.shape)}"
@@ -236,7 +236,7 @@ class Piece:
     """Members of a run that are stepped as one tensor, in this step and while gradients come like this.
 
     Args:
-        members: one after the other, with gradients and states that are so too.
+        members: one after the other in memory, with gradients and states that lie likewise.
         states: of the members; the values of each become views of what the piece has.
     """
 
@@ -252,7 +252,7 @@ class Piece:
         self._published: dict[str, Any] = {}
         self._shared: dict[str, _Shared] = {}
         self._filled = [member.index for member in filled]
-        # In bytes behind the first.
+        # Bytes from the anchor to each.
         self._shifts = [member.position - self.anchor.position for member in filled]
 
     # -- Gradients
@@ -277,7 +277,7 @@ class Piece:
             return False
         if not all(map(torch.Tensor.is_contiguous, own)):
             return False
-        # What lies between the ends of one memory belongs to it, so that only its end is looked at.
+        # The starts are in place, so all is within one storage if the end is.
         storage = first.untyped_storage()
         if start + self.numel * first.itemsize > storage.data_ptr() + storage.nbytes():
             return False
@@ -288,13 +288,13 @@ class Piece:
 
     @property
     def keeps_state(self) -> bool:
-        """Whether nobody replaced anything of the members' state but the optimizer."""
+        """Whether only the optimizer has replaced any of the members' state."""
         return all(member.keeps(self.states) for member in self.members)
 
     @property
     def is_unwritten(self) -> bool:
-        """Whether nobody wrote the members' state but the optimizer; writes into what has one number for each element
-        go to the piece and do not count."""
+        """Whether only the optimizer has written the numbers that its members share, such as step counts. (State with
+        one number for each element is the piece's own memory, so writes to it need no notice.)"""
         return all(shared.is_unwritten for shared in self._shared.values())
 
     def adopt_state(self) -> None:
@@ -400,11 +400,11 @@ class _Shared:
 
     @property
     def is_unwritten(self) -> bool:
-        """Whether nobody wrote it since the last `spread`."""
+        """Whether it was not written since the last `spread`."""
         return self._all._version == self._version
 
     def spread(self) -> None:
-        """The first one was stepped."""
+        """Copy the first member's number, which was stepped, to the others."""
         self._others.copy_(self.first)
         self._version = self._all._version
 
