@@ -29,8 +29,8 @@ def auto_wrap_bn(
         module: changed in place.
         single_rank_pg: whether each rank keeps them whole; their gradients are then each rank's own.
         process_group: the ranks that share them, unless ``single_rank_pg``.
-        fsdp_config: arguments of `FullyShardedDataParallel` in place of those.
-        wrap_it: False only tells later wrapping by `config_auto_wrap_policy` how.
+        fsdp_config: arguments of `FullyShardedDataParallel`, in place of the two before.
+        wrap_it: whether to wrap now; False only sets ``wrapper_config``, for `config_auto_wrap_policy`.
         assert_on_collision: whether a normalization that has a ``wrapper_config`` already is an error; otherwise the
             new one replaces it.
 
@@ -61,7 +61,7 @@ def _default_config(single_rank_pg: bool, process_group: Any) -> dict[str, Any]:
         "process_group": _own_group(dist.get_rank()) if single_rank_pg else process_group,
         "mixed_precision": False,
         "flatten_parameters": False,
-        # Few bytes, and statistics may be recomputed inside of a checkpoint, where no backward announces itself.
+        # It would free few bytes; and activation checkpointing may run it again without a backward of its own.
         "reshard_after_forward": False,
     }
 

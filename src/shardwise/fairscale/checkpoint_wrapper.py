@@ -1,4 +1,4 @@
-"""Activation checkpointing of a module, whoever calls it."""
+"""Activation checkpointing of a module, by replacing its ``forward``."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False) -> nn.Mo
 
     Args:
         module: changed in place; may contain wrapped modules, or be one.
-        offload_to_cpu: whether the tensors that it was called with wait for backward in the host's memory.
+        offload_to_cpu: whether its input tensors are kept in host memory until backward.
 
     Returns:
         ``module``. Wrapping it again changes only ``offload_to_cpu``.
 
     Raises:
-        TypeError: if it is no module.
+        TypeError: if it is not a module.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"checkpoint_wrapper takes a module, not {type(module).__name__}")
@@ -50,7 +50,7 @@ class _CheckpointedForward:
 
     def __init__(self, module: nn.Module, offload_to_cpu: bool):
         earlier = module.__dict__.get("forward")
-        # What others put there runs inside; of the class, the method is looked up when it is called.
+        # A forward that was set on the instance runs inside; that of the class is looked up at each call.
         self._inner: Callable[..., Any] | None = (
             earlier._inner if isinstance(earlier, _CheckpointedForward) else earlier
         )
@@ -89,8 +89,8 @@ class _CheckpointedForward:
             tensors.append(tensor)
             return place
 
-        # All tensors become arguments of their own: torch keeps random states of their devices, and only what is not
-        # held here as well can leave for the host.
+        # All tensors become arguments of their own: torch keeps the random states of their devices, and offloading
+        # frees only tensors that are not also held here.
         template = map_tensors((args, kwargs), take)
         given = [(args, kwargs)]
         del args, kwargs
@@ -120,7 +120,7 @@ def _statistics(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tenso
 
 @contextmanager
 def _statistics_kept(module: nn.Module) -> Iterator[None]:
-    """The batch was counted in forward: counting it again goes into copies."""
+    """Inside, running statistics go to copies, since forward has counted the batch already."""
     # Not by turning the statistics off: operators would then save other tensors than in forward, which torch refuses.
     kept = list(_statistics(module))
     for norm, name, buffer in kept:

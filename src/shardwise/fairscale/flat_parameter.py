@@ -47,7 +47,7 @@ class FlatParameter(nn.Parameter):
         return cls._around(data, requires_grad, (), [member.shape for member in members])
 
     def __init__(self, params: Sequence[torch.Tensor], requires_grad: bool = True):
-        # Everything is set in `__new__`, which pickling and copying go around.
+        # Everything is set in `_around`, which unpickling and copying call too.
         pass
 
     @classmethod

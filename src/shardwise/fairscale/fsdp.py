@@ -178,8 +178,8 @@ class FullyShardedDataParallel(nn.Module):
         return float(factor)
 
     def _start(self, group: Any, reduce_group: Any, values: Sequence[nn.Parameter] | None) -> None:
-        """Everything that belongs to this process; ``values`` are whole parameters, in the order of the runs' members,
-        unless shards are registered already."""
+        """Set up what belongs to this process; ``values`` are whole parameters, in the order of the runs' members, or
+        None if shards are registered already."""
         self._process_group, self._reduce_group = group, reduce_group
         self._summons = self._gives_local = self._has_cast_buffers = False
         runs = flat_runs(self._runs, self, self.module, values)
@@ -207,11 +207,11 @@ class FullyShardedDataParallel(nn.Module):
         return unit
 
     def _own_slots(self) -> list[FlatSlot]:
-        """One for each run of this instance, in their order."""
+        """The slot of each run of this instance, in order."""
         return cast(list[FlatSlot], list(self._own.slots)) if self._own is not None else []
 
     def _flat_slots(self) -> list[FlatSlot]:
-        """Also those of instances that it shares parameters with."""
+        """`_own_slots`, and those of the instances that it shares parameters with."""
         return [cast(FlatSlot, slot) for group in self._unit.groups for slot in group.slots]
 
     @property
@@ -368,7 +368,7 @@ class FullyShardedDataParallel(nn.Module):
             p: registered in the wrapped module too; neither instance flattens its parameters.
 
         Raises:
-            ValueError: if it is not such a parameter, or this instance has run already, or has no other.
+            ValueError: if it is not such a parameter, or this instance has run already, or has no parameter of its own.
         """
         share_parameter(p, self)
 
@@ -392,13 +392,13 @@ class FullyShardedDataParallel(nn.Module):
     def _check_idle(self) -> None:
         """
         Raises:
-            ValueError: if it is not.
+            ValueError: unless the instance is idle.
         """
         self._leave_failed_backward()
         self.assert_state(TrainingState.IDLE)
 
     def _leave_failed_backward(self) -> None:
-        """What a backward pass that an exception ended has left would otherwise go with the next forward."""
+        """Clear what a backward pass that raised has left, before the next forward builds on it."""
         if self._unit.context is not None and not in_backward():
             self._unit.context.recover_from_aborted_backward()
 
@@ -416,7 +416,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module with whole parameters."""
-        # Of a state dict whose loading an exception ended, below a module that is not wrapped.
+        # Ends a `load_state_dict` that raised, if it was called on a module around this one that is not wrapped.
         self._leave_loading()
         if self._summons:
             raise ValueError(
@@ -467,8 +467,8 @@ class FullyShardedDataParallel(nn.Module):
         """Divide gradients by ``pre`` before they are summed over ranks and by ``post`` after.
 
         Args:
-            pre: by default about the root of the number of ranks.
-            post: by default what is left.
+            pre: about the square root of ``world_size``, unless it is set.
+            post: ``world_size / pre``, unless it is set.
             recursive: whether to set them for the instances inside too.
 
         Raises:
@@ -484,11 +484,11 @@ class FullyShardedDataParallel(nn.Module):
     def summon_full_params(self, recurse: bool = True, volatile: bool = False) -> Iterator[None]:
         """Whole parameters in the dtype of the shards, under their own names; a collective.
 
-        What is written into them stays, as far as it is in this rank's part. Forward and backward cannot run inside.
+        A rank keeps what it writes into its own part of them. Forward and backward cannot run inside.
 
         Args:
-            recurse: also those of the instances inside.
-            volatile: do not keep what is written.
+            recurse: whether to include the instances inside.
+            volatile: whether to drop what is written.
 
         Raises:
             ValueError: if an instance is not idle; at the end, if a parameter was removed, or replaced by one of
@@ -585,7 +585,7 @@ class FullyShardedDataParallel(nn.Module):
                 instance._leave_loading()
 
     def _enter_loading(self, messages: list[str]) -> None:
-        """A state dict is being loaded; ``messages`` are what goes wrong."""
+        """Prepare for a state dict to be loaded; ``messages`` collects what goes wrong."""
         self._loading = messages, None if self._summons or self._gives_local else self._summon(volatile=False)
 
     def _leave_loading(self) -> None:
@@ -743,7 +743,7 @@ class FullyShardedDataParallel(nn.Module):
     def _check_parameters(self) -> None:
         """
         Raises:
-            ValueError: naming a parameter that nobody has sharded, or another instance that this one was not told of.
+            ValueError: naming a parameter that is not sharded, or sharded by another instance and not shared with it.
         """
         for path, module in own_modules(self.module):
             for name, parameter in module._parameters.items():
@@ -823,7 +823,7 @@ class FullyShardedDataParallel(nn.Module):
         reduce_group = state.pop("_reduce_group", None)
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         for _, parameter in self.named_parameters(recurse=False):
-            # Not in memory that is shared with the process that sent it.
+            # Out of memory that is shared with the process that sent it.
             parameter.data = parameter.data.clone()
         self._start(DummyProcessGroup(self.rank, self.world_size), reduce_group, None)
 
@@ -833,7 +833,7 @@ SETTINGS = (
     *("buffer_dtype", "fp32_reduce_scatter", "compute_device", "move_params_to_cpu", "move_grads_to_cpu"),
     *("bucket_cap_mb", "clear_autocast_cache", "force_input_to_fp32"),
 )
-"""That are printed; the first three at any time."""
+"""Attributes that are printed: the first three always, the others if ``verbose``."""
 
 _OF_THIS_PROCESS = {"_process_group", "_reduce_group", "_own", "_loading", "_shardwise_unit"}
 

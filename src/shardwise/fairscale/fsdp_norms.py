@@ -23,7 +23,7 @@ def norm_of_gradients(
         device: that communicates, and has the result.
         norm_type: order of the norm.
     """
-    # By the parameters, since a rank may have gradients of none of them.
+    # Judged by the parameters, since a rank may have no gradients.
     is_wide = any(slot.sharded.dtype == torch.float64 for slot in slots)
     wide = torch.float64 if is_wide else torch.float32
     nothing = torch.tensor(math.inf if norm_type < 0 else 0.0, dtype=wide, device=device)
@@ -33,8 +33,8 @@ def norm_of_gradients(
         gradient = slot.sharded.grad
         if gradient is not None and (numel := gradient.numel() - slot.padding):
             norms.append(torch.linalg.vector_norm(gradient[:numel], norm_type, dtype=wide).to(device))
-    # One number for each communicator, whatever gradients there are: in the place of an instance over fewer ranks
-    # (experts) other ranks have other parameters, and other gradients.
+    # One number for each communicator, whatever gradients this rank has: ranks outside of a smaller group (of experts)
+    # have other parameters in their place.
     shares = [_share_of_norm(norms or [nothing], comm, everyone, norm_type) for comm, norms in by_comm.items()]
     return norm_over_ranks(_joint_norm(shares, norm_type), everyone, norm_type)
 
@@ -45,7 +45,7 @@ def _share_of_norm(norms: Sequence[torch.Tensor], comm: Comm, everyone: Comm, no
     if comm is everyone:
         return norm
     norm = norm_over_ranks(norm, comm, norm_type)
-    # Each of them has the same now.
+    # All ranks of ``comm`` have the same norm now.
     if norm_type == 0:
         return norm / comm.size
     return norm if math.isinf(norm_type) else norm * comm.size ** (-1.0 / norm_type)

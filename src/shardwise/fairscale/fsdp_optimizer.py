@@ -54,7 +54,7 @@ def gather_optimizer_state(
     optimizer: Optimizer,
     recipient: int | None,
 ) -> dict[str, Any]:
-    """See `FullyShardedDataParallel.gather_full_optim_state_dict`; without tensors on ranks that are no recipient."""
+    """See `FullyShardedDataParallel.gather_full_optim_state_dict`; other ranks than the recipient get no tensors."""
     numbers: dict[tuple[int, int], int] = {}
     for number, (slot, index) in enumerate(numbered_parts(root, instances)):
         numbers[id(slot), index] = number
@@ -102,7 +102,7 @@ def _slots_of_group(
 
 
 def _check_order(root: FullyShardedDataParallel, optimizer: Optimizer) -> None:
-    """Without names, the order is all by which state finds its parameter again.
+    """Refuse another order than the module's: state is matched with parameters by order alone.
 
     Raises:
         ValueError: for a param group with another order than the module.
@@ -122,13 +122,13 @@ def _is_gathered(instance: FullyShardedDataParallel) -> bool:
 
 
 def _state_by_parameter(optimizer: Optimizer) -> Mapping[torch.Tensor, Mapping[str, Any]]:
-    """State as the optimizer holds it; of a wrapper like fairseq's, which holds none, as its ``state_dict`` tells."""
+    """State as the optimizer holds it; for a wrapper that holds none, such as fairseq's, that of its ``state_dict``."""
     if hasattr(optimizer, "state"):
         return optimizer.state
-    told = optimizer.state_dict()
-    numbers = [number for group in told["param_groups"] for number in group["params"]]
+    saved = optimizer.state_dict()
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return {one: told["state"].get(number, {}) for one, number in zip(parameters, numbers, strict=True)}
+    return {one: saved["state"].get(number, {}) for one, number in zip(parameters, numbers, strict=True)}
 
 
 def _check_alike(
@@ -137,13 +137,13 @@ def _check_alike(
     slots: Sequence[FlatSlot],
     failure: Exception | None,
 ) -> None:
-    """Compare what is about to be gathered over ranks, which otherwise would wait for each other; a collective.
+    """Compare over ranks what is about to be gathered, since ranks that differ would wait for each other; a collective.
 
     Args:
         held: state by parameter.
         stepped: ids of the slots in the optimizer's param groups.
         slots: all that ranks share, in the optimizer or not.
-        failure: of this rank, before.
+        failure: what this rank raised before, if anything.
 
     Raises:
         Exception: ``failure``.
@@ -224,9 +224,9 @@ def shard_optimizer_state(
     numbers: dict[int, list[int]] = {}
     for number, (slot, _) in enumerate(parts):
         numbers.setdefault(id(slot), []).append(number)
-    told = sum(len(group["params"]) for group in full["param_groups"])
-    if told > len(parts):
-        raise ValueError(f"the optimizer state is of {told} parameters, and this module has {len(parts)}")
+    saved = sum(len(group["params"]) for group in full["param_groups"])
+    if saved > len(parts):
+        raise ValueError(f"the optimizer state is of {saved} parameters, and this module has {len(parts)}")
     in_order = _in_parameters_order(root, instances)
     state: dict[int, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
@@ -300,7 +300,7 @@ def _cut_slot(slot: FlatSlot, values: Sequence[Mapping[str, Any]]) -> dict[str, 
 
 
 COUNTS = ("step", "mu_product", "eta", "mu")
-"""State without dims of torch's optimizers, which is no state of a parameter without dims."""
+"""0-dim state of torch's optimizers that belongs to no element, even where the parameter is 0-dim too."""
 
 
 def _is_elementwise(key: str, members: Sequence[tuple[FlatPart, Any]]) -> bool:

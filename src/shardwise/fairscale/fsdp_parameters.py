@@ -28,7 +28,7 @@ def clean(name: str) -> str:
 
 
 def under(path: str, name: str) -> str:
-    """The name of what a module at ``path`` has as ``name``."""
+    """The full name of what the module at ``path`` has as ``name``."""
     return f"{path}.{name}" if path else name
 
 
@@ -63,8 +63,8 @@ class Run:
 
 
 def own_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Modules in ``module``, itself among them, that no instance has which is inside of it or is it; with their paths,
-    parents first."""
+    """The modules in ``module``, itself among them, that belong to no instance inside; with their paths, parents first.
+    None if ``module`` is itself an instance."""
     if unit_of(module) is not None:
         return []
     known = {id(member): index for index, member in enumerate(module.modules())}
@@ -72,7 +72,7 @@ def own_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def own_parameters(module: nn.Module) -> list[tuple[Member, nn.Parameter]]:
-    """Parameters of `own_modules` that nobody has sharded yet.
+    """Parameters of `own_modules` that are not sharded yet.
 
     Raises:
         ValueError: for one that was joined to others by another instance, and so cannot be shared any more.
@@ -182,7 +182,7 @@ def check_same_model(
     look at this rank's alone, so that these fail on all ranks.
 
     Raises:
-        ValueError: naming one that is not the same on all ranks, but for its values.
+        ValueError: naming one whose shape, dtype or requires_grad differs between ranks.
     """
     if not is_stand_in(group) and group.size() > 1:
         described = [describe(name, tensor) for name, tensor in _named(module, own)]
@@ -209,7 +209,7 @@ def sync_from_first_rank(
     tensors = list({id(tensor): tensor.detach() for _, tensor in named if tensor.numel()}.values())
     if not tensors:
         return
-    # Those elsewhere than where the group communicates go there and back.
+    # Tensors on other devices than the group's are copied there and back.
     there = [tensor.to(device) for tensor in tensors]
     WholeBroadcast(there, [0] * len(there), lambda where: comm_of(group, where)).start()()
     for tensor, synced in zip(tensors, there, strict=True):

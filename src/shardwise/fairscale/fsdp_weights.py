@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def finish_state_dict(module: FullyShardedDataParallel, state_dict: Any, prefix: str, _: Any) -> None:
-    """Names without wrappers, memory of their own, on the device that was asked for."""
+    """Give the entries names without wrappers and memory of their own, on ``state_dict_device``."""
     inner = f"{prefix}{INNER}."
-    # Shards of local state dicts are those that are trained, and so are their buffers.
+    # A local state dict has the shards and buffers that are trained, not copies.
     live = set() if module._gives_local else _addresses_of_buffers(module)
     for key in [key for key in state_dict if key.startswith(prefix)]:
         value = state_dict.pop(key)
@@ -48,7 +48,7 @@ def _given(module: FullyShardedDataParallel, value: torch.Tensor, live: set[int]
     device = value.device if value.device.type == module.state_dict_device.type else module.state_dict_device
     if not is_live and (device, dtype) == (value.device, value.dtype):
         return value
-    # Whole parameters go when the state dict is complete.
+    # Whole parameters are freed when the state dict is complete.
     return value.detach().to(device, dtype, copy=is_live).requires_grad_(value.requires_grad)
 
 
@@ -62,7 +62,7 @@ def prepare_load(
     _unexpected: list[str],
     messages: list[str],
 ) -> None:
-    """Names with the wrapper, and whole parameters to write into."""
+    """Give the entries names with the wrapper, and register whole parameters to write into."""
     module._enter_loading(messages)
     own = {prefix + run.name for run in module._runs if run.is_joined} if module._gives_local else set()
     for key in [key for key in state_dict if key.startswith(prefix) and key not in own]:
@@ -71,7 +71,7 @@ def prepare_load(
 
 
 def finish_load(module: FullyShardedDataParallel, incompatible: Any) -> None:
-    """Keep this rank's part of what was loaded; messages without the wrapper's name."""
+    """Keep this rank's part of what was loaded, and take the wrapper's name out of the messages."""
     module._leave_loading()
     for names in (incompatible.missing_keys, incompatible.unexpected_keys):
         names[:] = [clean(name) for name in names]
@@ -159,10 +159,10 @@ def consolidate(
                 continue
             paddings = [one["param_metadata"][index]["params"][name]["padding"] for one in metadata]
             joined = _join(key, weights, paddings, sum(described["numels"]))
-            for part, numel, shape in zip(
+            for part, values, shape in zip(
                 described["names"], joined.split(described["numels"]), described["shapes"], strict=True
             ):
-                whole[under(path, part)] = numel.view(shape)
+                whole[under(path, part)] = values.view(shape)
         for first, other in instance["shared_param_info"]:
             if strict or under(path, first) in whole:
                 whole[under(path, other)] = whole[under(path, first)]

@@ -45,7 +45,8 @@ _LISTS = ("params", "param_names")
 """Entries of a param group with an item for each parameter; all others are hyper-parameters."""
 
 Signature = tuple[list[torch.dtype], list[torch.device], list[bool], float, bool]
-"""Of all parameters, and ``broadcast_buffer_size`` and ``broadcast_fp16``: what a plan to send them holds for."""
+"""Dtype, device and requires_grad of all parameters, ``broadcast_buffer_size`` and ``broadcast_fp16``: what a plan to
+send parameters is made for."""
 
 
 @documented(ARGUMENTS)
@@ -57,8 +58,8 @@ class OSS(Optimizer):
     and param groups work as on any; ``param_groups`` has all parameters, ``state`` those of the owned ones.
 
     Gradients have to be the same on all ranks (torch's DDP), or with their owners (`ShardedDataParallel`).
-    Small parameters move, at the first step, to where they travel, next to each other; not those whose memory anything
-    else refers to. CUDA graphs, which refer to memory unseen, are to be captured after that.
+    The first step moves small parameters next to each other, so that they are sent as one; not those whose memory is
+    referred to elsewhere. Capture CUDA graphs after that, since their references to memory cannot be seen.
     Construction, `add_param_group` and `step` happen on all ranks of the group, with the same parameters.
 
     Attributes:
@@ -68,7 +69,7 @@ class OSS(Optimizer):
         rank: of this process in it.
         world_size: of it.
         global_rank: of this process among all.
-        broadcast_buffer_size: as passed; what is set counts from the next step on, and is set alike on all ranks.
+        broadcast_buffer_size: as passed; may be set, alike on all ranks, and counts from the next step on.
         broadcast_fp16: the same.
 
     Raises:
@@ -137,7 +138,7 @@ class OSS(Optimizer):
 
     @property
     def dealt(self) -> int:
-        """How many parameters there are."""
+        """Number of parameters."""
         return sum(map(len, self._owners))
 
     def partition_parameters(self) -> list[list[dict[str, Any]]]:
@@ -165,7 +166,7 @@ class OSS(Optimizer):
             _copy_settings(self.optim.param_groups[-1:], self.param_groups[-1:])
 
     def refresh_trainable(self) -> None:
-        """Parameters were frozen or unfrozen. Every step looks by itself, so this need not be called."""
+        """Note that parameters were frozen or unfrozen. Every step checks by itself, so this need not be called."""
         self._plan = None
 
     # -- Steps
@@ -182,7 +183,7 @@ class OSS(Optimizer):
         """
         _copy_settings(self.param_groups, self.optim.param_groups)
         loss = self.optim.step(**kwargs) if closure is None else self.optim.step(closure, **kwargs)
-        # Some optimizers keep numbers of their own there.
+        # Some optimizers keep numbers of their own in their param groups.
         _copy_settings(self.optim.param_groups, self.param_groups)
         if self.world_size > 1:
             self._broadcast()
@@ -210,7 +211,7 @@ class OSS(Optimizer):
     def _make_plan(self, signature: Signature) -> _BroadcastPlan:
         owners = self.owners()
         frozen = [parameter for parameter in owners if not parameter.requires_grad]
-        # An optimizer steps a frozen parameter that still has a gradient, of which maybe only its owner knows.
+        # An optimizer steps a frozen parameter that still has a gradient, which only its owner may have.
         steps = [p.grad is not None and owners[p] == self.rank for p in frozen]
         stepped: set[int] = set()
         if frozen:
@@ -243,10 +244,13 @@ class OSS(Optimizer):
         Args:
             max_norm: in the unit of the gradients.
             norm_type: order of the norm; ``inf`` for the largest absolute value.
-            filter_params_fn: gets the parameters that this rank owns and that have gradients; gives those that count.
+            filter_params_fn: gets the parameters that this rank owns and that have gradients; returns those that count.
 
         Returns:
             The norm before scaling, 0-dim, the same on all ranks.
+
+        Raises:
+            ValueError: if ``filter_params_fn`` returns a tensor that is not a parameter of this optimizer.
         """
         owners = self.owners()
         mine = [parameter for parameter, owner in owners.items() if owner == self.rank and parameter.grad is not None]
@@ -265,7 +269,7 @@ class OSS(Optimizer):
             )
         first = next(iter(owners))
         wide = any(parameter.dtype == torch.float64 for parameter in owners)
-        # What a parameter that does not count has to be in the vector of norms so that nothing changes.
+        # The norm that stands for a parameter that does not count, and leaves the total as it is.
         neutral = math.inf if norm_type < 0 else 0.0
         vector = torch.tensor(
             [neutral if owner == self.rank else 0.0 for owner in owners.values()],
@@ -309,7 +313,8 @@ class OSS(Optimizer):
         return {numbers[key] if isinstance(key, int) else key: state for key, state in states.items()}
 
     def _exchange_states(self, own: dict[Any, Any], recipient: int) -> dict[Any, Any]:
-        """All ranks' states on ``recipient`` (-1: everywhere), tensor by tensor; what is small goes with the rest."""
+        """All ranks' states on ``recipient`` (-1: everywhere). Large tensors are sent one by one, small ones with the
+        description of the state."""
         device = self._parameters()[0].device
         comm = self._comm(device)
         large: list[torch.Tensor] = []

@@ -1,4 +1,4 @@
-"""The ranks that FairScale's arguments speak of: process groups, real ones and stand-ins, and where they compute."""
+"""Process groups as FairScale's arguments give them, real ones and stand-ins, and the devices they compute on."""
 
 from __future__ import annotations
 

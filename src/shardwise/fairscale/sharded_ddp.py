@@ -103,7 +103,7 @@ class ShardedDataParallel(nn.Module):
         self.refresh_trainable()
 
     def _start(self) -> None:
-        """Everything that belongs to this process."""
+        """Set up what belongs to this process."""
         self._size = dist.get_world_size(self._group)
         self._gradient_hooks: GradientHooks | None = None
         self._keeps_local = False
@@ -196,9 +196,10 @@ class ShardedDataParallel(nn.Module):
             self._gradient_hooks.has_local = False
 
     def refresh_trainable(self) -> None:
-        """Parameters were frozen, unfrozen, or added to an optimizer or to the module: look again.
+        """Note that parameters were frozen, unfrozen, or added to an optimizer or to the module.
 
-        Gradients of backward passes under `no_sync` that are not reduced yet will be, also of parameters frozen since.
+        Gradients that wait since backward passes under `no_sync` are still reduced, also those of parameters that were
+        frozen since.
         """
         for optimizer in self._optimizers:
             optimizer.refresh_trainable()
@@ -209,7 +210,7 @@ class ShardedDataParallel(nn.Module):
         self._warn_of_unowned(owners)
         old, self._gradient_hooks = self._gradient_hooks, None
         waiting = {id(parameter) for parameter in old.parameters} if old is not None and old.has_local else set()
-        # Gradients come about in the order opposite to that of the parameters' use.
+        # Gradients are ready in about the reverse of the order in which parameters are used.
         chosen = [
             (name, parameter, owner)
             for name, parameter, owner in reversed(owners)
@@ -307,14 +308,14 @@ ShardedDDP = ShardedDataParallel
 
 
 class GradientHooks:
-    """Tells an `OwnerReducer` of what autograd does. It decides when, never how.
+    """Tells an `OwnerReducer` what autograd does. It decides when to reduce, never how.
 
     Nothing here keeps the model alive: parameters and autograd refer to it weakly.
 
     Args:
         reducer: of the parameters that are watched.
         keeps_local: whether backward passes leave gradients unreduced for now.
-        has_local: whether some are waiting.
+        has_local: whether unreduced gradients are waiting.
     """
 
     def __init__(self, reducer: OwnerReducer, keeps_local: bool, has_local: bool):
@@ -322,7 +323,7 @@ class GradientHooks:
         self._backward: int | None = None
         me = weakref.ref(self)
         device = reducer.parameters[0].device
-        # A leaf whose gradient tells that a backward goes through the model's outputs, of whatever parameters.
+        # A leaf that gets a gradient when a backward starts from the model's outputs, whichever parameters it reaches.
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._handles = [self._anchor.register_post_accumulate_grad_hook(_announced(me))]
         self._nodes: list[Any] = []
@@ -338,16 +339,16 @@ class GradientHooks:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """Those that are watched."""
+        """The parameters that are watched."""
         return self.reducer.parameters
 
     def remove(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         for handle in self._handles:
             handle.remove()
 
     def announce(self, output: Any) -> Any:
-        """``output`` of the model, such that a backward from it begins with `begin`."""
+        """``output`` of the model, prepared so that a backward from it calls `begin` first."""
         if self.keeps_local:
             # Also where this rank's backward will touch no parameter, so that all ranks agree.
             self.has_local = True
@@ -358,7 +359,7 @@ class GradientHooks:
         return map_tensors(output, lambda tensor: next(aliases) if tensor.requires_grad else tensor)
 
     def begin(self) -> None:
-        """A backward goes on in this thread: unless gradients stay local, it ends with a complete reduction."""
+        """Note that a backward runs in this thread. Unless gradients stay local, it ends with a complete reduction."""
         if self.keeps_local:
             self.has_local = True
         elif self._backward is None:

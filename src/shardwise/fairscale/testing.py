@@ -1,4 +1,4 @@
-"""A stand-in for a process group, where nothing is communicated (yet)."""
+"""A stand-in for a process group, for where nothing is communicated."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ Policy = Callable[..., bool]
 Wrapper = Callable[..., nn.Module]
 
 _ASKED = ("module", "recurse", "unwrapped_params", "module_is_root")
-"""What `auto_wrap` tells a policy; every other parameter of one is an option of it."""
+"""The arguments that `auto_wrap` passes to a policy; its other parameters are options."""
 
 
 def default_auto_wrap_policy(
@@ -30,13 +30,13 @@ def default_auto_wrap_policy(
     exclude_wrap_modules: set[type[nn.Module]] | None = None,
     skip_params_check_for_root: bool = False,
 ) -> bool:
-    """Wrap what has enough parameters that nothing inside of it was wrapped with.
+    """Wrap modules with enough parameters outside of the modules that are wrapped already.
 
     A policy is any function that takes the first four arguments by these names.
 
     Args:
         module: the module in question.
-        recurse: whether to answer if its children shall be looked at; otherwise, if it shall be wrapped itself.
+        recurse: True asks whether to look at its children, False whether to wrap it.
         unwrapped_params: number of elements of its parameters; without those wrapped already if not ``recurse``.
         module_is_root: whether `auto_wrap` was called on it.
         min_num_params: elements from which on modules are looked into and wrapped.
@@ -44,7 +44,7 @@ def default_auto_wrap_policy(
             ``FORCE_LEAF_MODULES`` of this function, attention.
         exclude_wrap_modules: classes of modules that are not wrapped themselves; None for the attribute
             ``EXCLUDE_WRAP_MODULES`` of this function, containers without a forward.
-        skip_params_check_for_root: whether a root that was looked into is wrapped whatever is left of it.
+        skip_params_check_for_root: whether the root is wrapped however few parameters are left to it.
 
     Returns:
         The answer.
@@ -68,7 +68,7 @@ def config_auto_wrap_policy(module: nn.Module, recurse: bool, unwrapped_params: 
 
     Args:
         module: the module in question.
-        recurse: whether to answer if its children shall be looked at (always), or if it shall be wrapped itself.
+        recurse: True asks whether to look at its children (always), False whether to wrap it.
         unwrapped_params: makes no difference here.
         module_is_root: makes no difference here.
 
@@ -197,7 +197,7 @@ def enable_wrap(
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """Wrap a module as the `enable_wrap` context around says; outside of one, give it back.
+    """Wrap a module as the `enable_wrap` context around says; outside of one, return it as it is.
 
     Args:
         module: the module. An attribute ``wrapper_config`` of it, a dict, goes before the context's arguments.
@@ -264,12 +264,12 @@ def _options_of(policy: Policy) -> set[str]:
 def _parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
     try:
         return list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # one of C's may have none
+    except (TypeError, ValueError):  # functions written in C may have no signature
         return None
 
 
 def _check_taken(policy: Policy, wrapper_cls: Any, arguments: Mapping[str, Any]) -> None:
-    # Now, since a policy that chooses no module would let a misspelled option pass.
+    # Checked before wrapping: if the policy chooses no module, nothing else notices a misspelled option.
     parameters = _parameters_of(wrapper_cls)
     if parameters is None or any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return
@@ -303,7 +303,7 @@ def _refuse_wrapped(root: nn.Module, wrapper_cls: Any) -> None:
 
 
 class _Walk:
-    """One pass of `auto_wrap`. It holds no parameter, so that what a wrapper has sharded is gone at once.
+    """One pass of `auto_wrap`. It holds no parameter, so that what a wrapper has sharded is freed at once.
 
     Args:
         root: of the tree.
@@ -337,7 +337,7 @@ class _Walk:
         return paths
 
     def visit(self, module: nn.Module, name: str, is_root: bool) -> nn.Module:
-        """Wrap in and around ``module``; gives what takes its place."""
+        """Wrap modules inside ``module``, and itself, as the policy says; return what takes its place."""
         if id(module) in self._results:
             return self._results[id(module)]
         result = module
