@@ -62,12 +62,12 @@ class _FabricStrategy(ProcessesStrategy):
         accelerator: the accelerator to run on, if not by Fabric's argument.
         parallel_devices: devices of this node, if not by Fabric's argument.
         cluster_environment: how processes find each other, if not detected.
-        checkpoint_io: not used: checkpoints are written here.
+        checkpoint_io: not used: the strategy writes checkpoints itself.
         precision: the precision plugin, if not by Fabric's argument.
         process_group_backend: "nccl", "gloo" …; None for that of the device.
         timeout: of collectives.
         cpu_offload: keep shards, gradients and the optimizer's state in the host's memory.
-        reshard_after_forward: let go of gathered parameters between forward and backward; the root keeps its own.
+        reshard_after_forward: free gathered parameters between forward and backward; the root keeps its own.
         auto_wrap_policy: chooses the units: classes of modules, a function of a module, or one of torch's or
             FairScale's form.
         min_num_params: modules with at least as many parameters become units, if there is no ``auto_wrap_policy``.
@@ -240,7 +240,7 @@ class _FabricStrategy(ProcessesStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        """Scale gradients so that their norm over all ranks is at most ``max_norm``; gives the norm before.
+        """Scale gradients so that their norm over all ranks is at most ``max_norm``; return the norm before.
 
         Raises:
             RuntimeError: if it is not finite and ``error_if_nonfinite``; nothing is scaled then.
@@ -276,9 +276,9 @@ class _FabricStrategy(ProcessesStrategy):
         Args:
             path: of a file, or of a directory with ``state_dict_type="sharded"``.
             state: objects by name.
-            storage_options: not possible here.
-            filter: by name a function of each key and value of that item's state dict: whether to save it. What
-                rank 0 says counts.
+            storage_options: must be None.
+            filter: by name of an item, a function of each key and value of its state dict that says whether to save
+                it. Rank 0 decides.
 
         Raises:
             IsADirectoryError: if a file is to replace a directory that is not a checkpoint.
@@ -316,18 +316,18 @@ class _FabricStrategy(ProcessesStrategy):
     ) -> dict[str, Any]:
         """Load a checkpoint of either kind into what is given. A collective.
 
-        A model that is on the meta device, before it is set up: of a file its parameters become what is mapped from
-        it; a directory is read when the model is set up. Either way each rank reads its part.
+        If a model is on the meta device and not set up yet, a file is mapped into its parameters, and a directory is
+        read when the model is set up. Either way each rank reads only its part.
 
         Args:
             path: of a file, or a directory.
-            state: objects by name, replaced or filled; or a module or an optimizer, of which the file has the state
-                dict itself (a module may also be read from safetensors); or None.
+            state: objects by name, replaced or filled; or a module or an optimizer, if the file is its state dict (a
+                module may also be read from safetensors); or None.
             strict: whether everything in ``state`` must be in the checkpoint, and the names of modules be the same.
             weights_only: as of `torch.load`.
 
         Returns:
-            What was not asked for; without ``state`` everything.
+            What ``state`` did not ask for; everything without ``state``.
 
         Raises:
             FileNotFoundError: if there is nothing at ``path``.
@@ -351,7 +351,7 @@ class _FabricStrategy(ProcessesStrategy):
     def _load_raw(self, path: Path, kind: Kind, module: nn.Module, *, strict: bool, weights_only: bool | None) -> None:
         if path.name.endswith((".safetensors", ".safetensors.index.json")) or kind is Kind.DIRECTORY:
             if _is_whole_on_meta(module):
-                # Its parameters become what is mapped, of which setting up reads this rank's part.
+                # Its parameters become the mapped tensors, of which setting up reads this rank's part.
                 load_values(module, mapped_safetensors(path), strict=strict)
             else:
                 load_safetensors(module, path, strict=strict)
@@ -398,7 +398,7 @@ class _FabricStrategy(ProcessesStrategy):
         return rest
 
     def _load_model(self, saved: SavedDirectory, name: str, module: nn.Module, strict: bool) -> None:
-        """Now, or when the module is set up, if until then it would have to be read whole."""
+        """Load the module now; if that would read it whole, when it is set up."""
         saved.check_model(name, module, strict=strict)
         if not _is_whole_on_meta(module):
             saved.load_model(name, module, strict=strict)
@@ -413,7 +413,7 @@ class _FabricStrategy(ProcessesStrategy):
 
 
 def _is_whole_on_meta(module: nn.Module) -> bool:
-    """Whether it has no values, and no unit that could take a part of some."""
+    """Whether all its parameters are on the meta device, and no unit in it could take a part."""
     has_units = any(unit_of(inner) is not None for inner in module.modules())
     return not has_units and all(parameter.is_meta for parameter in module.parameters())
 
@@ -421,7 +421,7 @@ def _is_whole_on_meta(module: nn.Module) -> bool:
 def _filtered(tree: dict[str, Any], wanted: Callable[[str, Any], bool]) -> dict[str, Any]:
     """The items that rank 0 wants, on all ranks."""
     ranks, chosen = saving_ranks(), list[str]()
-    with ranks.together():  # of a full state dict other ranks have nothing that the function could fail on
+    with ranks.together():  # other ranks have none of a full state dict, so only rank 0's call may fail
         chosen = [name for name, value in tree.items() if wanted(name, value)]
     names = set(ranks.exchange(chosen)[0])
     return {name: value for name, value in tree.items() if name in names}
@@ -439,15 +439,15 @@ def _model_of(optimizer: Optimizer, models: nn.ModuleList) -> nn.Module:
     """
     if not len(models):
         raise ValueError(
-            f"state has {type(optimizer).__name__} without its model, by whose names sharded checkpoints know its "
-            "parameters: pass both, state={'model': model, 'optimizer': optimizer}"
+            f"state has {type(optimizer).__name__} without its model, and sharded checkpoints store its state by the "
+            "model's names: pass both, state={'model': model, 'optimizer': optimizer}"
         )
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     return next((model for model in models if held <= set(model.parameters())), models)
 
 
 def _modules_first(state: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """An optimizer's state goes where its parameters are, which must not be the meta device any more."""
+    """Modules before optimizers, whose state goes where the parameters are, which must have left the meta device."""
     return sorted(state.items(), key=lambda item: not isinstance(item[1], nn.Module))
 
 
@@ -467,12 +467,12 @@ def _fill(state: dict[str, Any], name: str, value: Any) -> None:
 
 
 class _FollowedParameter(nn.Parameter):
-    """A parameter on the meta device whose sharded successor has values, so that Fabric lets an optimizer that holds
-    it pass on to `setup_optimizer`."""
+    """A parameter on the meta device whose sharded successor has values. Fabric refuses optimizers with parameters on
+    the meta device before it calls `setup_optimizer`, which would move them."""
 
     @property
     def is_meta(self) -> bool:  # type: ignore[override]
-        """Not for those who look for parameters without values."""
+        """False, since the successor has values."""
         return False
 
 

@@ -110,7 +110,7 @@ class _TrainerStrategy(ProcessesStrategy):
         self.activation_checkpointing_policy = activation_checkpointing_policy
         self.state_dict_device = torch.device("cpu") if state_dict_to_cpu else None
         self.state_dict_type = checked_state_dict_type(state_dict_type)
-        _ = self.sharding  # what is wrong with the arguments shows now
+        _ = self.sharding  # raises now if the arguments are wrong
         self._saved: SavedDirectory | None = None
 
     @property
@@ -222,7 +222,7 @@ class _TrainerStrategy(ProcessesStrategy):
         self.setup_precision_plugin()
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
-        # What manual optimization computes with between its backward passes is called by itself.
+        # Manual optimization calls submodules by themselves, outside of the module's forward.
         by_hand = not getattr(model, "automatic_optimization", True)
         self.sharding.shard(model, self.device_mesh, children_too=by_hand)
         materialize(model)
@@ -236,7 +236,7 @@ class _TrainerStrategy(ProcessesStrategy):
         """Make the optimizers, of the module's parameters, whether they are sharded already or not.
 
         Raises:
-            ValueError: on all ranks, if one has none of them; there are no optimizers then.
+            ValueError: on all ranks, if an optimizer has none of them; no optimizers are kept then.
         """
         self._reset_optimizers_and_schedulers()
         try:
@@ -250,7 +250,7 @@ class _TrainerStrategy(ProcessesStrategy):
             raise
 
     def _own_optimizers(self) -> list[Optimizer]:
-        """Without what stands for none."""
+        """The optimizers, without Lightning's stand-in for none."""
         none = self.namespace.of_trainer("core.optimizer", "_MockOptimizer")
         return [optimizer for optimizer in self.optimizers if not isinstance(optimizer, none)]
 
@@ -265,12 +265,12 @@ class _TrainerStrategy(ProcessesStrategy):
         by_hand = not module.automatic_optimization
         result = step(*args, **kwargs) if by_hand else unit.run(self.model, step, args, kwargs)
         if by_hand or name != "training_step":
-            # No backward follows that would do it, and what comes next, callbacks or another run, is about shards.
+            # No backward follows that would reshard, and callbacks or another run expect sharded parameters.
             show_shards(self.model)
         return result
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's; with automatic optimization inside the forward of the root unit."""
+        """The module's own; with automatic optimization, inside the forward of the root unit."""
         with self.precision_plugin.train_step_context():
             return self._step("training_step", args, kwargs)
 
@@ -316,7 +316,7 @@ class _TrainerStrategy(ProcessesStrategy):
         """The optimizer's state dict. A collective.
 
         Returns:
-            With ``state_dict_type="full"`` that of one process, on rank 0; with "sharded" by names of parameters.
+            With ``state_dict_type="full"`` as one process would have it, on rank 0; with "sharded" by parameter names.
         """
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         if self.state_dict_type == "full":
@@ -333,7 +333,7 @@ class _TrainerStrategy(ProcessesStrategy):
         """
         path = self.broadcast(filepath)
         if self.state_dict_type == "full":
-            # Callbacks may have added what is sharded: averages.
+            # Callbacks may have added sharded tensors, such as averages.
             checkpoint = gather_in(checkpoint, keeps=self.is_global_zero)
             with saving_ranks().together():
                 prepare_file(path, self.is_global_zero)
@@ -365,7 +365,7 @@ class _TrainerStrategy(ProcessesStrategy):
         if kind is Kind.SHARDED:
             self._saved = SavedDirectory(Path(path), weights_only=weights_only)
             checkpoint = self._saved.metadata()
-            # For those who look whether there are any.
+            # Lightning looks whether these keys are there; the values are read later.
             checkpoint.setdefault("state_dict", {})
             if self._saved.has("optimizer_0"):
                 checkpoint.setdefault("optimizer_states", [])
@@ -380,7 +380,7 @@ class _TrainerStrategy(ProcessesStrategy):
         """Give the module the weights of a checkpoint."""
         if self._saved is not None:
             self._saved.load_model("model", self.lightning_module, strict=strict)
-            # For callbacks, which come next: as it would be in a full checkpoint.
+            # For callbacks, which run next and expect what a full checkpoint has.
             checkpoint["state_dict"].update(model_state(self.lightning_module))
         else:
             load_values(self.lightning_module, checkpoint["state_dict"], strict=strict)
@@ -405,17 +405,17 @@ class _TrainerStrategy(ProcessesStrategy):
                 load_full_optimizer_state(optimizer, states[index])
 
     def _add_param_groups_again(self) -> None:
-        """What finetuning callbacks do in `on_fit_start`, if they have their state then: where checkpoints are read
-        after the module is set up, it comes later."""
+        """Repeat what finetuning callbacks do in `on_fit_start`. That needs their state, which this strategy loads
+        only afterwards."""
         module = self.lightning_module
         finetuning = self.namespace.of_trainer("callbacks", "BaseFinetuning")
         for callback in module.trainer.callbacks:
             if isinstance(callback, finetuning):
-                # Not an override, which has been called.
+                # The base class's method: an override in a subclass has been called already.
                 finetuning.on_fit_start(callback, module.trainer, module)
 
     def teardown(self) -> None:
-        """Let go of what the run needed; the module stays sharded, where it is."""
+        """Release what the run needed; the module stays sharded, on its device."""
         self._saved = None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
@@ -431,12 +431,12 @@ def _precision_policy(
     if given is None:
         return MixedPrecisionPolicy(compute_dtype, torch.float32 if fp32_reduce_scatter else compute_dtype)
     if compute_dtype is not None or fp32_reduce_scatter is not None:
-        raise ValueError("mp_policy says what compute_dtype and fp32_reduce_scatter say: pass one or the other")
+        raise ValueError("mp_policy sets what compute_dtype and fp32_reduce_scatter set: pass one or the other")
     return given
 
 
-# Lightning asks whether a strategy is FSDPStrategy to hand on any precision as it was given, to allow compiled modules,
-# and to refuse callbacks that need whole parameters: all of that is meant for this one too.
+# Lightning checks for FSDPStrategy to pass precision on as it was given, to allow compiled modules, and to refuse
+# callbacks that need whole parameters. All of that applies to this strategy too.
 _classes = StrategyClasses("DDPFullyShardedStrategy", _TrainerStrategy, kinds=["FSDPStrategy"])
 DDPFullyShardedStrategy: Any = _classes.first
 strategy_for = _classes.strategy_for
