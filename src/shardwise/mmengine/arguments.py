@@ -1,4 +1,4 @@
-"""What the wrapper takes: the table of its arguments, and what their values mean."""
+"""The table of the wrapper's arguments, and what their values mean."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def find_strategy(given: Any) -> Strategy:
     """
     Raises:
         ValueError: for an unknown name.
-        TypeError: for anything else that is no strategy.
+        TypeError: for anything else that is not a strategy.
     """
     if given is None:
         return Strategy()
@@ -170,7 +170,7 @@ def _mesh_of(process_group: Any, strategy: Strategy) -> DeviceMesh:
     rows: list[list[int]] = [[] for _ in range(replicate.size())]
     dist.all_gather_object(rows, dist.get_process_group_ranks(shard), group=replicate)
     if [row[shard.rank()] for row in rows if len(row) == shard.size()] != dist.get_process_group_ranks(replicate):
-        raise ValueError(f"process_group is two groups that are no mesh: ranks {rows} are not one below the other")
+        raise ValueError(f"process_group is two groups that form no mesh: the ranks {rows} do not line up in columns")
     return DeviceMesh.from_group([replicate, shard], device, rows, mesh_dim_names=("replicate", "shard"))
 
 
@@ -243,7 +243,7 @@ def find_precision(given: Any) -> Precision:
     """
     Raises:
         ValueError: for an unknown key or dtype, or ``keep_low_precision_grads``.
-        TypeError: for anything that is not precision.
+        TypeError: for anything else than dtypes.
     """
     if given is None:
         return Precision()
@@ -266,7 +266,8 @@ def find_precision(given: Any) -> Precision:
             "shards; convert the model before it is wrapped"
         )
     buffers, outputs = dtypes.pop("buffer_dtype"), dtypes.pop("output_dtype")
-    dtypes["reduce_dtype"] = dtypes["reduce_dtype"] or dtypes["param_dtype"]  # as FSDP1's; FSDP2's depends on the torch
+    # As in FSDP1; what FSDP2 takes for None depends on the version of torch.
+    dtypes["reduce_dtype"] = dtypes["reduce_dtype"] or dtypes["param_dtype"]
     policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=flags.get("cast_forward_inputs", True))
     casts = flags.get("cast_root_forward_inputs", policy.cast_forward_inputs)
     root = replace(policy, cast_forward_inputs=casts, output_dtype=outputs)
@@ -333,11 +334,11 @@ def find_function(name: str, given: Any) -> Any:
 def find_ignored(
     module: nn.Module, modules: Any, parameters: Any, states: Any = None
 ) -> tuple[set[nn.Module], set[nn.Parameter]]:
-    """Modules, with all inside them, and parameters that are not sharded.
+    """Modules (with all inside them) and parameters that are not to be sharded.
 
     Raises:
-        ValueError: for an unknown name, or ``states`` beside the others.
-        TypeError: for anything else that is not of ``module``.
+        ValueError: for an unknown name, an item that is not the model's, or ``states`` beside the others.
+        TypeError: for anything else.
     """
     if states is not None and (modules is not None or parameters is not None):
         raise ValueError("ignored_states means ignored_modules and ignored_parameters: pass it, or them")

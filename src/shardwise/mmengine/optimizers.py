@@ -24,7 +24,7 @@ for _class in ELEMENTWISE:
 
 
 def prepare_optim_wrapper(optim_wrapper: Any) -> None:
-    """Let a wrapper of optimizers, or several, clip, scale and load as sharded parameters need; once.
+    """Make one optimizer wrapper, or several, clip, scale and load as sharded parameters need; once for each.
 
     Raises:
         TypeError: for an `ApexOptimWrapper`.
@@ -32,7 +32,7 @@ def prepare_optim_wrapper(optim_wrapper: Any) -> None:
     for wrapper in _wrappers_in(optim_wrapper):
         if isinstance(wrapper, ApexOptimWrapper):
             raise TypeError(
-                "ApexOptimWrapper replaces the parameters by its own, which nothing shards: use AmpOptimWrapper"
+                "ApexOptimWrapper replaces the parameters by its own, which are not sharded: use AmpOptimWrapper"
             )
         optimizer = getattr(wrapper, "optimizer", None)
         if not isinstance(optimizer, Optimizer) or getattr(optimizer, PREPARED, False):
@@ -57,6 +57,6 @@ def _wrappers_in(optim_wrapper: Any) -> Iterator[BaseOptimWrapper]:
 
 @torch.no_grad()
 def _cut_own_state(optimizer: Optimizer) -> None:
-    """The same for state that was loaded before the optimizer was seen here."""
+    """Cut the state that was loaded before `cut_state` was registered."""
     for parameter, state in optimizer.state.items():
         state.update({name: cut(value, parameter) for name, value in state.items()})

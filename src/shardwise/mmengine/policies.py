@@ -37,7 +37,7 @@ def module_wrap_policy(module: nn.Module, recurse: bool, unwrapped_params: int, 
 
     Args:
         module: the module in question.
-        recurse: whether to answer if its children shall be looked at (always), or if it shall be a unit.
+        recurse: True asks whether to look at its children (always), False whether to make it a unit.
         unwrapped_params: makes no difference here.
         module_classes: classes, subclasses of which count too. In a config file names of classes of the model's
             modules, with the Python module before them or without.
@@ -64,7 +64,7 @@ def find_policy(name: str, given: Any, model: nn.Module) -> Policy | None:
     Args:
         name: of the argument.
         given: None, a name, a dict with ``type`` and options, or a function.
-        model: whose modules classes are named after.
+        model: where to look up classes that are given by name.
 
     Raises:
         TypeError: if it is none of these, or a registered entry cannot be called.
@@ -97,8 +97,8 @@ def find_policy(name: str, given: Any, model: nn.Module) -> Policy | None:
 
 
 def registered_function(name: str) -> Any:
-    """What FUNCTIONS has under ``name``, or what it is the full name of; None if there is no such thing."""
-    # For what cannot be a name it raises: the empty one.
+    """The function that ``name`` is registered as in FUNCTIONS, or is the full name of; None if there is none."""
+    # It raises for what cannot be a name, the empty string.
     with FUNCTIONS.switch_scope_and_registry(None), suppress(RuntimeError):
         return FUNCTIONS.get(name)
     return None
@@ -126,7 +126,7 @@ def _registered(name: str, policy: str) -> Policy:
 def _check_options(name: str, policy: Policy, options: Mapping[str, Any]) -> None:
     """
     Raises:
-        ValueError: for options that ``policy`` does not take, or does not do without.
+        ValueError: for options that ``policy`` does not take, or needs and does not get.
     """
     parameters = inspect.signature(policy).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):

@@ -9,18 +9,18 @@ import torch
 import torch.distributed as dist
 
 DEFAULT_LIMIT = timedelta(minutes=30)
-"""Of every wait, as in `mmengine.dist`."""
+"""The time limit of every collective, as in `mmengine.dist`."""
 
 
 def init_process_group(backend: str | None = None, timeout: float | timedelta | None = None) -> None:
     """Join the process group that a launcher such as torchrun describes by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR
-    and MASTER_PORT; nothing if that has been done.
+    and MASTER_PORT. Does nothing if that has been done.
 
     Call it before ``Runner(launcher="pytorch", ...)``: what MMEngine does itself needs a GPU. The Runner takes the
     group that it finds.
 
     Args:
-        backend: "nccl", "gloo" …; None for that of the device that is there: "gloo" on the CPU.
+        backend: "nccl", "gloo" …; None for the default of the available device ("gloo" on the CPU).
         timeout: limit of every collective, in seconds; None for 30 minutes.
 
     Raises:
@@ -34,7 +34,7 @@ def init_process_group(backend: str | None = None, timeout: float | timedelta | 
             f"init_process_group needs the environment variables {', '.join(missing)}: start the program by "
             "torchrun --nproc-per-node N, or set them"
         )
-    # MMEngine reads it where torch does not.
+    # MMEngine needs LOCAL_RANK, which torch does without.
     local_rank = int(os.environ.setdefault("LOCAL_RANK", os.environ["RANK"]))
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:

@@ -1,4 +1,4 @@
-"""What a Runner does otherwise with a sharded model."""
+"""Makes MMEngine's Runners initialize, save and resume a sharded model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def prepare_runner(runner: Any) -> None:
 
 
 def _init_model_weights(runner: Any) -> None:
-    """Initialize whole parameters; the first rank's values then are everyone's already."""
+    """Initialize whole parameters. MMEngine's broadcast is left out: all ranks have the first rank's values already."""
     model: Any = sharded_model(runner.model)
     if hasattr(model, "init_weights"):
         model.init_weights()
@@ -53,8 +53,7 @@ def _resume(
     resume_param_scheduler: bool = True,
     map_location: Any = "default",
 ) -> None:
-    """Resume with whole tensors on the host, of which each rank takes its part: all of them may be too much for a
-    device."""
+    """Resume with whole tensors on the host, since they may not fit on a device; each rank takes its part."""
     resume(filename, resume_optimizer, resume_param_scheduler, "cpu" if map_location == "default" else map_location)
 
 
@@ -69,8 +68,8 @@ def _save_checkpoint(runner: Any, save: Callable[..., None], *args: Any, **kwarg
             save(*args, **kwargs)
 
 
-# -- Where Runners get to know of it: of their classes, since hooks, which a config can leave out, come too late to say
-# how a model is initialized, and a FlexibleRunner's strategy does not know its runner.
+# -- Patches of the Runners' classes. A hook would come too late for initialization, and a config can leave it out; a
+# FlexibleRunner's strategy does not know its runner.
 
 
 def _preparing(original: Callable[..., Any]) -> Callable[..., Any]:

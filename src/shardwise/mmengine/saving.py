@@ -59,13 +59,13 @@ def _sharded_modules(hooks: Iterable[Any]) -> list[nn.Module]:
 
 
 def together() -> Any:
-    """What the main process does inside by itself succeeds, or raises on all ranks."""
+    """A context in which an error of the main process alone is raised on all ranks."""
     return Peers(world_mesh()).together()
 
 
 def _method(owner: Any, name: str) -> Any:
-    """All of `getattr` that a history of logged values needs, which names the methods of its own statistics, and
-    `OneCycleLR`, which names the one it anneals by.
+    """The uses of `getattr` that checkpoints need: a history of logged values names the methods of its statistics, and
+    `OneCycleLR` the method by which it anneals.
 
     Raises:
         UnpicklingError: for any other use.

@@ -29,7 +29,7 @@ def _nothing() -> None:
 def _own(wrapped: nn.Module) -> nn.Module:
     """
     Raises:
-        TypeError: if another wrapper has the model, whose state nothing here would gather.
+        TypeError: if another wrapper has the model, whose state this strategy would not gather.
     """
     if sharded_model(wrapped) is None:
         raise TypeError(f"ShardwiseStrategy's model_wrapper should be a {NAME}, but is a {type(wrapped).__name__}")
@@ -37,9 +37,9 @@ def _own(wrapped: nn.Module) -> nn.Module:
 
 
 def _make_average(hook: Any, has_model: Any) -> None:
-    """Make an average before a checkpoint is loaded, which a `FlexibleRunner` does before ``before_run``."""
+    """Let ``hook`` make its average now: a `FlexibleRunner` loads checkpoints before it calls ``before_run``."""
     hook.before_run(has_model)
-    # On the instance, and once: the call that comes later would make it anew.
+    # On the instance, and once: the call that comes later would replace the average.
     hook.before_run = functools.partial(_skip_once, hook)
 
 
@@ -60,7 +60,7 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]  # MMEngine has no t
     """
 
     runner: weakref.ref[Any] | None = None
-    """Whose hooks may have averages of the model."""
+    """The runner, whose hooks may have averages of the model."""
 
     def _hooks(self) -> list[Any]:
         runner = None if self.runner is None else self.runner()
@@ -69,7 +69,7 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]  # MMEngine has no t
     def _setup_distributed(
         self, launcher: str = "pytorch", backend: str | None = None, timeout: float | None = None, **kwargs: Any
     ) -> None:
-        """Join the process group: also without a GPU, where MMEngine's default backend becomes "gloo"."""
+        """Join the process group. Without a GPU, MMEngine's default backend "nccl" becomes that of the CPU."""
         if launcher != "pytorch":
             super()._setup_distributed(launcher, backend or "nccl", **kwargs)
             return
@@ -104,7 +104,7 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]  # MMEngine has no t
         return built
 
     def load_checkpoint(self, filename: str, *, map_location: Any = "cpu", **kwargs: Any) -> dict[str, Any]:
-        """MMEngine's; whole tensors go to the host, of which each rank takes its part."""
+        """MMEngine's, with whole tensors on the host, of which each rank takes its part."""
         for hook in self._hooks():
             if isinstance(hook, EMAHook) and not hasattr(hook, "ema_model"):
                 _make_average(hook, self)

@@ -38,7 +38,7 @@ class Units:
         strategy: what is sharded.
         precision: dtypes.
         offload: whether state is kept on the host.
-        policy: chooses units beside the model itself; None for no other.
+        policy: chooses units beside the model itself; None for no others.
         ignored_modules: are neither units nor asked about.
         ignored_parameters: stay as they are.
     """
@@ -54,13 +54,12 @@ class Units:
     def make(self, model: nn.Module) -> None:
         """Make units of the modules that the policy chooses, and at last of ``model``, in place.
 
-        Modules that are units already stay as they are, and the policy then is not asked. All ranks begin with the
-        values of the first one. What is refused, by the policy too, is refused on all ranks, and before anything is
-        changed.
+        Modules that are units already stay as they are; the policy is then not asked. All ranks begin with the values
+        of the first one. Every refusal, the policy's too, is raised on all ranks, before anything is changed.
 
         Raises:
             TypeError: naming a module that another library has wrapped.
-            ValueError: naming what ranks have differently, or a parameter that cannot be cut.
+            ValueError: naming a tensor in which ranks differ, or a parameter that cannot be cut.
         """
         chosen: dict[nn.Module, MixedPrecisionPolicy] = {}
         with Peers(self.mesh).together():

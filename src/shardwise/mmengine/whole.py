@@ -69,8 +69,8 @@ def whole_parameters(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _as_before_sharding(model: nn.Module) -> Iterator[None]:
-    """Inside, modules lack the hooks of this library, which expect sharded parameters, and have the classes that they
-    were made of, by whose names and bases MMEngine chooses what to initialize."""
+    """Inside, modules lack the hooks of this library, which expect sharded parameters, and have their classes from
+    before sharding, by whose names and bases MMEngine chooses what to initialize."""
     hooks = [(module, kind, module.__dict__[kind]) for module in model.modules() for kind in HOOKS]
     classes = [(module, type(module)) for module in model.modules() if unit_of(module) is not None]
     for module, kind, own in hooks:
@@ -102,13 +102,13 @@ def _is_own(hook: Any) -> bool:
 def init_weights_whole(model: nn.Module) -> None:
     """Let ``model.init_weights()``, of a sharded model, see whole parameters, as in one process.
 
-    On the instance: which class the model has is not ours to say, and `Runner` calls the method by its name.
+    The method is replaced on the instance, where `Runner` finds it by its name; the model's class stays as it is.
     """
     original = getattr(model, "init_weights", None)
     if not callable(original):
         return
 
-    # Weak, since it hangs on the model; a function of the instance is not bound to it.
+    # Weak, since the model holds `init_weights`. A function that was set on the instance is not bound to it.
     reference = weakref.ref(model)
     function = getattr(original, "__func__", None) if getattr(original, "__self__", None) is model else None
     unbound = original if function is None else None
@@ -130,7 +130,7 @@ def init_weights_whole(model: nn.Module) -> None:
 def copy_sharded(model: nn.Module) -> None:
     """Let `copy.deepcopy` of a unit give a plain module over DTensors of its own, as averages of the model need.
 
-    On the instances of the units: the engine's own answer, an error, is right for whoever would run the copy.
+    Only on these instances: elsewhere a copy of a unit, which could not run, stays an error.
     """
     for module in model.modules():
         if unit_of(module) is not None:
@@ -156,7 +156,7 @@ def _copy(reference: weakref.ref[nn.Module], memo: dict[int, Any]) -> nn.Module:
 
 @contextmanager
 def answering(owner: Any, **answers: Any) -> Iterator[None]:
-    """Inside, the methods of ``owner`` that are named give these values."""
+    """Inside, the named methods of ``owner`` return these values."""
     for name, value in answers.items():
         owner.__dict__[name] = functools.partial(_give, value)
     try:

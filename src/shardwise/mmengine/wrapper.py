@@ -31,8 +31,8 @@ class MMFullyShardedDataParallel(nn.Module):
     """A model whose parameters, gradients and optimizer state are in shards over the ranks, with the steps that
     MMEngine's loops call: ``Runner(model_wrapper_cfg=dict(type="MMFullyShardedDataParallel", ...))``.
 
-    ``module`` is the model, the same object, with parameters of the same names. What the wrapper does not have itself
-    it takes from there. Its state dict has the model's names.
+    ``module`` is the model, the same object, with parameters of the same names. Attributes that the wrapper does not
+    have are looked up there. Its state dict has the model's names.
 
     Raises:
         TypeError: for an argument of a wrong type, or an unknown one; the message names it, and what it takes.
@@ -122,7 +122,7 @@ class MMFullyShardedDataParallel(nn.Module):
             losses = self._run_forward(self.module.data_preprocessor(data, training=True), mode="loss")
             syncs = self._syncs_gradients
         loss, log_vars = self.module.parse_losses(losses)
-        # Backward decides whether gradients are reduced here, and comes after the context that says so.
+        # Whether gradients are reduced is decided in backward, which runs after `optim_context` has ended.
         with nullcontext() if syncs else self.no_sync():
             _update(optim_wrapper, loss)
         values: dict[str, torch.Tensor] = log_vars
@@ -138,7 +138,7 @@ class MMFullyShardedDataParallel(nn.Module):
             TypeError: if the data preprocessor gives neither a dict, nor a list or tuple.
         """
         predictions = self._run_forward(self.module.data_preprocessor(data, False), mode="predict")
-        # No backward follows that would do it, and hooks exchange parameters with averages between epochs.
+        # No backward follows that would reshard, and hooks exchange parameters with averages between epochs.
         show_shards(self.module)
         return predictions
 
@@ -184,7 +184,7 @@ class MMFullyShardedDataParallel(nn.Module):
 
 @eager
 def _update(optim_wrapper: Any, loss: torch.Tensor) -> None:
-    """Runs backward and the optimizer: where a compiler is at work, `train_step`'s, it is to compile the model only."""
+    """Run backward and the optimizer, outside of what is compiled where `train_step` is: only the model is."""
     optim_wrapper.update_params(loss)
 
 
@@ -215,5 +215,5 @@ def _cast_buffers(model: nn.Module, precision: Precision) -> None:
 
 
 def sharded_model(model: Any) -> nn.Module | None:
-    """The model inside a wrapper of this library; None of anything else."""
+    """The model inside a wrapper of this library; None for anything else."""
     return model.module if isinstance(model, MMFullyShardedDataParallel) else None
