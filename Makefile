@@ -16,7 +16,7 @@ CODE  := $(wildcard src tests examples bench)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,cli,transformers,lightning,mmengine]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,transformers,lightning,mmengine]'
 # No extra: its build needs the torch that is installed here. Tests compare with it, or skip.
 	-$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation --no-deps fairscale
 	@touch $@

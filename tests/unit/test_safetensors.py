@@ -372,12 +372,3 @@ def test_progress(monkeypatch: pytest.MonkeyPatch, shown: bool, patience: float,
         for _ in range(3):
             progress.advance(100)
     assert ("loading" in terminal.text) == appears
-
-
-def test_progress_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stderr", Terminal())
-    monkeypatch.setattr("shardwise.checkpoint.progress.PATIENCE", 0.0)
-    monkeypatch.setitem(__import__("sys").modules, "rich.console", None)
-    with Progress("loading", 300, shown=True) as progress:
-        progress.advance(100)
-        progress.advance(200)

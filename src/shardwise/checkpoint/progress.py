@@ -38,20 +38,17 @@ class Progress:
         """``count`` more bytes are done."""
         self._done += count
         if self._shown and self._bar is None and time.monotonic() > self._starts_at:
-            self._bar = self._stack.enter_context(bar) if (bar := _make_bar()) is not None else None
-            self._shown = self._bar is not None
-            if self._shown:
-                self._bar.add_task(self.label, total=self.total)
+            self._bar = self._stack.enter_context(_make_bar())
+            self._bar.add_task(self.label, total=self.total)
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=self._done)
 
 
 def _make_bar() -> Any:
-    try:  # an optional dependency, and not one to import before it is needed
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-        from rich.progress import Progress as RichProgress
-    except ImportError:
-        return None
+    # Imported only where a bar appears.
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import Progress as RichProgress
+
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     return RichProgress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
