@@ -178,8 +178,8 @@ def check_parameters(
 def check_same_model(
     module: nn.Module, own: Sequence[tuple[Member, nn.Parameter]], group: Any, device: torch.device
 ) -> None:
-    """Compare ``own`` parameters and buffers of `own_modules` over ``group``; a collective. It goes before checks that
-    look at this rank's alone, so that these fail on all ranks.
+    """Compare ``own`` parameters and buffers of `own_modules` over ``group``; a collective. Checks of each rank by
+    itself come afterwards, so that they fail on all ranks alike.
 
     Raises:
         ValueError: naming one whose shape, dtype or requires_grad differs between ranks.

@@ -91,7 +91,7 @@ class ShardedDataParallel(nn.Module):
         self._unowned: set[str] = set()
         self._start()
         syncs = sync_models_at_startup and self._size > 1
-        if syncs:  # before what looks at this rank's alone, so that that fails on all ranks
+        if syncs:  # before checks of each rank by itself, so that those fail on all ranks
             mine = [describe(name, parameter, f"owner={owner}") for name, parameter, owner in self._ownership()]
             mine += [describe(name, buffer) for name, buffer in module.named_buffers()]
             device = compute_device_of(self._group, module)

@@ -18,7 +18,7 @@ from .streams import Position
 _FAILED = 1 << 62
 """Larger than the number of any rank that did not fail."""
 _DIFFERS = 1 << 61
-"""The number of a rank on which other values are missing than on its peers."""
+"""The number of a rank on which other tensors lack values than on its peers."""
 
 
 def require_same(
@@ -30,12 +30,13 @@ def require_same(
     """
     Args:
         meshes: of all ranks that must agree. Two collectives on each.
-        lacking: names of what has no values here, with the meshes of what is sharded, whose ranks must lack it too.
+        lacking: names of the tensors without values here, with the mesh of each that is sharded, whose ranks must all
+            lack the values.
         records: that are about to be replayed.
         asked: what this rank asked for; compared by its representation.
 
     Raises:
-        StateError: on all ranks, if they do not lack, record or ask for the same, or one of them failed.
+        StateError: on all ranks, if they lack, record or ask for different things, or one of them failed.
     """
     shared = {id(mesh): sorted(name for name, its_mesh in lacking if its_mesh == mesh) for mesh in meshes}
     numbers = [(mesh, _number([repr(shared[id(mesh)]).encode()])) for mesh in meshes]
@@ -73,7 +74,7 @@ def telling_failure(meshes: Sequence[DeviceMesh]) -> Iterator[None]:
     try:
         yield
     except Exception:
-        for _ in range(2):  # as often as they communicate there
+        for _ in range(2):  # as many collectives as `require_same` makes on each mesh
             _extremes(meshes, _FAILED)
         raise
 

@@ -171,7 +171,7 @@ def find_shards(model: nn.Module) -> list[Shards]:
 
 
 def find_meshes(modules: Iterable[nn.Module], shards: list[Shards]) -> list[DeviceMesh]:
-    """Of the ranks that hold parts or copies of what ``modules`` have, with values or without."""
+    """The meshes of the ranks that hold parts or copies of the tensors in ``modules``, with values or without."""
     registered: list[torch.Tensor] = [slot.sharded for owner in shards for slot in owner.slots]
     registered += [tensor for module in modules for site in sites_of(module) if owner_of(tensor := site.get()) is None]
     meshes = (tensor.device_mesh for tensor in registered if isinstance(tensor, DTensor))
