@@ -76,8 +76,8 @@ class _FabricStrategy(ProcessesStrategy):
         param_init_fn: called with each module on the meta device that the constructor's record does not initialize;
             by default its own ``reset_parameters``, ``_reset_parameters`` or ``_init_weights``.
         state_dict_type: checkpoints are one file ("full") or a directory of `torch.distributed` ("sharded").
-        process_group: the ranks to shard over; None for all. Smaller groups, of one size, in which all ranks are hold
-            copies of one model, whose gradients are averaged over all.
+        process_group: the ranks to shard over; None for all. If groups of one size divide all ranks, each holds a
+            copy of the model, and gradients are averaged over all ranks.
     """
 
     part = "fabric"

@@ -7,14 +7,14 @@ from ..arguments import Argument, Support
 ACCEPTED = Support.ACCEPTED
 
 ARGUMENTS = {
-    "module": Argument("what to wrap, in place; parameters that instances inside it have are left to them"),
+    "module": Argument("what to wrap, in place; parameters of instances inside it are left to them"),
     "process_group": Argument("the ranks that share each parameter; None for all"),
     "process_group_reduce_scatter": Argument(
         "the ranks' group for gradients: 'reduce_scatter' for a communicator of its own, 'default' or None for that of "
         "the gathers, or a group of as many ranks"
     ),
     "reshard_after_forward": Argument("whether whole parameters are freed between forward and backward"),
-    "disable_reshard_on_root": Argument("whether those of the outermost instance are kept then all the same"),
+    "disable_reshard_on_root": Argument("whether the outermost instance keeps its whole parameters all the same"),
     "mixed_precision": Argument("whether compute_dtype differs from that of the parameters, which is then float32"),
     "fp32_reduce_scatter": Argument("whether gradients are reduced in float32; needs mixed_precision"),
     "flatten_parameters": Argument(
@@ -23,18 +23,20 @@ ARGUMENTS = {
     "move_params_to_cpu": Argument("whether shards, gradients and with them the optimizer's state live on the host"),
     "compute_dtype": Argument("dtype of the whole parameters; float16 with mixed_precision, float32 without"),
     "buffer_dtype": Argument("dtype of floating-point buffers; compute_dtype by default"),
-    "move_grads_to_cpu": Argument("must be what move_params_to_cpu is, since torch wants both on one device"),
+    "move_grads_to_cpu": Argument(
+        "must equal move_params_to_cpu, since torch wants parameters and gradients on one device"
+    ),
     "bucket_cap_mb": Argument("an instance's gradients are one collective anyway", ACCEPTED),
     "compute_device": Argument("where whole parameters are; by default where process_group communicates"),
-    "no_broadcast_optim_state": Argument("whether gathered optimizer state leaves this instance's out"),
+    "no_broadcast_optim_state": Argument("whether gathered optimizer state leaves out that of this instance"),
     "state_dict_device": Argument("where `state_dict` puts tensors; by default where it computes, or stores"),
     "clear_autocast_cache": Argument("whether autocast forgets cast weights after each forward"),
     "force_input_to_fp32": Argument("whether half-precision inputs become float32 where mixed_precision is off"),
-    "verbose": Argument("whether printing the module tells all settings"),
+    "verbose": Argument("whether printing the module shows all settings"),
     "cpu_offload": Argument("another name of move_params_to_cpu"),
-    "state_dict_on_rank_0_only": Argument("whether other ranks than the first get an empty `state_dict`"),
+    "state_dict_on_rank_0_only": Argument("whether ranks other than the first get an empty `state_dict`"),
     "gradient_predivide_factor": Argument(
-        "divides gradients before they are summed; what is left of the number of ranks divides after"
+        "divides gradients before they are summed; the number of ranks divided by it divides the sum"
     ),
     "allow_reset_parameters": Argument("whether `reset_parameters` may be called"),
 }

@@ -26,8 +26,8 @@ ARGUMENTS = {
     "optim": Argument("class of the optimizer that steps the parameters which this rank owns"),
     "group": Argument("process group whose ranks share the state; None for all ranks"),
     "broadcast_buffer_size": Argument(
-        "elements that several small parameters are put together in at most when they are sent; 0 sends every "
-        "parameter by itself, -1 leaves it to the backend"
+        "most elements of several small parameters that are sent as one; 0 sends every parameter by itself, -1 leaves "
+        "it to the backend"
     ),
     "broadcast_fp16": Argument(
         "whether parameters wider than 16 bits travel as float16; all ranks, owners too, then hold the rounded values"

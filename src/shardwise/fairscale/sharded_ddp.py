@@ -31,14 +31,14 @@ ARGUMENTS = {
         "the same parameters"
     ),
     "reduce_buffer_size": Argument(
-        "elements that the gradients of several small parameters are put together in at most; 0 sends each by itself"
+        "most elements of several small gradients that are reduced as one; 0 sends each by itself"
     ),
     "auto_refresh_trainable": Argument(
-        "whether every forward looks if parameters were frozen, unfrozen or added to an optimizer; otherwise "
-        "`refresh_trainable` has to be called then"
+        "whether every forward checks if parameters were frozen, unfrozen or added to an optimizer; otherwise call "
+        "`refresh_trainable` after that"
     ),
     "reduce_fp16": Argument("whether gradients wider than 16 bits are reduced in float16, with buffers or without"),
-    "warn_on_trainable_params_changed": Argument("whether such a change is told by a warning"),
+    "warn_on_trainable_params_changed": Argument("whether to warn of such a change"),
 }
 
 

@@ -15,7 +15,7 @@ TRAINER_ARGUMENTS = {
         ACCEPTED,
     ),
     "reshard_after_forward": Argument(
-        "let go of gathered parameters between forward and backward; those of the root, which backward needs first, "
+        "free gathered parameters between forward and backward; those of the root, which backward needs first, "
         "are kept in any case"
     ),
     "move_grads_to_cpu": Argument(
@@ -50,8 +50,8 @@ TRAINER_ARGUMENTS = {
     ),
     "state_dict_type": Argument('checkpoints are one file ("full") or a directory of torch.distributed ("sharded")'),
     "process_group": Argument(
-        "the ranks to shard over; None for all. Smaller groups, of one size, in which all ranks are hold copies of one "
-        "model, whose gradients are averaged over all"
+        "the ranks to shard over; None for all. If groups of one size divide all ranks, each holds a copy of the "
+        "model, and gradients are averaged over all ranks"
     ),
 }
 

@@ -64,7 +64,7 @@ def installed_namespaces() -> tuple[Namespace, ...]:
         if all(importlib.util.find_spec(top) is not None for top in namespace.tops)
     )
     if not found:
-        raise ImportError("shardwise's strategies for Lightning need it: pip install 'shardwise[lightning]'")
+        raise ImportError("shardwise's strategies for Lightning need it: pip install 'lightning>=2.6'")
     return tuple(sorted(found, key=lambda namespace: namespace.pytorch not in sys.modules))
 
 

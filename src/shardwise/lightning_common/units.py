@@ -42,7 +42,7 @@ class Sharding:
     """How a model's units are made.
 
     Args:
-        reshard_after_forward: whether units but the root let go of their parameters between forward and backward.
+        reshard_after_forward: whether units but the root free their parameters between forward and backward.
         precision: dtypes of the units.
         offload: whether shards, gradients and optimizer state are kept on the host.
         policy: chooses units; None for all modules with at least ``min_num_params`` parameters.

@@ -89,7 +89,7 @@ class Strategy:
 
     Args:
         placements: of the three kinds of state.
-        reshard_after_forward: whether units but the root let go of their parameters between forward and backward.
+        reshard_after_forward: whether units but the root free their parameters between forward and backward.
         replicates: whether it needs a second mesh axis.
     """
 
