@@ -22,7 +22,7 @@ CONFIG = TransformerConfig(layers=4, width=256)
 
 
 def megabytes_of(model: torch.nn.Module) -> float:
-    """Of the parameters that this process holds."""
+    """Megabytes (10^6) of the parameters that this process holds."""
     held = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
     return sum(0 if tensor.is_meta else tensor.nbytes for tensor in held) / 1e6
 

@@ -64,7 +64,7 @@ class LanguageModel(lightning.LightningModule):
 
 
 def fit(epochs: int, checkpoint: Path | None, directory: Path) -> tuple[lightning.Trainer, float]:
-    """Train until ``epochs`` are done; gives the Trainer and the loss of the last validation."""
+    """Train until ``epochs`` are done; return the Trainer and the loss of the last validation."""
     strategy = shardwise.lightning.DDPFullyShardedStrategy(auto_wrap_policy={Block})
     trainer = lightning.Trainer(
         strategy=strategy,

@@ -16,11 +16,11 @@ import pytest
 from .ranks.harness import PRELOADED
 
 FRAMEWORKS = {"lightning": ["lightning"], "fabric": ["lightning"], "mmengine": ["mmengine", "mmengine.runner"]}
-"""What ranks import for tests of each adapter: takes seconds, so it is done once, before they are forked."""
+"""What ranks import for tests of each adapter: once, before they are forked, since it takes seconds."""
 
 
 def pytest_collection_finish() -> None:
-    # What was imported is not searched for cycles again and again.
+    # The garbage collector need not search what is imported by now.
     gc.freeze()
 
 

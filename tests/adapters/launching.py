@@ -27,9 +27,9 @@ Cases = Mapping[str, Mapping[str, Callable[[Path], None]]]
 
 
 def run_cases(cases: Cases) -> None:
-    """As a program: the cases of the group that was asked for; stops at the first that fails.
+    """Run the cases of the group that the command line names, as a program; stop at the first that fails.
 
-    Each gets a directory that is the group's; those of other groups are beside it.
+    Each gets the group's directory; those of other groups are beside it.
     """
     group, directory = sys.argv[1], Path(sys.argv[2])
     own = directory / group
@@ -57,7 +57,7 @@ def run_cases(cases: Cases) -> None:
 
 @functools.cache
 def shared_directory() -> Path:
-    """Where all programs of this test run keep their files."""
+    """The directory in which all programs of this test run keep their files."""
     directory = tempfile.TemporaryDirectory(prefix="shardwise-lightning-")
     _kept.append(directory)
     return Path(directory.name)
@@ -68,7 +68,7 @@ _kept: list[tempfile.TemporaryDirectory[str]] = []
 
 @functools.cache
 def launched(program: str, group: str, ranks: int, torchrun: bool) -> dict[int, dict[str, dict[str, Any]]]:
-    """How the cases of ``group`` went, by rank; launched once.
+    """The outcomes of the cases of ``group``, by rank, and under -1 the log; launched once.
 
     Args:
         program: path of the test module.
@@ -105,7 +105,7 @@ def launched(program: str, group: str, ranks: int, torchrun: bool) -> dict[int, 
 
 
 def output_of(program: Path) -> list[str]:
-    """The lines that a program prints, which starts its processes by itself."""
+    """The lines that are printed by a program that starts its own processes."""
     result = subprocess.run(
         [sys.executable, str(program)], capture_output=True, text=True, timeout=LIMIT, env=_environment(), check=False
     )

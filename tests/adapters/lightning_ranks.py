@@ -1,6 +1,6 @@
 """Cases with Trainers and Fabrics on ranks that run already, as Lightning finds them under any launcher.
 
-Most of what a launched program costs is the import of Lightning, by each of its processes. A rank here has it once.
+Most of what a launched program costs is the import of Lightning, by each of its processes. A rank here imports it once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def check_in_ranks(
         case: name of the function, which takes that directory.
         world_size: of the ranks.
         namespace: ``NAMESPACE`` of the module, if not its own.
-        after: group, case and world size of what makes files that this one reads.
+        after: group, case and world size of the case that writes the files which this one reads.
     """
     if after and (program, *after, namespace) not in _done:
         check_in_ranks(program, *after, namespace=namespace)
@@ -57,7 +57,7 @@ def _run_case(program: str, case: str, directory: str, namespace: str) -> None:
             warnings.simplefilter("ignore")
             getattr(module, case)(Path(directory))
     finally:
-        # Lightning keeps ranks, seeds and addresses there.
+        # Lightning keeps ranks, seeds and addresses in the environment.
         os.environ.clear()
         os.environ.update(environment)
 

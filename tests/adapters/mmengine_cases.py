@@ -259,7 +259,7 @@ def _two(runner: Any) -> Any:
 
 
 def several_optimizers(directory: Path) -> None:
-    """A wrapper of one's own may have several, saves and resumes them; MMEngine's step, as with its FSDP, may not."""
+    """A user's wrapper may have several, which are saved and resumed; our own step takes one, as MMEngine's does."""
     MODEL_WRAPPERS.register_module(module=Own, force=True)
     cfg = {"model_wrapper_cfg": {"type": "Own", "auto_wrap_policy": LINEAR}}
     torch.manual_seed(8)
@@ -431,7 +431,7 @@ def saves_before_it_runs(directory: Path) -> None:
 
 
 class Failing(Hook):
-    """Fails where only the main process is."""
+    """Fails on the main process only."""
 
     def before_save_checkpoint(self, runner: Any, checkpoint: Any) -> None:
         raise ZeroDivisionError("no luck")

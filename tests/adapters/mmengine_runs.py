@@ -140,14 +140,13 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "auto_wrap_policy": {"type": "size_based_auto_wrap_policy", "min_num_params": 60},
     },
     "iterations": {"type": "MMFullyShardedDataParallel", "sharding_strategy": "SHARD_GRAD_OP"},
-    "best": {"type": "MMFullyShardedDataParallel", "cpu_offload": True, "sharding_strategy": "NO_SHARD"},
+    "best": {"type": "MMFullyShardedDataParallel", "cpu_offload": True},
 }
 WRAPPERS["recomputed"] = WRAPPERS["clipped"]
-WRAPPERS["best"] = {"type": "MMFullyShardedDataParallel", "cpu_offload": True}
 
 
 def loader(size: int, world_size: int) -> dict[str, Any]:
-    """All ranks' batches together are those of one process."""
+    """A dataloader whose batches, taken over all ranks, are those of one process."""
     return {
         "dataset": Data(size),
         "sampler": {"type": "DefaultSampler", "shuffle": False},
@@ -238,7 +237,7 @@ def check_outcome(directory: Path, key: str, runner: Any, recorder: Recorder, la
 
 
 def check_same_file(found: Path, wanted: Path) -> None:
-    """Two checkpoints, by torch.load's defaults, have the same keys, and values that are close."""
+    """Two checkpoints, read by torch.load's defaults, have the same keys and close values."""
     a, b = torch.load(found), torch.load(wanted)
     assert a.keys() == b.keys()
     assert type(a["state_dict"]) is OrderedDict
@@ -321,7 +320,7 @@ def run_in_turn(cases: dict[str, Case], directory: Path, file: str) -> None:
 
 @functools.cache
 def outcomes(module: str, function: str, world_size: int) -> tuple[dict[str, Any], str]:
-    """How the cases went that ``function`` of a test module runs on ranks, by rank and case; run once."""
+    """The outcomes, by rank and case, of the cases that ``function`` of a test module runs on ranks; run once."""
     directory = shared_directory() / "mmengine"
     directory.mkdir(exist_ok=True)
     failure = ""
@@ -348,7 +347,7 @@ def check(module: str, function: str, world_size: int, case: str) -> None:
 
 
 def output_of_ranks(program: Path, world_size: int) -> list[str]:
-    """The lines that the first rank of a program prints, whose processes start as those of torchrun."""
+    """The lines printed by the first rank of a program, whose processes are started as torchrun does."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -38,8 +38,9 @@ class RankError(AssertionError):
 def _use_one_gloo_thread() -> None:
     """Give each gloo group of this process one worker thread, of torch's two.
 
-    After a collective each assigns its name to one string of the group, without a lock: of those whose name is on the
-    heap (a DTensor's all-gather: ALLGATHER_COALESCED) two at once free it twice, and the heap is corrupt (torch 2.13).
+    After a collective a worker assigns the collective's name to a string of the group, without a lock. If two workers
+    replace a name that is long enough for the heap (ALLGATHER_COALESCED, a DTensor's all-gather) at once, it is freed
+    twice, which corrupts the heap (torch 2.13).
     """
     import torch.distributed as dist
 
@@ -62,17 +63,17 @@ def _serve(connection: Connection, rank: int, world_size: int) -> None:
 
     torch.set_num_threads(1)
     if not torch.cuda.is_available():
-        # The other one writes down a stack trace for each call, in case that there will be a device: a millisecond.
+        # torch.manual_seed records a stack trace, in case a device is used later: a millisecond for each call.
         torch.manual_seed = torch.default_generator.manual_seed  # type: ignore[assignment]
     _use_one_gloo_thread()
-    # What is imported by now is not searched for cycles again and again.
+    # The garbage collector need not search what is imported by now.
     gc.freeze()
     connection.send(("ready", None))
     last = ""
     while True:
         module, name, rendezvous, arguments = connection.recv()
         if module != last:
-            # DTensor keeps the mesh that it first met, and takes one of other groups of the same ranks for the same.
+            # DTensor caches meshes, and takes a mesh with new groups of the same ranks for the old one.
             clear_what_dtensors_keep()
             last = module
         try:
@@ -109,7 +110,7 @@ class Ranks:
         if self.processes and all(process.is_alive() for process in self.processes):
             return
         self.stop()
-        # Forked from a process that has imported what takes seconds, once, and done nothing else.
+        # Forked from a process that has only imported PRELOADED, which takes seconds.
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         for rank in range(self.world_size):
@@ -131,7 +132,7 @@ class Ranks:
         self.processes, self.connections = [], []
 
     def run(self, module: str, name: str, arguments: dict[str, Any], limit: float) -> list[Any]:
-        """Run a test body on all ranks; gives what each returned."""
+        """Run a test body on all ranks; return what each returned."""
         self.start()
         with tempfile.TemporaryDirectory() as directory:
             for connection in self.connections:

@@ -1,4 +1,4 @@
-"""What the ranks of a test have together."""
+"""What the ranks of a test share."""
 
 from __future__ import annotations
 

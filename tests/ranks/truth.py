@@ -1,4 +1,4 @@
-"""Truth that nobody here wrote: torch FSDP2 on the same ranks, and plain training on all ranks' batches."""
+"""References that are not our own code: torch FSDP2 on the same ranks, and plain training on all ranks' batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Key = TypeVar("Key")
 Verb = Callable[..., Any]
 Wrap = Callable[[nn.Module, Verb], Any]
 Iteration = Callable[[nn.Module, int, int], torch.Tensor]
-"""Forward and backward of a model for one (step, rank); gives the loss."""
+"""Forward and backward of a model for one (step, rank); returns the loss."""
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Record:
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def note(self, loss: torch.Tensor, model: nn.Module) -> None:
-        """A step's loss and gradients, which are whole only after `end`."""
+        """Record a step's loss and gradients; the gradients are whole only after `end`."""
         self.losses.append(loss.detach().clone())
         self.gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
 
@@ -52,7 +52,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole_each(tensors: dict[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
-    """Their unsharded values, as copies; those cut over one axis travel together."""
+    """Their unsharded values, as copies; those cut over one mesh axis are gathered by one collective."""
     cut = {name: tensor for name, tensor in tensors.items() if _is_cut_over_one_axis(tensor)}
     if len({tensor.device_mesh for tensor in cut.values()}) != 1:
         return {name: whole(tensor) for name, tensor in tensors.items()}
@@ -101,7 +101,7 @@ def simple_iteration(width: int = 9) -> Iteration:
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Steps that are linear in the gradients, so that a difference of rounding stays one."""
+    """SGD, whose steps are linear in the gradients, so that rounding errors do not grow."""
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
