@@ -37,7 +37,7 @@ Table = Mapping[str, Argument]
 
 
 def check_arguments(function: Callable[..., Any], name: str, table: Table, given: Mapping[str, Any]) -> None:
-    """Warn once of all arguments that have no effect, refuse those that cannot have theirs.
+    """Warn once of all arguments that have no effect, and refuse those that are not supported.
 
     Args:
         function: whose signature has the defaults; an argument that equals its default was not passed.
@@ -55,7 +55,7 @@ def check_arguments(function: Callable[..., Any], name: str, table: Table, given
             raise ValueError(f"{name}({key}=...) is not supported: {table[key].meaning}")
     if idle := [key for key in passed if table[key].support is Support.ACCEPTED]:
         reasons = "; ".join(f"{key}: {table[key].meaning}" for key in idle)
-        # The caller of the constructor that called this.
+        # Points at the caller of the constructor that called this.
         warnings.warn(f"{name}: arguments without effect: {reasons}", stacklevel=3)
 
 

@@ -20,8 +20,8 @@ from .core.parameter import owner_of
 class EMA:
     """Keeps ``average = decay * average + (1 - decay) * parameter`` of a model's trainable parameters.
 
-    Each rank averages its shards: no communication, and memory of one more set of shards. What is frozen when it is
-    made, and all buffers, are not averaged: a swapped model uses them as they are.
+    Each rank averages its shards: no communication, and memory of one more set of shards. Parameters that are frozen
+    at construction, and buffers, are not averaged: a swapped model uses them as they are.
 
         ema = shardwise.EMA(model, 0.999)
         ...
@@ -42,6 +42,7 @@ class EMA:
 
     Raises:
         StateError: if parameters are on the meta device, or without values.
+        TypeError: for an argument of a wrong type.
         ValueError: if ``decay`` is out of range, or ``dtype`` is not a floating-point one.
     """
 
@@ -117,7 +118,7 @@ class EMA:
             raise RuntimeError(f"EMA.{action} was called while the model has the averages: swap() back first")
 
     def _parameters(self) -> list[torch.Tensor]:
-        """Those that are averaged, as they are registered now, in the order of the averages."""
+        """The averaged parameters as they are registered now, in the order of the averages."""
         _register_sharded(self._model)
         by_name = {name: p for p, names in parameter_names(self._model).items() for name in names}
         found = []
@@ -149,7 +150,7 @@ class EMA:
 
         Raises:
             RuntimeError: while they are swapped.
-            TypeError: if its decay is no number.
+            TypeError: if its decay is not a number.
             ValueError: if its decay is out of range, or it has other parameters than this average, or of other shapes;
                 nothing is loaded then.
         """
@@ -202,7 +203,7 @@ def _check_decay(decay: float) -> None:
 
 
 def _register_sharded(model: nn.Module) -> None:
-    """Let all units have their sharded parameters registered, and check that they have values."""
+    """Register the sharded parameters of all units, and check that they have values."""
     for module in model.modules():
         if (unit := unit_of(module)) is not None:
             for group in unit.groups:

@@ -82,7 +82,7 @@ def fully_shard(
 
     The unit has all parameters of ``module`` that no earlier call on a submodule took: wrap from the bottom up, say
     each transformer block and then the root. Afterwards its registered parameters are DTensors, of which each rank
-    holds a chunk; inside its forward they are the plain whole tensors. The first nine arguments are torch FSDP2's
+    holds a chunk; inside its forward they are the plain whole tensors. The first eight arguments are torch FSDP2's
     (`torch.distributed.fsdp.fully_shard`).
 
     Args:
@@ -119,8 +119,8 @@ def fully_shard(
     groups = _make_groups(parameters, data_parallel, policy, shard_placement_fn)
     _move_buffers(managed, data_parallel.device)
     # The root's parameters are needed at once in backward; where they are kept anyway, resharding costs nothing.
-    by_default = reshard_after_forward is None and comm_ctx is None and not strategy.keeps_unsharded
-    unit = Unit(modules, groups, data_parallel.device, mp_policy, module_fqn, comm_ctx, by_default, make_root)
+    reshards_unless_root = reshard_after_forward is None and comm_ctx is None and not strategy.keeps_unsharded
+    unit = Unit(modules, groups, data_parallel.device, mp_policy, module_fqn, comm_ctx, reshards_unless_root, make_root)
     _install(unit, modules, reshards=_reshards(reshard_after_forward))
     return module
 
@@ -144,7 +144,7 @@ def _check_device(comm_ctx: FSDPCommContext | None, device: torch.device) -> Non
 
 
 def _reshards(reshard_after_forward: bool | int | None) -> bool:
-    """Whether parameters are resharded after forward; not to groups of one rank."""
+    """Whether parameters are resharded after forward. 1, for groups of one rank, means that they are not."""
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return reshard_after_forward is not False
     return reshard_after_forward != 1
@@ -163,7 +163,7 @@ def _install(unit: Unit, modules: Sequence[nn.Module], *, reshards: bool) -> Non
 
 
 def _root_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """The given modules, without those that others of them contain."""
+    """The given modules, without those inside others of them."""
     if not isinstance(module, (nn.Module, list, tuple)):
         raise TypeError(f"fully_shard takes a module or a list of modules, not {type(module).__name__}")
     given = [module] if isinstance(module, nn.Module) else list(module)
@@ -293,7 +293,7 @@ def check_cuttable(name: str, parameter: nn.Parameter) -> None:
         raise ValueError(
             f"parameter {name!r} is a {type(parameter.data).__name__} with an all-gather of its own "
             "(fsdp_pre_all_gather), which shardwise does not call: shard its module by torch's "
-            "fully_shard, or convert the parameter after"
+            "fully_shard, or convert the parameter afterwards"
         )
 
 
@@ -323,7 +323,7 @@ def _make_groups(
     policy: GroupPolicy,
     placement_fn: PlacementFn | None,
 ) -> list[ParamGroup]:
-    """One group per mesh, in the order in which parameters ask for them; what is refused, before any is replaced."""
+    """One group per mesh, in the order in which parameters ask for them. Raises before any parameter is replaced."""
     meshes: dict[int, DataParallelMesh] = {}
     by_mesh: dict[int, list[ManagedParameter]] = {}
     for parameter in parameters:
@@ -378,12 +378,12 @@ def _move_buffers(managed: Sequence[tuple[str, nn.Module]], device: torch.device
 
 
 def _install_state_dict_hooks(group: ParamGroup) -> None:
-    """State dicts see sharded parameters; what loading put in place of one is taken over."""
+    """Let state dicts see sharded parameters, and adopt what loading puts in the place of one."""
     reference, shards = weakref.ref(group), group.shards.reference
 
     def before(*_: Any) -> None:
         if (alive := reference()) is not None:
-            # Kept, since only one rank may be asked for its state dict, and no other would gather again with it.
+            # Gathered ones are kept: if one rank alone takes its state dict, others would not gather again with it.
             alive.reshard(keep=True)
 
     def after(*_: Any) -> None:

@@ -33,8 +33,8 @@ def clip_grad_norm_(
     ranks of the mesh call it.
 
     Args:
-        parameters: one or many; those without gradients count nothing. Of unsharded ones (registered while a unit is
-            not resharded) and of those that `fully_shard` replaced the sharded ones' gradients count.
+        parameters: one or many; those without gradients are left out. For an unsharded parameter (registered while its
+            unit is not resharded), or one that `fully_shard` replaced, the gradient of its sharded parameter counts.
         max_norm: in the unit of the gradients.
         norm_type: order of the norm; ``inf`` for the largest absolute value.
         error_if_nonfinite: whether a norm that is nan or infinite is an error, before anything is scaled.
@@ -127,7 +127,7 @@ def total_norm(tensors: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch
 
 
 def _by_mesh(tensors: Sequence[torch.Tensor]) -> Iterable[tuple[DeviceMesh | None, list[int]]]:
-    """Indices of the tensors of each mesh object, of which several may be equal: comparing all is slow."""
+    """Indices of the tensors of each mesh object. Objects may be equal: comparing the meshes of all tensors is slow."""
     found: dict[int, tuple[DeviceMesh | None, list[int]]] = {}
     for index, tensor in enumerate(tensors):
         mesh = spec_of(tensor).mesh if isinstance(tensor, DTensor) else None

@@ -14,7 +14,7 @@ from .core.comm import comm_for
 from .core.device import local_norms, local_of, scale_each, unscale_each
 
 FUSED_DTYPES = (torch.float16, torch.float32, torch.float64)
-"""For which torch scales and looks for infinities in one kernel, on every device."""
+"""Dtypes for which torch scales and looks for infinities in one kernel, on every device."""
 
 
 class ShardedGradScaler(GradScaler):
@@ -26,8 +26,8 @@ class ShardedGradScaler(GradScaler):
 
     Args:
         init_scale: first factor.
-        growth_factor: what it is multiplied by after ``growth_interval`` steps in a row without infinities; above 1.
-        backoff_factor: what it is multiplied by after a step that was skipped; below 1.
+        growth_factor: multiplies the scale after ``growth_interval`` steps in a row without infinities; above 1.
+        backoff_factor: multiplies the scale after a step that was skipped; below 1.
         growth_interval: in steps.
         enabled: whether to scale at all.
         process_group: ranks that skip together; None for all.
@@ -45,7 +45,7 @@ class ShardedGradScaler(GradScaler):
         enabled: bool = True,
         process_group: dist.ProcessGroup | None = None,
     ):
-        # "cpu" is only what torch never disables; the scale lies where the first loss is.
+        # torch never disables a scaler for "cpu"; the scale itself is put where the first loss is.
         super().__init__("cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self.group = process_group
 
@@ -60,7 +60,7 @@ class ShardedGradScaler(GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        # float16 gradients are allowed: where parameters are sharded they are what mixed precision gives.
+        # float16 gradients are allowed: mixed precision gives them where parameters are sharded.
         found = {found_inf.device: found_inf}
         for (device, _), gradients in _by_device_and_dtype(optimizer).items():
             flag = found.setdefault(device, found_inf.to(device, copy=True))
@@ -84,7 +84,7 @@ class ShardedGradScaler(GradScaler):
 
 
 def sharded_scaler(scaler: Any) -> Any:
-    """A scaler whose ranks skip a step together, set as ``scaler`` is; what is not torch's own stays as it is."""
+    """A scaler whose ranks skip a step together, with the state of ``scaler``; one that is not torch's is returned."""
     if not isinstance(scaler, GradScaler) or isinstance(scaler, ShardedGradScaler):
         return scaler
     sharded = ShardedGradScaler(enabled=scaler.is_enabled())

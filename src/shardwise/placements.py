@@ -73,7 +73,7 @@ class Placements:
 
     @property
     def reduces_every_backward(self) -> bool:
-        """Whether gradients are reduced after every backward pass or after the last micro-batch only."""
+        """Whether gradients are reduced after every backward pass; otherwise only after the last micro-batch."""
         return self.gradient == "shard"
 
 

@@ -1,4 +1,4 @@
-"""Where modules have tensors registered, and tensors that become others there."""
+"""Where modules have tensors registered, and replacing tensors there."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def become(tensor: torch.Tensor, value: torch.Tensor, sites: Sequence[Site]) -> 
     try:
         torch.utils.swap_tensors(tensor, value)
         return tensor
-    except RuntimeError:  # somebody holds a weak reference or an autograd graph
+    except RuntimeError:  # a weak reference or an autograd graph holds one of them
         for site in sites:
             site.put(value)
         return value

@@ -555,7 +555,7 @@ def test_replaced_and_added_parameters(flat: bool) -> None:
     late.module[0].extra = nn.Parameter(torch.zeros(2))
     with pytest.raises(ValueError, match=r"'0.extra' was registered after wrapping"):
         late(INPUTS[0])
-    with pytest.raises(ValueError, match=r"'0.extra' is no shard"):
+    with pytest.raises(ValueError, match=r"'0.extra' is not a shard"):
         late.get_shard_from_optim_state_dict({"state": {}, "param_groups": []})
 
 

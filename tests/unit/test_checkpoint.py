@@ -326,10 +326,10 @@ def test_a_pipe_in_the_place_of_a_file(tmp_path: Path) -> None:
     path = save(tmp_path, model=make())
     (path / "__0_0.distcp").unlink()
     os.mkfifo(path / "__0_0.distcp")
-    with pytest.raises(CorruptFileError, match="it is no file"):
+    with pytest.raises(CorruptFileError, match="it is not a file"):
         load(tmp_path, model=make())
     manifest = Manifest.read(path)
-    assert find_damage(path, manifest, 1, 2, lambda _: None) == {"__0_0.distcp": "it is no file"}
+    assert find_damage(path, manifest, 1, 2, lambda _: None) == {"__0_0.distcp": "it is not a file"}
 
 
 def test_state_of_another_optimizer(tmp_path: Path) -> None:

@@ -260,7 +260,7 @@ def test_pipes_in_the_place_of_files(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "x.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "pipe"}}))
     for where in (".", "other", "x.safetensors.index.json"):
-        with pytest.raises(ValueError, match="is no file"):
+        with pytest.raises(ValueError, match="is not a file"):
             load_safetensors(MLP(), tmp_path / where)
 
 

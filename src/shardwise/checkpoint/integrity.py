@@ -274,5 +274,5 @@ def _wrong_size(path: Path, file: FileSum) -> str | None:
     except OSError as error:
         return f"it cannot be read: {error.strerror}"
     if not path.is_file():
-        return "it is no file"  # opening a pipe would wait for its other end
+        return "it is not a file"  # opening a pipe would wait for its other end
     return None if size == file.size else f"it has {size:,} bytes and was saved with {file.size:,}"

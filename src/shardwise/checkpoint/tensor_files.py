@@ -119,7 +119,7 @@ def _check_file(path: Path) -> None:
         CorruptFileError: if it is not a regular file: opening a pipe would wait for its other end.
     """
     if not path.is_file():
-        raise CorruptFileError(f"{path} is no file")
+        raise CorruptFileError(f"{path} is not a file")
 
 
 def _read_index(path: Path) -> dict[str, StoredTensor]:

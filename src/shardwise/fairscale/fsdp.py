@@ -879,7 +879,7 @@ def _choose_casts(module: nn.Module, outer: torch.dtype | None) -> None:
 def _check_dtypes(**dtypes: torch.dtype) -> None:
     """
     Raises:
-        TypeError: naming one that is no dtype, or not of floating-point numbers.
+        TypeError: naming one that is not a floating-point dtype.
     """
     for name, dtype in dtypes.items():
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):

@@ -95,7 +95,7 @@ def _slots_of_group(
     for parameter in group["params"]:
         if id(parameter) not in slots:
             raise ValueError(
-                f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is no shard of this module: "
+                f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not a shard of this module: "
                 "make it over module.parameters() after wrapping"
             )
     return [slots[id(parameter)] for parameter in group["params"]]
@@ -252,8 +252,8 @@ def _in_parameters_order(
     for name, parameter in root.named_parameters():
         if id(parameter) not in slots:
             raise ValueError(
-                f"parameter {name!r} is no shard of this module: it was registered after wrapping, or is whole inside "
-                "summon_full_params; leave that first, and register parameters before they are wrapped"
+                f"parameter {name!r} is not a shard of this module: it was registered after wrapping, or is whole "
+                "inside summon_full_params; leave that first, and register parameters before they are wrapped"
             )
     return [slots[id(parameter)] for parameter in root.parameters()]
 

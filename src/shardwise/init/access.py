@@ -50,10 +50,10 @@ _EXPOSES = {
     torch.Tensor.storage,
     torch.Tensor.untyped_storage,
 }
-"""Their results share memory with the tensor."""
+"""Functions whose results share memory with their tensor."""
 
 _LOOPS = {torch.Tensor.apply_, torch.Tensor.map_, torch.Tensor.map2_}
-"""They go through the memory of their tensors element by element."""
+"""Functions that go through the memory of their tensors element by element."""
 
 
 def _with_values(recorder: Recorder, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -108,7 +108,7 @@ class Call:
 
     @property
     def depends_on_values(self) -> bool:
-        """Whether its results' shapes, results that are no tensors, or how much it draws, depend on values. Unknown
+        """Whether its results' shapes, its results that are not tensors, or how much it draws depend on values. Unknown
         operators and those without an honest meta kernel count as such."""
         tags = self.function.tags
         if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:

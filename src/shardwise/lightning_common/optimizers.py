@@ -97,7 +97,7 @@ def load_full_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any]) ->
     if not {"state", "param_groups"} <= saved.keys():
         raise ValueError(
             f"this is not a state dict of {type(optimizer).__name__}: it has {', '.join(map(repr, list(saved)[:5]))} "
-            "in the place of 'state' and 'param_groups'"
+            "instead of 'state' and 'param_groups'"
         )
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(parameter.is_meta for parameter in parameters):

@@ -127,7 +127,7 @@ class FlatOptimizer(Optimizer):
         self._start_anew()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As of the optimizer.
+        """As the optimizer's own.
 
         Raises:
             ValueError: for ``differentiable=True``.
@@ -138,7 +138,7 @@ class FlatOptimizer(Optimizer):
 
     @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of the optimizer."""
+        """As the optimizer's own."""
         tracer = trace_by(None)
         try:
             with without_torch_function():
