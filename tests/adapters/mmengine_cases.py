@@ -541,7 +541,7 @@ def hybrid_in_groups(directory: Path) -> None:
     check_same_file(directory / "hybrid" / "epoch_2.pth", directory / "hybrid_ddp" / "epoch_2.pth")
     wrapper = MMFullyShardedDataParallel(Toy(), process_group=groups, sharding_strategy="HYBRID_SHARD")
     assert wrapper.module.net[0].weight.device_mesh.mesh.tolist() == [[0, 1], [2, 3]]
-    with pytest.raises(ValueError, match="are not one below the other"):
+    with pytest.raises(ValueError, match="do not line up in columns"):
         MMFullyShardedDataParallel(Toy(), process_group=(groups[0],) * 2, sharding_strategy="HYBRID_SHARD")
     with pytest.raises(ValueError, match="process_group is two axes of ranks, and the sharding_strategy needs one"):
         MMFullyShardedDataParallel(Toy(), process_group=groups)
