@@ -141,8 +141,13 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     },
     "iterations": {"type": "MMFullyShardedDataParallel", "sharding_strategy": "SHARD_GRAD_OP"},
     "best": {"type": "MMFullyShardedDataParallel", "cpu_offload": True},
+    "recomputed": {
+        "type": "MMFullyShardedDataParallel",
+        "auto_wrap_policy": LINEAR,
+        "cpu_offload": True,
+        "sharding_strategy": "NO_SHARD",
+    },
 }
-WRAPPERS["recomputed"] = WRAPPERS["clipped"]
 
 
 def loader(size: int, world_size: int) -> dict[str, Any]:

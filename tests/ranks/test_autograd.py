@@ -1997,11 +1997,16 @@ def wrapped_pair(make: Callable[[], nn.Module], **options: Any) -> tuple[nn.Modu
     return models[0], models[1]
 
 
-@on_ranks(4, size=[1, 2, 4], iteration=["simple", "several_forwards", "several_backwards", "forward_between"])
+@on_ranks(4, size=[2], iteration=["simple", "several_forwards", "several_backwards", "forward_between"])
 def test_resharding_to_fewer_ranks(size: int, iteration: str) -> None:
     """The root too is resharded to groups of ``size`` ranks after forward."""
     run = next((each for each in ITERATIONS if each.__name__ == iteration), simple_iteration())
     check(lambda: stack(Layer(), Layer()), run, bitwise=False, reshard_after_forward=size)
+
+
+@on_ranks(4, size=[1, 4])
+def test_resharding_to_one_rank_or_all(size: int) -> None:
+    test_resharding_to_fewer_ranks.body(size, "several_backwards")
 
 
 @on_ranks(4, reentrant=[True, False])

@@ -49,7 +49,6 @@ def assert_same(ours: dict[str, list[torch.Tensor]], theirs: dict[str, list[torc
 
 
 @on_ranks(
-    1,
     2,
     model=["mlp", "transformer", "conv"],
     param_dtype=[None, BF16],
@@ -58,6 +57,11 @@ def assert_same(ours: dict[str, list[torch.Tensor]], theirs: dict[str, list[torc
 )
 def test_like_fsdp2(model: str, param_dtype: Any, reduce_dtype: Any, reshard: bool) -> None:
     check_like_fsdp2(model, param_dtype, reduce_dtype, reshard)
+
+
+@on_ranks(1, model=["mlp", "transformer", "conv"], param_dtype=[None, BF16], reduce_dtype=[None, torch.float32, BF16])
+def test_like_fsdp2_on_one_rank(model: str, param_dtype: Any, reduce_dtype: Any) -> None:
+    check_like_fsdp2(model, param_dtype, reduce_dtype, reshard=True)
 
 
 @on_ranks(3, 4, model=["mlp", "transformer", "conv"], precision=[(None, None), (BF16, None), (BF16, torch.float32)])

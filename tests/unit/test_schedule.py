@@ -75,7 +75,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("prepare", [nothing, prefetch_two, keep_three_buffers])
-@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16], ids=["fp32", "bf16"])
 def test_presets(fake_mesh: Mesh, preset: str, prepare: Any, micro_batches: int, policy: MixedPrecisionPolicy) -> None:
     placements = getattr(Placements, preset)

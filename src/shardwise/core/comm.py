@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+import threading
 import uuid
 import weakref
 from collections import Counter
@@ -392,9 +393,13 @@ def new_group_of(ranks: Sequence[int], purpose: str) -> dist.ProcessGroup:
     made = _groups_made.setdefault(world, Counter())
     made[*ranks] += 1
     name = hashlib.sha1(f"{purpose} {[*ranks]} {made[*ranks]}".encode(), usedforsecurity=False).hexdigest()
+    original, own_thread = distributed_c10d._hash_ranks_to_str, threading.get_ident()
+
+    def named(ranks: list[int]) -> str:
+        return name if threading.get_ident() == own_thread else original(ranks)
+
     # torch names it by how many groups this process knows: ranks that know more or fewer would wait for each other.
-    original = distributed_c10d._hash_ranks_to_str
-    distributed_c10d._hash_ranks_to_str = lambda ranks: name
+    distributed_c10d._hash_ranks_to_str = named
     try:
         group = dist.new_group([*ranks], use_local_synchronization=True, group_desc=f"shardwise_{purpose}")
     finally:
