@@ -295,7 +295,6 @@ def worlds_of(directory: Path, size: int) -> Iterator[int]:
         _join(directory / f"inside_{world_size}_{number}_{first}", rank - first, own)
     yield rank // size
     if dist.is_initialized():
-        dist.barrier()
         dist.destroy_process_group()
     os.environ.update(before)
     _join(directory / f"after_{world_size}_{number}", rank, world_size)

@@ -38,9 +38,11 @@ def require_same(
     Raises:
         StateError: on all ranks, if they lack, record or ask for different things, or one of them failed.
     """
-    shared = {id(mesh): sorted(name for name, its_mesh in lacking if its_mesh == mesh) for mesh in meshes}
-    numbers = [(mesh, _number([repr(shared[id(mesh)]).encode()])) for mesh in meshes]
-    differs = [_extremes([mesh], number) != (number, number) for mesh, number in numbers]
+    differs = []
+    for mesh in meshes:
+        shared = sorted(name for name, its_mesh in lacking if its_mesh == mesh)
+        number = _number([repr(shared).encode()])
+        differs.append(_extremes([mesh], number) != (number, number))
     parts = [repr(asked).encode(), *(record.digest() for record in records)] if lacking else []
     mine = _DIFFERS if any(differs) else _number(parts)
     largest, smallest = _extremes(meshes, mine)
