@@ -11,6 +11,9 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CODE  := $(wildcard src tests examples bench)
 
+# Training and tests start many processes, each of which would compile the sources again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train test lint bench clean
 .DELETE_ON_ERROR:
 
