@@ -503,6 +503,18 @@ def test_other_param_groups_are_an_error_that_names_them(tmp_path: Path) -> None
     assert equal(other, make(1))
 
 
+def test_settings_that_differ_between_the_parameters_of_a_group(tmp_path: Path) -> None:
+    """They were saved one by one: which would count must not depend on where the parameters are in memory."""
+    model = make()
+    model[2].requires_grad_(False)
+    own = [{"params": [model[0].weight], "lr": 0.1}, {"params": [model[0].bias], "lr": 0.2}]
+    save(tmp_path, model=model, optimizer=SGD(own, momentum=0.9))
+    joined = SGD(model[0].parameters(), lr=0.3)
+    with pytest.raises(ValueError, match=r"group 0 of SGD has '0.weight' and '0.bias', .* different 'lr': make"):
+        load(tmp_path, model=model, optimizer=joined)
+    assert joined.param_groups[0]["lr"] == 0.3
+
+
 def test_several_optimizers_and_schedulers(tmp_path: Path) -> None:
     def build(seed: int) -> tuple[nn.Module, list[Any], list[Any]]:
         model = make(seed)

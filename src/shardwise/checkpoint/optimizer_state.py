@@ -173,20 +173,37 @@ class SavedOptimizer:
             for index, group in enumerate(optimizer.param_groups):
                 _names_of(optimizer, group[PARAMETERS], self._names)
                 parameters = frozenset(group[PARAMETERS])
-                fitting = by_parameters.get(parameters) or self._by_parameter(by_parameters, parameters)
+                fitting = by_parameters.get(parameters) or self._by_parameter(by_parameters, optimizer, index)
                 if not fitting:
                     raise ValueError(self._mismatch(optimizer, index, saved))
                 # Groups without parameters all look alike: they are taken in their order.
                 found[-1].append(fitting.pop(0) if len(fitting) > 1 else fitting[0])
         return found
 
-    @staticmethod
     def _by_parameter(
-        by_parameters: Mapping[frozenset[torch.Tensor | str], list[dict[str, Any]]], parameters: frozenset[torch.Tensor]
+        self,
+        by_parameters: Mapping[frozenset[torch.Tensor | str], list[dict[str, Any]]],
+        optimizer: Optimizer,
+        index: int,
     ) -> list[dict[str, Any]]:
-        """The settings of the first of ``parameters``, where every parameter was saved with its own."""
+        """The settings of a group's parameters, where every one of them was saved with its own.
+
+        Raises:
+            ValueError: if they differ, since the group has one for all.
+        """
+        parameters = optimizer.param_groups[index][PARAMETERS]
         alone = [by_parameters.get(frozenset([parameter])) for parameter in parameters]
-        return alone[0] if alone and alone[0] and all(alone) else []
+        if not (first := alone[0] if alone else None) or not all(alone):
+            return []
+        for parameter, settings in zip(parameters, alone, strict=True):
+            assert settings is not None
+            if differing := [key for key in first[0] if key != PARAMETERS and settings[0].get(key) != first[0][key]]:
+                names = " and ".join(repr(self._names[one][0]) for one in (parameters[0], parameter))
+                raise ValueError(
+                    f"param group {index} of {type(optimizer).__name__} has {names}, which were saved with different "
+                    f"{listed(differing)}: make the optimizer with the param groups that it was saved with"
+                )
+        return first
 
     def _mismatch(self, optimizer: Optimizer, index: int, saved: Sequence[Mapping[str, Any]]) -> str:
         own = {self._names[parameter][0] for parameter in optimizer.param_groups[index][PARAMETERS]}
