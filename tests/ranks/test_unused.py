@@ -148,6 +148,35 @@ def test_a_unit_left_out_of_the_last_micro_batch(preset: str, announces: str) ->
         single.zero_grad()
 
 
+@on_ranks(2, 3, preset=["zero1", "zero3"])
+def test_a_unit_used_on_other_ranks_and_left_out_of_the_last_micro_batch(preset: str) -> None:
+    """This rank has none of its gradients, and reduces them with those that have."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(6)
+            self.first, self.branches = nn.Linear(WIDTH, WIDTH), Branches()
+
+        def forward(self, part: int, rank: int) -> torch.Tensor:
+            x = self.first(batch(part, rank, 4, WIDTH))
+            return self.branches(x, {0, 2} if rank else set()) if part == 0 else x
+
+    model, single = Model(), Model()
+    for module in (model.branches, model):
+        shardwise.fully_shard(module, placements=preset)
+    for part in range(2):
+        model.set_requires_gradient_sync(part == 1)  # type: ignore[operator]
+        model(part, rank).square().sum().backward()
+        for other in range(ranks):
+            (single(part, other).square().sum() / ranks).backward()
+    expected, found = gradients_of(single), gradients_of(model)
+    assert {name for name, gradient in found.items() if gradient is None} == {"branches.branches.1.weight"}
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient)
+
+
 @on_ranks(2, 3, reshards=[False, True])
 def test_zeros_for_a_unit_that_took_no_part(reshards: bool) -> None:
     """Also where another rank's backward does go through the unit; all ranks gather it, whatever theirs did before."""

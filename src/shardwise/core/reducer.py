@@ -46,6 +46,8 @@ class GradientReducer:
         self._plans: dict[tuple[tuple[Slot, ...], int, torch.dtype, bool], GradientPlan] = {}
         self._absences: Counter[Slot] = Counter()
         """Of the parameters that had no gradient on any rank when they were reduced last."""
+        self._was_kept = False
+        """Whether a backward of the unit was not reduced: alike on all ranks, even if none of its gradients is here."""
 
     @property
     def mesh(self) -> DataParallelRanks:
@@ -62,6 +64,7 @@ class GradientReducer:
 
     def accumulate(self) -> None:
         """Keep this backward's unsharded gradients for a later reduction, in the reduction's dtype."""
+        self._was_kept = True
         for slot in self.slots:
             slot.accumulate(self.policy.reduce_dtype(slot.buffer.local.dtype))
 
@@ -71,7 +74,7 @@ class GradientReducer:
 
     def awaits_reduction(self) -> bool:
         """Whether a backward that took no part has to reduce: what earlier ones accumulated, or zeros."""
-        return self.has_any() or (self.options.zeros_for_unused and self.trains())
+        return self._was_kept or self.has_any() or (self.options.zeros_for_unused and self.trains())
 
     def trains(self) -> bool:
         """Whether any parameter requires a gradient."""
@@ -79,6 +82,7 @@ class GradientReducer:
 
     def drop(self) -> None:
         """Forget unsharded gradients."""
+        self._was_kept = False
         for slot in self.slots:
             slot.drop_gradient()
         for plan in self._plans.values():
@@ -88,6 +92,7 @@ class GradientReducer:
 
     def take(self) -> list[tuple[Sequence[Slot], list[torch.Tensor | None]]]:
         """Remove the unsharded gradients of the trainable parameters, those of one buffer together."""
+        self._was_kept = False
         return [(slots, slots[0].take_gradients(slots)) for slots in self.shards.trainable()]
 
     def reduce(self, slots: Sequence[Slot], gradients: list[torch.Tensor | None], lane: Lane) -> Reduction | None:
