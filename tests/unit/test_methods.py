@@ -41,9 +41,8 @@ def test_every_method_of_torch_is_here() -> None:
 
     own = vars(FSDPModule)
     missing = {name for name in vars(Theirs) if not name.startswith("_") and name not in own}
-    newer = {"set_manual_backward_finalization", "finalize_backward"}  # of torch 2.15; refused
     # torch's own calls ours, with its deprecation warning
-    assert missing - newer == {"set_reduce_scatter_divide_factor"}
+    assert missing == {"set_reduce_scatter_divide_factor"}
 
 
 def test_methods_of_a_newer_torch_are_refused(fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +44,12 @@ class FSDPCommContext:
         self.use_device(device_for(torch_device))
         self.order: ExecutionOrder[Unit] = ExecutionOrder()
         self.is_last_backward = True
+        self.ends_by_hand = False
+        """Whether no backward ends an iteration, but the program."""
+        self.begun_by_hand: bool | None = None
+        """`ends_by_hand` at the first backward of this iteration; None before it."""
+        self.finalization: object | None = None
+        """Who is to call `finish_iteration` for the reductions that `start_finishing` started."""
         self.max_pending_reductions = 1
         self.has_root = False
         self.forward_root: Unit | None = None
@@ -54,6 +61,7 @@ class FSDPCommContext:
         self._end_is_queued = False
         self._backward = -1
         self._creates_graph = False
+        self._is_finishing = False
         self._unannounced: list[weakref.ref[Unit]] = []
 
     def use_device(self, device: Device) -> None:
@@ -130,6 +138,8 @@ class FSDPCommContext:
                 )
             self._end_is_queued = True
             self._backward = backward_number()
+            if self.begun_by_hand is None:
+                self.begun_by_hand = self.ends_by_hand
             queue_end_of_backward(self._end_of_backward)
         # Not one inside the pass whose end is queued.
         if creates_graph and not self._creates_graph and backward_number() == self._backward:
@@ -164,14 +174,6 @@ class FSDPCommContext:
             # Not waited for yet: the host would stop queueing the computation.
             self._landing.append(reduction)
 
-    def finish_iteration(self) -> None:
-        """Reduce what micro-batches accumulated without synchronization, and end the iteration; for a schedule that
-        runs its backward passes by itself."""
-        with torch.no_grad():
-            for unit in self.units:
-                unit.reduce_accumulated()
-        self._end_of_backward()
-
     @eager
     def _end_of_backward(self) -> None:
         with label("FSDP::root_post_backward_callback", ""), torch.no_grad():
@@ -185,18 +187,54 @@ class FSDPCommContext:
                 else:
                     unit.end_of_backward()
             # Before the last one too: who reads gradients between micro-batches finds all of them.
-            while self._reductions:
-                self._finish_oldest()
-            while self._landing:
-                self._landing.popleft().land()
+            self._finish_reductions()
             # Other forwards may wait for the backward that differentiates this one.
-            if self.is_last_backward and not (creates_graph and any(unit.awaits_backward for unit in units)):
-                for unit in units:
-                    unit.forget_calls()
-                self.order.clear_backward()
-            elif not self.is_last_backward:
+            if self.ends_iteration and not (creates_graph and any(unit.awaits_backward for unit in units)):
+                self._end_iteration(units)
+            elif not self.ends_iteration:
                 self.order.end_backward()
             self.rest()
+
+    def _finish_reductions(self) -> None:
+        while self._reductions:
+            self._finish_oldest()
+        while self._landing:
+            self._landing.popleft().land()
+
+    # -- The end of an iteration
+
+    @property
+    def ends_iteration(self) -> bool:
+        """Whether the backward that runs, or `start_finishing`, is the last that reduces in the iteration."""
+        return self._is_finishing or (self.is_last_backward and not self.ends_by_hand)
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a backward has begun and not come to its end."""
+        return self._end_is_queued
+
+    def start_finishing(self, units: Iterable[Unit]) -> None:
+        """Reshard ``units`` and start to reduce what backward passes left of their gradients."""
+        self._is_finishing = True
+        try:
+            with torch.no_grad():
+                for unit in units:
+                    unit.end_of_backward()
+        finally:
+            self._is_finishing = False
+
+    def finish_iteration(self, units: Sequence[Unit]) -> None:
+        """Wait for the reductions under way, and end the iteration of ``units``."""
+        with torch.no_grad():
+            self._finish_reductions()
+        self._end_iteration(units)
+        self.rest()
+
+    def _end_iteration(self, units: Sequence[Unit]) -> None:
+        self.begun_by_hand = self.finalization = None
+        for unit in units:
+            unit.forget_calls()
+        self.order.clear_backward()
 
     # -- After an exception
 
@@ -216,3 +254,4 @@ class FSDPCommContext:
         self.order.forget()
         self.rest()
         self.forward_root, self._end_is_queued, self._creates_graph = None, False, False
+        self.begun_by_hand = self.finalization = None

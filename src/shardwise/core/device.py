@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from types import CodeType
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 from torch import nn
@@ -823,3 +823,23 @@ class _PipelineState:
     def __init__(self, finish_iteration: Callable[[], None]):
         self._root_post_backward_final_callback = finish_iteration
         self._state_ctx = type(self)
+
+
+class StateForTorch:
+    """What torch's code finds as the private state of a wrapped module: whose communication context it has, by which
+    pipelines tell stages that share one.
+
+    Args:
+        context: of the module.
+    """
+
+    __slots__ = ("_comm_ctx",)
+
+    def __init__(self, context: object):
+        self._comm_ctx = context
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"shardwise modules have no torch FSDPState: what asked for its {name!r} is a private part of torch's "
+            "FSDP2, or a method of torch's FSDPModule that is newer than this version of shardwise"
+        )

@@ -197,6 +197,10 @@ class Unit:
         self._is_checked = True
 
     def _enter_pass(self, context: FSDPCommContext, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if context.finalization is not None:
+            raise StateError(
+                f"forward of unit {self.name!r}: call wait() before on what finalize_backward(async_op=True) gave"
+            )
         end_steps()
         context.recover_from_aborted_backward()
         if context.has_root:
@@ -488,7 +492,7 @@ class Unit:
     def _reduce_group(self, group: ParamGroup) -> None:
         context = self.context
         assert context is not None
-        reduces_now = context.is_last_backward or group.mesh.strategy.reduces_every_backward
+        reduces_now = context.ends_iteration or group.mesh.strategy.reduces_every_backward
         if not (group.options.reduce_gradients and reduces_now):
             group.gradients.accumulate()
             return
@@ -496,11 +500,6 @@ class Unit:
             context.make_room_for_reduction()
             if (reduction := group.gradients.reduce(slots, gradients, context.reduce_lane)) is not None:
                 context.add_reduction(reduction)
-
-    def reduce_accumulated(self) -> None:
-        """Reduce what backward passes without synchronization left."""
-        if any(group.gradients.has_any() for group in self.groups):
-            self._reduce(is_complete=True)
 
     def end_of_backward(self) -> None:
         """Do what no gradient triggered: inputs without gradients, parameters unused, calls that took no part."""

@@ -23,7 +23,9 @@ from .comm import (
     require_symmetric_memory,
 )
 from .context import FSDPCommContext
-from .device import answer_pipelines, eager
+from .device import StateForTorch, answer_pipelines, eager
+from .errors import StateError
+from .finalization import GradientReductionHandle, end_at_once, end_by_hand
 from .group import ParamGroup, ShardState
 from .hooks import Unit
 from .parameter import release_class
@@ -88,11 +90,8 @@ class FSDPModule(_TorchModule):
     def _unit(self) -> Unit:
         return cast(Unit, self.__dict__[_UNIT])
 
-    def _get_fsdp_state(self) -> NoReturn:
-        raise AttributeError(
-            "shardwise modules have no torch FSDPState: what asked for it is a private part of torch's FSDP2, or a "
-            "method of torch's FSDPModule that is newer than this version of shardwise"
-        )
+    def _get_fsdp_state(self) -> StateForTorch:  # type: ignore[override]
+        return StateForTorch(self._context())
 
     def _units(self, recurse: bool) -> Iterator[Unit]:
         modules = cast(nn.Module, self).modules() if recurse else [cast(nn.Module, self)]
@@ -181,12 +180,45 @@ class FSDPModule(_TorchModule):
         Raises:
             RuntimeError: if this is not the outermost wrapped module.
         """
-        unit = self._unit
-        context = self._context()
+        self._context_of_root("reset_iter_state").reset()
+
+    def _context_of_root(self, method: str) -> FSDPCommContext:
+        unit, context = self._unit, self._context()
         if context.has_root and not unit.is_root:
             roots = [other.name or "the outermost wrapped one" for other in context.units if other.is_root]
-            raise RuntimeError(f"reset_iter_state() was called on {unit.name!r}; call it on the root: {roots[0]}")
-        context.reset()
+            raise StateError(f"{method}() was called on {unit.name!r}; call it on the root: {roots[0]}")
+        return context
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Whether `finalize_backward` ends iterations, and no backward, whatever `set_is_last_backward` says.
+
+        As in torch 2.15, where pipeline schedules reduce gradients by it; here with every version.
+
+        Raises:
+            RuntimeError: if this is not the outermost wrapped module, or a backward of this iteration has begun with
+                another setting.
+        """
+        end_by_hand(self._context_of_root("set_manual_backward_finalization"), enabled)
+
+    @eager
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """End an iteration after `set_manual_backward_finalization(True)`: reduce the gradients that its backward
+        passes left, and reshard, as the settings of now say. Nothing before the first forward.
+
+        Args:
+            async_op: only start the reductions; the handle's ``wait`` does the rest, and has to be called before
+                gradients are read and before the next forward.
+
+        Raises:
+            RuntimeError: if this is not the outermost wrapped module, no iteration is ended by hand, backward still
+                runs, a handle was not waited for, or `set_requires_all_reduce(False)` would leave sums of some ranks.
+        """
+        handle = GradientReductionHandle(self._context_of_root("finalize_backward"), self._units(recurse=True))
+        handle.start()
+        if async_op:
+            return handle
+        handle.wait()
+        return None
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the iteration's last micro-batch.
@@ -462,7 +494,8 @@ def become_fsdp_module(module: nn.Module, unit: Unit) -> None:
 def _finish_iteration(reference: weakref.ref[Unit]) -> None:
     unit = reference()
     assert unit is not None
-    unit.own_context().finish_iteration()
+    inside = (unit_of(module) for wrapped in unit.modules for module in wrapped.modules())
+    end_at_once(unit.own_context(), [inner for inner in inside if inner is not None])
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

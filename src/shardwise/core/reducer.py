@@ -76,6 +76,12 @@ class GradientReducer:
         """Whether a backward that took no part has to reduce: what earlier ones accumulated, or zeros."""
         return self._was_kept or self.has_any() or (self.options.zeros_for_unused and self.trains())
 
+    def leaves_partial_sums(self) -> bool:
+        """Whether sums over the sharding axis alone are kept, or would be if gradients were reduced now."""
+        options = self.options
+        stops = bool(self.mesh.replicate) and options.reduce_gradients and not options.all_reduce_gradients
+        return stops or any(plan.partial is not None for plan in self._plans.values())
+
     def trains(self) -> bool:
         """Whether any parameter requires a gradient."""
         return bool(self.shards.trainable())
