@@ -17,7 +17,7 @@ from .checkpoint import (
     wait,
 )
 from .core.context import FSDPCommContext
-from .core.finalization import GradientReductionHandle
+from .core.iteration import GradientReductionHandle
 from .core.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from .ema import EMA
 from .fully_shard import fully_shard

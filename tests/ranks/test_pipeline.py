@@ -32,7 +32,7 @@ class Part(nn.Module):
         return x
 
 
-def train(verb: Any, schedule_class: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def train(verb: Any, schedule_class: Any, *, shares: bool = False) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Losses (on the rank of the last stage) and whole parameters of this rank's stages after three steps."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     group = mesh["pp"].get_group()
@@ -45,6 +45,8 @@ def train(verb: Any, schedule_class: Any) -> tuple[list[torch.Tensor], list[torc
             verb(layer, mesh=mesh["dp"])
         verb(part, mesh=mesh["dp"])
         stages.append(PipelineStage(part, index, stage_count, torch.device("cpu"), group=group))
+    if shares:
+        shardwise.share_comm_ctx([stage.submod for stage in stages])
     given: Any = stages if per_rank > 1 else stages[0]
     schedule = schedule_class(given, MICRO_BATCHES, loss_fn=nn.functional.mse_loss)
     parameters = [parameter for stage in stages for parameter in stage.submod.parameters()]
@@ -66,5 +68,14 @@ def test_stages_train_as_with_torch(schedule_class: Any) -> None:
     theirs, ours = train(torch_fully_shard, schedule_class), train(shardwise.fully_shard, schedule_class)
     for expected, found in zip(theirs, ours, strict=True):
         assert len(expected) == len(found)
+        for one, other in zip(expected, found, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@on_ranks(4)
+def test_stages_of_a_rank_that_share_their_context() -> None:
+    """One of them is at the end of its iteration while the other is in the middle."""
+    alone, together = (train(shardwise.fully_shard, ScheduleInterleaved1F1B, shares=shares) for shares in (False, True))
+    for expected, found in zip(alone, together, strict=True):
         for one, other in zip(expected, found, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=0)

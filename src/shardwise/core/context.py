@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,7 @@ from .device import (
 )
 from .errors import StateError
 from .gradient import Reduction
+from .iteration import Iteration
 from .order import ExecutionOrder
 
 if TYPE_CHECKING:
@@ -43,13 +44,7 @@ class FSDPCommContext:
             torch_device = torch.device(device_type, torch.get_device_module(device_type).current_device())
         self.use_device(device_for(torch_device))
         self.order: ExecutionOrder[Unit] = ExecutionOrder()
-        self.is_last_backward = True
-        self.ends_by_hand = False
-        """Whether no backward ends an iteration, but the program."""
-        self.begun_by_hand: bool | None = None
-        """`ends_by_hand` at the first backward of this iteration; None before it."""
-        self.finalization: object | None = None
-        """Who is to call `finish_iteration` for the reductions that `start_finishing` started."""
+        self.iteration = Iteration()
         self.max_pending_reductions = 1
         self.has_root = False
         self.forward_root: Unit | None = None
@@ -61,7 +56,6 @@ class FSDPCommContext:
         self._end_is_queued = False
         self._backward = -1
         self._creates_graph = False
-        self._is_finishing = False
         self._unannounced: list[weakref.ref[Unit]] = []
 
     def use_device(self, device: Device) -> None:
@@ -93,7 +87,7 @@ class FSDPCommContext:
     def take_over(self, other: FSDPCommContext) -> None:
         """Let all units of ``other`` use this context."""
         for unit in other.units:
-            unit.join(self, is_root=unit.is_root)
+            unit.join(self, is_root=unit.is_root, iteration=unit.iteration)
 
     # -- Forward
 
@@ -138,8 +132,6 @@ class FSDPCommContext:
                 )
             self._end_is_queued = True
             self._backward = backward_number()
-            if self.begun_by_hand is None:
-                self.begun_by_hand = self.ends_by_hand
             queue_end_of_backward(self._end_of_backward)
         # Not one inside the pass whose end is queued.
         if creates_graph and not self._creates_graph and backward_number() == self._backward:
@@ -188,10 +180,11 @@ class FSDPCommContext:
                     unit.end_of_backward()
             # Before the last one too: who reads gradients between micro-batches finds all of them.
             self._finish_reductions()
+            ended = [unit for unit in units if unit.iteration.ends]
             # Other forwards may wait for the backward that differentiates this one.
-            if self.ends_iteration and not (creates_graph and any(unit.awaits_backward for unit in units)):
-                self._end_iteration(units)
-            elif not self.ends_iteration:
+            if ended and not (creates_graph and any(unit.awaits_backward for unit in units)):
+                self._end_iteration(ended)
+            elif not ended:
                 self.order.end_backward()
             self.rest()
 
@@ -204,34 +197,28 @@ class FSDPCommContext:
     # -- The end of an iteration
 
     @property
-    def ends_iteration(self) -> bool:
-        """Whether the backward that runs, or `start_finishing`, is the last that reduces in the iteration."""
-        return self._is_finishing or (self.is_last_backward and not self.ends_by_hand)
-
-    @property
     def is_in_backward(self) -> bool:
         """Whether a backward has begun and not come to its end."""
         return self._end_is_queued
 
-    def start_finishing(self, units: Iterable[Unit]) -> None:
-        """Reshard ``units`` and start to reduce what backward passes left of their gradients."""
-        self._is_finishing = True
+    def start_finishing(self, units: Iterable[Unit], iteration: Iteration) -> None:
+        """Reshard ``units``, of ``iteration``, and start to reduce what backward passes left of their gradients."""
+        iteration.is_finishing = True
         try:
             with torch.no_grad():
                 for unit in units:
                     unit.end_of_backward()
         finally:
-            self._is_finishing = False
+            iteration.is_finishing = False
 
-    def finish_iteration(self, units: Sequence[Unit]) -> None:
+    def finish_iteration(self, units: Iterable[Unit]) -> None:
         """Wait for the reductions under way, and end the iteration of ``units``."""
         with torch.no_grad():
             self._finish_reductions()
         self._end_iteration(units)
         self.rest()
 
-    def _end_iteration(self, units: Sequence[Unit]) -> None:
-        self.begun_by_hand = self.finalization = None
+    def _end_iteration(self, units: Iterable[Unit]) -> None:
         for unit in units:
             unit.forget_calls()
         self.order.clear_backward()
@@ -251,7 +238,7 @@ class FSDPCommContext:
             self._landing.popleft().abandon()
         for unit in self.units:
             unit.reset()
+            unit.iteration.finalization = None
         self.order.forget()
         self.rest()
         self.forward_root, self._end_is_queued, self._creates_graph = None, False, False
-        self.begun_by_hand = self.finalization = None

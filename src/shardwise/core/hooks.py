@@ -29,6 +29,7 @@ from .device import (
 )
 from .errors import StateError
 from .group import ParamGroup
+from .iteration import Iteration
 from .parameter import owner_of
 from .slot import GroupOptions
 from .step import end_steps
@@ -101,13 +102,13 @@ class Unit:
         self._guards: list[RemovableHandle] = []
         self.name = ""
         self.rename(name or "")
-        self.context = context
+        self.context, self.iteration = context, Iteration() if context is None else context.iteration
         if context is not None:
             context.join(self)
 
-    def join(self, context: FSDPCommContext, *, is_root: bool) -> None:
+    def join(self, context: FSDPCommContext, *, is_root: bool, iteration: Iteration) -> None:
         """Use ``context``, as the outermost unit of its tree or not."""
-        self.context, self.is_root = context, is_root
+        self.context, self.is_root, self.iteration = context, is_root, iteration
         context.join(self)
         if self.reshards_unless_root:
             for group in self.groups:
@@ -197,7 +198,7 @@ class Unit:
         self._is_checked = True
 
     def _enter_pass(self, context: FSDPCommContext, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        if context.finalization is not None:
+        if self.iteration.finalization is not None:
             raise StateError(
                 f"forward of unit {self.name!r}: call wait() before on what finalize_backward(async_op=True) gave"
             )
@@ -492,7 +493,7 @@ class Unit:
     def _reduce_group(self, group: ParamGroup) -> None:
         context = self.context
         assert context is not None
-        reduces_now = context.ends_iteration or group.mesh.strategy.reduces_every_backward
+        reduces_now = self.iteration.ends or group.mesh.strategy.reduces_every_backward
         if not (group.options.reduce_gradients and reduces_now):
             group.gradients.accumulate()
             return

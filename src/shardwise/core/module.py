@@ -23,11 +23,11 @@ from .comm import (
     require_symmetric_memory,
 )
 from .context import FSDPCommContext
-from .device import StateForTorch, answer_pipelines, eager
+from .device import StateForTorch, answer_pipelines, eager, in_backward
 from .errors import StateError
-from .finalization import GradientReductionHandle, end_at_once, end_by_hand
 from .group import ParamGroup, ShardState
 from .hooks import Unit
+from .iteration import GradientReductionHandle, end_at_once
 from .parameter import release_class
 from .slot import GroupOptions
 
@@ -180,9 +180,9 @@ class FSDPModule(_TorchModule):
         Raises:
             RuntimeError: if this is not the outermost wrapped module.
         """
-        self._context_of_root("reset_iter_state").reset()
+        self._check_root("reset_iter_state").reset()
 
-    def _context_of_root(self, method: str) -> FSDPCommContext:
+    def _check_root(self, method: str) -> FSDPCommContext:
         unit, context = self._unit, self._context()
         if context.has_root and not unit.is_root:
             roots = [other.name or "the outermost wrapped one" for other in context.units if other.is_root]
@@ -195,10 +195,12 @@ class FSDPModule(_TorchModule):
         As in torch 2.15, where pipeline schedules reduce gradients by it; here with every version.
 
         Raises:
-            RuntimeError: if this is not the outermost wrapped module, or a backward of this iteration has begun with
-                another setting.
+            RuntimeError: if this is not the outermost wrapped module, or backward runs.
         """
-        end_by_hand(self._context_of_root("set_manual_backward_finalization"), enabled)
+        self._check_root("set_manual_backward_finalization")
+        if enabled != self._unit.iteration.ends_by_hand and in_backward():
+            raise StateError(f"set_manual_backward_finalization({enabled}) was called before backward was over")
+        self._unit.iteration.ends_by_hand = enabled
 
     @eager
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
@@ -213,7 +215,8 @@ class FSDPModule(_TorchModule):
             RuntimeError: if this is not the outermost wrapped module, no iteration is ended by hand, backward still
                 runs, a handle was not waited for, or `set_requires_all_reduce(False)` would leave sums of some ranks.
         """
-        handle = GradientReductionHandle(self._context_of_root("finalize_backward"), self._units(recurse=True))
+        self._check_root("finalize_backward")
+        handle = GradientReductionHandle(self._unit, self._units(recurse=True))
         handle.start()
         if async_op:
             return handle
@@ -226,7 +229,8 @@ class FSDPModule(_TorchModule):
         Before the last one the order recorded for backward is kept, and strategies with partial or replicated gradients
         (ZeRO-1, DDP) do not reduce. Gradients that were reduced are there after every backward.
         """
-        self._context().is_last_backward = is_last_backward
+        self._context()
+        self._unit.iteration.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients; if not, they add up unsharded, in ``reduce_dtype`` if that is set."""
@@ -495,7 +499,7 @@ def _finish_iteration(reference: weakref.ref[Unit]) -> None:
     unit = reference()
     assert unit is not None
     inside = (unit_of(module) for wrapped in unit.modules for module in wrapped.modules())
-    end_at_once(unit.own_context(), [inner for inner in inside if inner is not None])
+    end_at_once(unit, [inner for inner in inside if inner is not None])
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

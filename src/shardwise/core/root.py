@@ -52,7 +52,7 @@ def make_root(root: Unit) -> FSDPCommContext:
             context.use_device(device_for(root.device))
     context.has_root = True
     for unit in units:
-        unit.join(context, is_root=unit is root)
+        unit.join(context, is_root=unit is root, iteration=context.iteration)
     _name_units(root, named)
     for unit in units:
         for group in unit.groups:

@@ -114,7 +114,7 @@ def test_refusals() -> None:
 
     def inside(_: torch.Tensor) -> None:
         for call in (model.finalize_backward, lambda: model.set_manual_backward_finalization(False)):
-            with pytest.raises(RuntimeError, match=r"before backward was over|has begun otherwise") as error:
+            with pytest.raises(RuntimeError, match="before backward was over") as error:
                 call()
             caught.append(error)
 
@@ -125,8 +125,6 @@ def test_refusals() -> None:
     loss.register_hook(inside)  # before it
     loss.backward()
     assert len(caught) == 4
-    with pytest.raises(RuntimeError, match="has begun otherwise"):
-        model.set_manual_backward_finalization(False)
     model.set_requires_gradient_sync(True)
     handle = model.finalize_backward(async_op=True)
     for call in (model.finalize_backward, lambda: loss_of(model, 0, rank)):

@@ -1,13 +1,13 @@
-"""Iterations that the program ends, and no backward: pipeline schedules reduce gradients as a step of their own."""
+"""Which backward ends an iteration; iterations that the program ends, as pipeline schedules do."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch.distributed.fsdp as torch_fsdp
 
-from .context import FSDPCommContext
 from .device import eager, in_backward
 from .errors import StateError
 
@@ -17,27 +17,49 @@ if TYPE_CHECKING:
 _TorchHandle: type = getattr(torch_fsdp, "GradientReductionHandle", object)  # from torch 2.15 on
 
 
+@dataclass(eq=False)
+class Iteration:
+    """The iteration of one tree of units: one optimizer step's forward and backward passes.
+
+    Args:
+        is_last_backward: whether the next backward is the last one.
+        ends_by_hand: whether none of them is, and the program calls `FSDPModule.finalize_backward`.
+        is_finishing: whether it ends now.
+        finalization: what has yet to wait for the last reductions.
+    """
+
+    is_last_backward: bool = True
+    ends_by_hand: bool = False
+    is_finishing: bool = False
+    finalization: object | None = None
+
+    @property
+    def ends(self) -> bool:
+        """Whether the backward that runs, or `finalize_backward`, is the last that reduces."""
+        return self.is_finishing or (self.is_last_backward and not self.ends_by_hand)
+
+
 class GradientReductionHandle(_TorchHandle):  # type: ignore[misc]
     """What `FSDPModule.finalize_backward` with ``async_op=True`` gives."""
 
-    def __init__(self, context: FSDPCommContext, units: Iterable[Unit]):
-        self._context, self._units = context, tuple(dict.fromkeys(units))
+    def __init__(self, root: Unit, units: Iterable[Unit]):
+        self._root, self._units = root, tuple(dict.fromkeys(units))
         self._is_under_way = False
 
     def start(self) -> None:
         """Start the reductions; nothing before the first forward.
 
         Raises:
-            StateError: if no iteration can be ended now.
+            StateError: if the iteration cannot be ended now.
         """
-        context = self._context
+        context, iteration = self._root.own_context(), self._root.iteration
         if not context.passes:
             return
         if context.is_in_backward or in_backward():
             raise StateError("finalize_backward() was called before backward was over")
-        if context.finalization is not None:
+        if iteration.finalization is not None:
             raise StateError("finalize_backward(): call wait() before on what the last one with async_op=True gave")
-        if not (context.ends_by_hand if context.begun_by_hand is None else context.begun_by_hand):
+        if not iteration.ends_by_hand:
             raise StateError("finalize_backward() ends an iteration only after set_manual_backward_finalization(True)")
         for unit in self._units:
             if any(group.gradients.leaves_partial_sums() for group in unit.groups):
@@ -45,8 +67,8 @@ class GradientReductionHandle(_TorchHandle):  # type: ignore[misc]
                     f"finalize_backward(): gradients of unit {unit.name!r} would not be all-reduced; call "
                     "set_requires_all_reduce(True) before its backward passes"
                 )
-        context.start_finishing(self._units)
-        context.finalization, self._is_under_way = self, True
+        context.start_finishing(self._units, iteration)
+        iteration.finalization, self._is_under_way = self, True
 
     @eager
     def wait(self) -> None:
@@ -57,29 +79,15 @@ class GradientReductionHandle(_TorchHandle):  # type: ignore[misc]
         """
         if not self._is_under_way:
             return
-        if self._context.finalization is not self:
-            raise StateError("the reductions that finalize_backward() started were dropped by reset_iter_state()")
         self._is_under_way = False
-        self._context.finish_iteration(self._units)
+        if self._root.iteration.finalization is not self:
+            raise StateError("the reductions that finalize_backward() started were dropped by reset_iter_state()")
+        self._root.iteration.finalization = None
+        self._root.own_context().finish_iteration(self._units)
 
 
-def end_by_hand(context: FSDPCommContext, enabled: bool) -> None:
-    """Whether `GradientReductionHandle` ends the iterations of ``context``, and no backward.
-
-    Raises:
-        StateError: if a backward of this iteration has begun with another setting.
-    """
-    begun = context.ends_by_hand if context.begun_by_hand is None and in_backward() else context.begun_by_hand
-    if begun not in (None, enabled):
-        raise StateError(
-            f"set_manual_backward_finalization({enabled}): a backward of this iteration has begun otherwise; call it "
-            "before the first one, or after finalize_backward() or reset_iter_state()"
-        )
-    context.ends_by_hand = enabled
-
-
-def end_at_once(context: FSDPCommContext, units: Iterable[Unit]) -> None:
+def end_at_once(root: Unit, units: Iterable[Unit]) -> None:
     """End the iteration of ``units``, for the pipeline schedules of torch before 2.15."""
     units = tuple(dict.fromkeys(units))
-    context.start_finishing(units)
-    context.finish_iteration(units)
+    root.own_context().start_finishing(units, root.iteration)
+    root.own_context().finish_iteration(units)
