@@ -116,6 +116,7 @@ def fully_shard(
     managed = managed_modules(modules)
     policy = _policy(mp_policy, offload_policy, reshard_after_forward, data_parallel)
     parameters = _managed_parameters(managed, _ignored(ignored_params), module_fqn)
+    _note_kept_dtypes(parameters, mp_policy)
     groups = _make_groups(parameters, data_parallel, policy, shard_placement_fn)
     _move_buffers(managed, data_parallel.device)
     # The root's parameters are needed at once in backward; where they are kept anyway, resharding costs nothing.
@@ -224,11 +225,9 @@ def _policy(
             raise TypeError(f"mp_policy: {name} must be a torch.dtype, not {dtype!r}")
         if dtype is not None and name != "output_dtype" and not (dtype.is_floating_point or dtype.is_complex):
             raise ValueError(f"mp_policy: {name} must be a floating-point dtype, not {dtype}")
-    if getattr(mp_policy, "param_dtype_override_fn", None) is not None:
-        raise ValueError(
-            "mp_policy: param_dtype_override_fn (of torch 2.15) is not supported: wrap the modules that compute in "
-            "another dtype as units of their own, with another param_dtype"
-        )
+    override = _dtype_override(mp_policy)
+    if override is not None and not callable(override):
+        raise TypeError(f"mp_policy: param_dtype_override_fn must be a function, not {type(override).__name__}")
     if not isinstance(offload_policy, OffloadPolicy):
         raise TypeError(f"offload_policy must be an OffloadPolicy, not {type(offload_policy).__name__}")
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):
@@ -266,6 +265,26 @@ def _managed_parameters(
                 by_id[id(parameter)] = ManagedParameter(parameter, full, [])
             by_id[id(parameter)].places.append(Place(module, name))
     return list(by_id.values())
+
+
+def _dtype_override(mp_policy: MixedPrecisionPolicy) -> Any:
+    return getattr(mp_policy, "param_dtype_override_fn", None)  # a field from torch 2.15 on
+
+
+def _note_kept_dtypes(parameters: Iterable[ManagedParameter], mp_policy: MixedPrecisionPolicy) -> None:
+    """
+    Raises:
+        ValueError: naming a parameter for which the override gives a dtype that is neither its own nor the default.
+    """
+    override, default = _dtype_override(mp_policy), mp_policy.param_dtype
+    for parameter in parameters if override is not None else ():
+        own, wanted = parameter.value.dtype, override(parameter.value)
+        if wanted not in (None, default, own):
+            raise ValueError(
+                f"mp_policy: param_dtype_override_fn gave {wanted!r} for parameter {parameter.name!r}; it may give "
+                f"None, param_dtype ({default}) or the parameter's own dtype ({own})"
+            )
+        parameter.keeps_dtype = wanted == own != default
 
 
 def _ignored(parameters: Iterable[nn.Parameter] | None) -> list[nn.Parameter]:

@@ -225,9 +225,13 @@ def test_placement_function_that_gives_nonsense() -> None:
 @on_ranks(1)
 def test_arguments_of_other_types() -> None:
     newer = MixedPrecisionPolicy()
-    object.__setattr__(newer, "param_dtype_override_fn", lambda parameter: None)  # a field from torch 2.15 on
-    with refused(ValueError, "mp_policy", "param_dtype_override_fn"):
-        fully_shard(Layer(), mp_policy=newer)
+    for given, kind, words in (
+        (lambda parameter: torch.float64, ValueError, ("'linear.weight'", "torch.float64", "torch.float32")),
+        (torch.float32, TypeError, ("must be a function",)),
+    ):
+        object.__setattr__(newer, "param_dtype_override_fn", given)  # a field from torch 2.15 on
+        with refused(kind, "mp_policy", "param_dtype_override_fn", *words):
+            fully_shard(Layer(), mp_policy=newer)
     with refused(TypeError, "mp_policy", "MixedPrecisionPolicy", "dtype"):
         fully_shard(Layer(), mp_policy=torch.bfloat16)  # type: ignore[call-overload]
     with refused(TypeError, "offload_policy", "OffloadPolicy", "bool"):

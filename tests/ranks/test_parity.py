@@ -16,7 +16,7 @@ from shardwise import Placements
 
 from ..models import build, inputs_for, wrap
 from .harness import on_ranks
-from .truth import state_of
+from .truth import batch, gradients_of, state_of
 
 BF16 = torch.bfloat16
 
@@ -84,6 +84,58 @@ def check_like_fsdp2(model: str, param_dtype: Any, reduce_dtype: Any, reshard: b
     ours = train(make(shardwise.fully_shard), clip=shardwise.clip_grad_norm_)
     theirs = train(make(torch_fully_shard))
     assert_same(ours, theirs)
+
+
+class Scaled(nn.Module):
+    """Computes with its weight in one dtype and with the others in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(9)
+        self.weight, self.bias = nn.Parameter(torch.randn(5, 7)), nn.Parameter(torch.randn(5))
+        self.scale = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight.to(BF16)  # nothing to do where it is
+        return nn.functional.linear(x.to(BF16), weight).float() * self.scale.sum() + self.bias
+
+
+@on_ranks(1, 2, 3, reduce_dtype=[None, torch.float32], placements=["zero1", "zero3"])
+def test_parameters_that_keep_their_dtype(reduce_dtype: Any, placements: str) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=reduce_dtype)
+    of_torch, exact = hasattr(policy, "param_dtype_override_fn"), dist.get_world_size() < 3  # from 2.15 on
+    kept = {"weight": None, "bias": torch.float32, "scale": torch.float32}
+    seen: list[dict[str, torch.dtype]] = []
+
+    def steps(model: Any, verb: Any, **options: Any) -> list[dict[str, torch.Tensor | None]]:
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        object.__setattr__(policy, "param_dtype_override_fn", lambda parameter: kept[names[id(parameter)]])
+        verb(model, mp_policy=policy, **options)
+        model.register_forward_pre_hook(lambda m, _: seen.append({k: p.dtype for k, p in m.named_parameters()}))
+        gradients = []
+        for step in range(2):
+            if step:  # buffers made anew
+                model.float()
+            model(batch(step, dist.get_rank(), 4, 7)).square().sum().backward()
+            gradients.append(gradients_of(model))
+            model.zero_grad()
+        return gradients
+
+    found = steps(Scaled(), shardwise.fully_shard, placements=placements)
+    assert seen == [{"weight": BF16, "bias": torch.float32, "scale": torch.float32}] * 2
+    if of_torch and placements == "zero3":
+        for ours, theirs in zip(found, steps(Scaled(), torch_fully_shard), strict=True):
+            for name, gradient in theirs.items():
+                torch.testing.assert_close(ours[name], gradient, rtol=0 if exact else None, atol=0 if exact else None)
+    plain = Scaled()
+    for step, gradients in enumerate(found):
+        plain.zero_grad()
+        for rank in range(dist.get_world_size()):
+            plain(batch(step, rank, 4, 7)).square().sum().backward()
+        for name, gradient in gradients_of(plain).items():
+            if name != "weight" or reduce_dtype is not None:
+                assert gradient is not None
+                torch.testing.assert_close(gradients[name], gradient / dist.get_world_size())
 
 
 @on_ranks(1, 2, 3, 4, model=["mlp", "transformer", "conv"])

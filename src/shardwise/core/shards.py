@@ -118,8 +118,8 @@ class Shards(ABC):
         wanted = self.policy.precision.param_dtype
         return wanted if wanted is not None and dtype.is_floating_point else dtype
 
-    def _layout(self, shapes: Sequence[tuple[int, ...]], dims: Sequence[int], dtype: torch.dtype) -> Layout:
-        comm, itemsize = self.mesh.shard, self._gather_dtype(dtype).itemsize
+    def _layout(self, shapes: Sequence[tuple[int, ...]], dims: Sequence[int], gathered: torch.dtype) -> Layout:
+        comm, itemsize = self.mesh.shard, gathered.itemsize
         cuts = per_parameter(shapes, dims, comm.size).tensors
         packed = [comm.packs(cut.chunk_numel * itemsize) for cut in cuts]
         # What is cut anew over a smaller world needs room for that one's padding.
@@ -271,12 +271,13 @@ class ParameterShards(Shards):
         self._registered: list[tuple[Registry, str]] = []
         self._taken_over: tuple[list[nn.Parameter], list[torch.Tensor]] = [], []
         """What was registered at those places, and the local tensors of the slots' parameters."""
-        by_dtype: dict[torch.dtype, list[ManagedParameter]] = defaultdict(list)
+        by_dtype: dict[tuple[torch.dtype, torch.dtype], list[ManagedParameter]] = defaultdict(list)
         for parameter in parameters:
-            by_dtype[parameter.value.dtype].append(parameter)
+            dtype = parameter.value.dtype
+            by_dtype[dtype, dtype if parameter.keeps_dtype else self._gather_dtype(dtype)].append(parameter)
         with torch.no_grad(), not_inference():
-            for dtype, members in by_dtype.items():
-                self._add_buffer(dtype, members)
+            for (dtype, gathered), members in by_dtype.items():
+                self._add_buffer(dtype, gathered, members)
         order = {id(parameter.places[0]): position for position, parameter in enumerate(parameters)}
         self.slots.sort(key=lambda slot: order[id(slot.places[0])])
         self._note_registered()
@@ -284,12 +285,12 @@ class ParameterShards(Shards):
             remember_successor(parameter.value, self.reference, index)
             retire(parameter.value)
 
-    def _add_buffer(self, dtype: torch.dtype, members: Sequence[ManagedParameter]) -> None:
+    def _add_buffer(self, dtype: torch.dtype, gathered: torch.dtype, members: Sequence[ManagedParameter]) -> None:
         rank = self.mesh.shard.rank
-        layout = self._layout([tuple(m.local.shape) for m in members], [m.dim for m in members], dtype)
+        layout = self._layout([tuple(m.local.shape) for m in members], [m.dim for m in members], gathered)
         on_meta = all(member.value.is_meta for member in members)
         local = self._new_local(layout, dtype, torch.device("meta") if on_meta else self.mesh.device)
-        buffer = ShardedBuffer(layout, local, self.mesh.shard, self._gather_dtype(dtype), self.mesh.device)
+        buffer = ShardedBuffer(layout, local, self.mesh.shard, gathered, self.mesh.device)
         self.buffers.append(buffer)
         for index, (member, tensor) in enumerate(zip(members, layout.tensors, strict=True)):
             view = buffer.local_view(index)
@@ -302,7 +303,7 @@ class ParameterShards(Shards):
             spec = own if member.parallel is None else member.parallel.sharded
             sharded = make_sharded_parameter(view, spec, member.value.requires_grad, self.reference)
             sharded.__dict__.update(marks_of(member.value))
-            slot = Slot(member.name, member.places, buffer, index, sharded, member.parallel)
+            slot = Slot(member.name, member.places, buffer, index, sharded, member.parallel, member.keeps_dtype)
             slot.has_values, slot.face_is_meta = not waits, waits
             self.slots.append(slot)
             for place in member.places:
@@ -453,11 +454,12 @@ class ParameterShards(Shards):
             self._waits_for_others = True  # the rest of the unit is loaded next
             return False
         dtype, tensors = self._only_dtype(dtypes), old.layout.tensors
+        gathered = dtype if slots[0].keeps_dtype else self._gather_dtype(dtype)  # a buffer's do so, or none
         with torch.no_grad(), not_inference():
-            layout = self._layout([tensor.shape for tensor in tensors], [tensor.dim for tensor in tensors], dtype)
+            layout = self._layout([tensor.shape for tensor in tensors], [tensor.dim for tensor in tensors], gathered)
             meta = any(local.is_meta for local in locals_)
             local = self._new_local(layout, dtype, torch.device("meta") if meta else self.mesh.device)
-            buffer = ShardedBuffer(layout, local, old.comm, self._gather_dtype(dtype), self.mesh.device)
+            buffer = ShardedBuffer(layout, local, old.comm, gathered, self.mesh.device)
             for slot, parameter, value in zip(slots, registered, locals_, strict=True):
                 view = buffer.local_view(slot.index)
                 if meta and not value.is_meta:

@@ -29,6 +29,7 @@ class ManagedParameter:
         places: where it is registered (several for a tied parameter).
         dim: tensor dim that it is cut on.
         parallel: how it is laid out if another parallelism made it a DTensor.
+        keeps_dtype: whether it is gathered in its own dtype, whatever the others are.
     """
 
     value: nn.Parameter
@@ -36,6 +37,7 @@ class ManagedParameter:
     places: list[Place]
     dim: int = 0
     parallel: ModelParallel | None = None
+    keeps_dtype: bool = False
 
     @property
     def local(self) -> torch.Tensor:
@@ -53,6 +55,8 @@ class Slot:
     index: int
     sharded: nn.Parameter
     parallel: ModelParallel | None = None
+    keeps_dtype: bool = False
+    """Whether it is gathered in its own dtype, whatever the others are."""
     unsharded: nn.Parameter | None = None
     was_unsharded: bool = False
     """Whether there is an unsharded face, which gradients may come for."""
