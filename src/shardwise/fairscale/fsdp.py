@@ -719,7 +719,8 @@ class FullyShardedDataParallel(nn.Module):
 
         Args:
             full_optim_state_dict: as `gather_full_optim_state_dict` gives it, ours or FairScale's, at any world size,
-                or the ``state_dict()`` of an optimizer of the plain model; not changed.
+                or the ``state_dict()`` of an optimizer of the plain model, whose param groups have its parameters in
+                the order of ``parameters()``; not changed.
 
         Returns:
             What ``load_state_dict`` of an optimizer over this module's parameters takes: each of its param groups has
