@@ -600,6 +600,13 @@ def test_state_of_a_module_inside_lacks_nothing() -> None:
         assert model.module.state_dict().keys() == plain_model().state_dict().keys()
 
 
+@on_ranks(2, flat=FLAT)
+def test_sparse_gradients_are_refused_by_name(flat: bool) -> None:
+    model = FSDP(nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2)), flatten_parameters=flat)
+    with pytest.raises(StateError, match=r"parameter '0.weight' got a torch.sparse_coo gradient"):
+        model(torch.tensor([1])).sum().backward()
+
+
 @on_ranks(2)
 def test_functions_for_other_shards_refuse_flat_ones() -> None:
     plain = plain_model()
