@@ -27,6 +27,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 
+from shardwise.core.errors import StateError
 from shardwise.core.module import unit_of
 from shardwise.mmengine import MMFullyShardedDataParallel
 from shardwise.optim import FlatOptimizer
@@ -133,6 +134,54 @@ def initializes_by_class(directory: Path) -> None:
         with torch.no_grad():
             assert torch.equal(wrapped(torch.ones(2, 7)), plain(torch.ones(2, 7)))  # hooks and classes are back
         assert unit_of(model.net[0]) is not None
+
+
+class Restructured(Toy):
+    """Does to itself what ``change`` does, when it is initialized."""
+
+    def __init__(self, change: Any) -> None:
+        super().__init__()
+        self.change = change
+
+    def init_weights(self) -> None:
+        super().init_weights()
+        self.change(self)
+
+
+def freezes_when_initialized(directory: Path) -> None:
+    """As in a teacher whose weights are copied there; the first rank's choice counts. Modules may be copied."""
+
+    def freeze(model: Any) -> None:
+        frozen = model.net[0] if dist.get_rank() == 0 else model.net[3]
+        frozen.requires_grad_(False)
+        frozen.weight = nn.Parameter(torch.full_like(frozen.weight, 0.25), requires_grad=False)
+        model.net[2].load_state_dict(copy.deepcopy(model.net[2]).state_dict())
+
+    wrapper = MMFullyShardedDataParallel(Restructured(freeze), auto_wrap_policy=LINEAR)
+    wrapper.module.init_weights()
+    wrapper(**BATCH, mode="loss")["loss"].backward()
+    trained = {"net.2.weight", "net.3.weight", "net.3.bias"}
+    assert {name for name, p in wrapper.module.named_parameters() if p.requires_grad} == trained
+    assert {name for name, p in wrapper.module.named_parameters() if p.grad is not None} == trained
+    assert bool((full(wrapper.module)["net.0.weight"] == 0.25).all())
+
+
+def keeps_its_structure_when_initialized(directory: Path) -> None:
+    """What is registered or tied after sharding would be trained by each rank for itself, or not tied."""
+
+    def tie(model: Any) -> None:
+        model.net[3].bias = model.scale_too
+
+    def replace(model: Any) -> None:
+        if dist.get_rank() == 1:
+            model.net[3] = nn.Linear(5, 3)
+
+    for change, names in ((tie, "'net.3.bias'"), (replace, "'net.3.bias', 'net.3.weight'")):
+        model = Restructured(change)
+        model.scale_too = nn.Parameter(torch.ones(3))
+        wrapper = MMFullyShardedDataParallel(model, auto_wrap_policy=LINEAR)
+        with pytest.raises(StateError, match=f"tied or replaced .*{names}"):
+            wrapper.module.init_weights()
 
 
 def compiles(directory: Path) -> None:
@@ -549,6 +598,8 @@ def hybrid_in_groups(directory: Path) -> None:
 
 TWO = (
     initializes_by_class,
+    freezes_when_initialized,
+    keeps_its_structure_when_initialized,
     compiles,
     frozen_units,
     augments_tests,

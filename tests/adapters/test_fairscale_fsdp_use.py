@@ -583,6 +583,31 @@ def test_changes_inside_of_summon(flat: bool) -> None:
 
 
 @on_ranks(2)
+def test_state_of_a_module_inside_lacks_nothing() -> None:
+    """Its joined parameters are registered in the instance, so that it would be without them."""
+    model = nested(plain_model())
+    for used in (False, True):
+        if used:
+            with torch.no_grad():
+                model(torch.ones(2, model.module[0].in_features))  # the outermost instance keeps whole parameters
+        for inside in (model.module, model.module[0], copy.deepcopy(model).module):
+            with pytest.raises(StateError, match=r"state_dict of Linear: .* joined its parameter 'weight'"):
+                inside.state_dict()
+    nn.Sequential(model).state_dict()
+    assert "0.weight" not in model.local_state_dict()
+    with model.summon_full_params():
+        assert model.module[0].state_dict().keys() == {"weight", "bias"}
+        assert model.module.state_dict().keys() == plain_model().state_dict().keys()
+
+
+@on_ranks(2, flat=FLAT)
+def test_sparse_gradients_are_refused_by_name(flat: bool) -> None:
+    model = FSDP(nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2)), flatten_parameters=flat)
+    with pytest.raises(StateError, match=r"parameter '0.weight' got a torch.sparse_coo gradient"):
+        model(torch.tensor([1])).sum().backward()
+
+
+@on_ranks(2)
 def test_functions_for_other_shards_refuse_flat_ones() -> None:
     plain = plain_model()
     originals = list(plain.parameters())

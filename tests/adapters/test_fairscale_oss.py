@@ -602,6 +602,9 @@ def test_clipping_counts_what_the_filter_leaves() -> None:
     assert all(oss.owners()[parameter] == dist.get_rank() for parameter in seen)
     scale = torch.clamp(0.1 / (norm + 1e-6), max=1.0)
     assert_same((p.grad for p in mine.parameters()), [p.grad * scale for p in plain.parameters()])
+    # One that looks at the model, not at what it is given: each parameter counts once all the same.
+    matrices = [parameter for parameter in mine.parameters() if parameter.ndim == 2]
+    torch.testing.assert_close(oss.clip_grad_norm(100.0, filter_params_fn=lambda _: matrices), norm * scale)
     with pytest.raises(ValueError, match="filter_params_fn"):
         oss.clip_grad_norm(0.1, filter_params_fn=lambda _: [torch.ones(3)])
 

@@ -1122,6 +1122,37 @@ def test_to_gives_the_wrapper_back() -> None:
     assert next(sharded.parameters()).dtype == torch.float16
 
 
+@on_ranks(2, refresh=(True, False))
+def test_the_module_itself_may_be_converted(refresh: bool) -> None:
+    """And back: autograd then forgets the hooks that keep a mean apart from what is added to it."""
+    sharded, oss = shard(model_of(), auto_refresh_trainable=refresh)
+    truth = model_of()
+
+    def run(model: nn.Module, step: int) -> None:
+        dtype = next(model.parameters()).dtype
+        model(inputs_for(inner(model), step).to(dtype)).square().mean().backward()
+
+    for step, dtypes in enumerate([(), (torch.float16, torch.float32), (torch.float64,), ()]):
+        for dtype in dtypes:
+            sharded.module.to(dtype)
+            truth.to(dtype)
+        if not refresh:
+            sharded.refresh_trainable()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # nothing was frozen
+            run(sharded, 10 * step + dist.get_rank())
+        for rank in range(2):
+            added = copy.deepcopy(truth)
+            added.zero_grad()
+            run(added, 10 * step + rank)
+            for parameter, other in zip(truth.parameters(), added.parameters(), strict=True):
+                parameter.grad = other.grad / 2 + (0 if parameter.grad is None else parameter.grad)
+        assert_gradients(sharded, oss, truth, bitwise=False)
+        if step == 1:
+            sharded.zero_grad()
+            truth.zero_grad(set_to_none=False)
+
+
 @on_ranks(2)
 def test_looks_like_ddp() -> None:
     model = model_of()

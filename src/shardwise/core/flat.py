@@ -319,16 +319,18 @@ class FlatSlot(Slot):
     def _join_gradients(self, dtype: torch.dtype | None) -> torch.Tensor | None:
         """Remove this backward's gradients and give them as one run."""
         gradients = [face.grad for face in self._faces]
+        # First of all: memory like that of a sparse one cannot be cut.
+        for part, gradient in zip(self.parts, gradients, strict=True):
+            if gradient is not None and gradient.layout is not torch.strided:
+                refuse_sparse(part.name, gradient)
         like = next((gradient for gradient in gradients if gradient is not None), None)
         if like is None:
             return None
         numel = self.buffer.layout.tensors[self.index].numel
         run = like.new_zeros(numel, dtype=dtype) if self._has_gaps(gradients) else like.new_empty(numel, dtype=dtype)
         targets, sources = [], []
-        for part, view, gradient in zip(self.parts, self.views(run), gradients, strict=True):
+        for view, gradient in zip(self.views(run), gradients, strict=True):
             if gradient is not None:
-                if gradient.layout is not torch.strided:
-                    refuse_sparse(part.name, gradient)
                 targets.append(view)
                 sources.append(gradient)
         copy_each(targets, sources)

@@ -45,7 +45,7 @@ from .fsdp_parameters import (
     under,
 )
 from .fsdp_sharing import share_parameter
-from .fsdp_weights import consolidate, describe_shards, finish_load, finish_state_dict, prepare_load
+from .fsdp_weights import consolidate, describe_shards, finish_load, finish_state_dict, prepare_load, refuse_joined
 from .ranks import comm_of, compute_device_of, given_group, ranks_of, reduce_comm_of
 from .testing import DummyProcessGroup
 
@@ -157,6 +157,8 @@ class FullyShardedDataParallel(nn.Module):
         self.register_state_dict_post_hook(finish_state_dict)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(prepare_load)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(finish_load)  # type: ignore[no-untyped-call]
+        for path in {path for run in self._runs if run.is_joined for one in run.members for path, _ in one.places}:
+            self.module.get_submodule(path).register_state_dict_pre_hook(refuse_joined)
 
     def _check_settings(self) -> None:
         self._check_widens(self.fp32_reduce_scatter)
@@ -717,7 +719,8 @@ class FullyShardedDataParallel(nn.Module):
 
         Args:
             full_optim_state_dict: as `gather_full_optim_state_dict` gives it, ours or FairScale's, at any world size,
-                or the ``state_dict()`` of an optimizer of the plain model; not changed.
+                or the ``state_dict()`` of an optimizer of the plain model, whose param groups have its parameters in
+                the order of ``parameters()``; not changed.
 
         Returns:
             What ``load_state_dict`` of an optimizer over this module's parameters takes: each of its param groups has

@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
+from ..core.errors import StateError
+from ..core.flat import AbsentParameter, FlatShards
 from .fsdp_parameters import INNER, Run, clean, own_modules, under
 from .fsdp_sharing import borrowed
 
@@ -50,6 +53,27 @@ def _given(module: FullyShardedDataParallel, value: torch.Tensor, live: set[int]
         return value
     # Whole parameters are freed when the state dict is complete.
     return value.detach().to(device, dtype, copy=is_live).requires_grad_(value.requires_grad)
+
+
+def refuse_joined(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """For ``state_dict`` of a module whose parameters are joined to others, which would leave them out in silence.
+
+    Raises:
+        StateError: unless they are whole, or those of each rank are what is wanted.
+    """
+    for name, value in vars(module).items():
+        if isinstance(value, nn.Parameter) or (isinstance(value, AbsentParameter) and not _gives_local(value)):
+            raise StateError(
+                f"state_dict of {type(module).__name__}: FullyShardedDataParallel has joined its parameter {name!r} to "
+                "others, outside of this module: call state_dict of what is wrapped, or this one inside "
+                "`with wrapped.summon_full_params():`"
+            )
+
+
+def _gives_local(absent: AbsentParameter) -> bool:
+    shards = absent.owner() if absent.owner is not None else None
+    holder = shards.holder() if isinstance(shards, FlatShards) and shards.holder is not None else None
+    return bool(getattr(holder, "_gives_local", False))
 
 
 def prepare_load(

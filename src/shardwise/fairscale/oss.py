@@ -245,6 +245,7 @@ class OSS(Optimizer):
             max_norm: in the unit of the gradients.
             norm_type: order of the norm; ``inf`` for the largest absolute value.
             filter_params_fn: gets the parameters that this rank owns and that have gradients; returns those that count.
+                Any others of this optimizer that it returns count where they are owned.
 
         Returns:
             The norm before scaling, 0-dim, the same on all ranks.
@@ -254,19 +255,25 @@ class OSS(Optimizer):
         """
         owners = self.owners()
         mine = [parameter for parameter, owner in owners.items() if owner == self.rank and parameter.grad is not None]
-        norm = self._total_norm(mine if filter_params_fn is None else list(filter_params_fn(mine)), float(norm_type))
+        counted = mine if filter_params_fn is None else self._chosen(mine, filter_params_fn(mine))
+        norm = self._total_norm(counted, float(norm_type))
         gradients = [_dense_gradient(parameter) for parameter in owners if parameter.grad is not None]
         scale_to_norm(gradients, norm, float(max_norm))
         return norm
 
-    def _total_norm(self, counted: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-        owners = self.owners()
-        number = {id(parameter): index for index, parameter in enumerate(owners)}
-        if unknown := [parameter for parameter in counted if id(parameter) not in number]:
+    def _chosen(self, mine: Sequence[torch.Tensor], given: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of ``mine`` that are ``given``: the others count on the ranks that own them."""
+        known, chosen = {id(parameter) for parameter in self._parameters()}, {id(one): one for one in given}
+        if unknown := [parameter for key, parameter in chosen.items() if key not in known]:
             raise ValueError(
                 f"clip_grad_norm: filter_params_fn gave a tensor of shape {tuple(unknown[0].shape)} that OSS does not "
                 "have; it may only leave out some of those that it gets"
             )
+        return [parameter for parameter in mine if id(parameter) in chosen]
+
+    def _total_norm(self, counted: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+        owners = self.owners()
+        number = {id(parameter): index for index, parameter in enumerate(owners)}
         first = next(iter(owners))
         wide = any(parameter.dtype == torch.float64 for parameter in owners)
         # The norm that stands for a parameter that does not count, and leaves the total as it is.

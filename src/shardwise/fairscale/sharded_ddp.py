@@ -34,8 +34,8 @@ ARGUMENTS = {
         "most elements of several small gradients that are reduced as one; 0 sends each by itself"
     ),
     "auto_refresh_trainable": Argument(
-        "whether every forward checks if parameters were frozen, unfrozen or added to an optimizer; otherwise call "
-        "`refresh_trainable` after that"
+        "whether every forward checks if parameters were frozen, unfrozen, converted or added to an optimizer; "
+        "otherwise call `refresh_trainable` after that"
     ),
     "reduce_fp16": Argument("whether gradients wider than 16 bits are reduced in float16, with buffers or without"),
     "warn_on_trainable_params_changed": Argument("whether to warn of such a change"),
@@ -108,7 +108,7 @@ class ShardedDataParallel(nn.Module):
         self._gradient_hooks: GradientHooks | None = None
         self._keeps_local = False
         self._watched: list[tuple[str, nn.Parameter]] = []
-        self._trained: list[bool] = []
+        self._seen: list[tuple[bool, torch.dtype, torch.device]] = []
         self._dealt = 0
         self._buffer_broadcast: tuple[list[torch.Tensor], WholeBroadcast] | None = None
         self._finish_buffers: Callable[[], None] = _nothing
@@ -205,7 +205,7 @@ class ShardedDataParallel(nn.Module):
             optimizer.refresh_trainable()
         owners = self._ownership()
         self._watched = [(name, parameter) for name, parameter, _ in owners]
-        self._trained = [parameter.requires_grad for _, parameter in self._watched]
+        self._seen = self._look()
         self._dealt = sum(optimizer.dealt for optimizer in self._optimizers)
         self._warn_of_unowned(owners)
         old, self._gradient_hooks = self._gradient_hooks, None
@@ -239,14 +239,18 @@ class ShardedDataParallel(nn.Module):
                     )
         return [(name, parameter, owners.get(id(parameter))) for name, parameter in named]
 
+    def _look(self) -> list[tuple[bool, torch.dtype, torch.device]]:
+        """What gradients are reduced by; methods of ``module`` itself change it too."""
+        return [(parameter.requires_grad, parameter.dtype, parameter.device) for _, parameter in self._watched]
+
     def _refresh_if_changed(self) -> None:
-        trained = [parameter.requires_grad for _, parameter in self._watched]
-        dealt = sum(optimizer.dealt for optimizer in self._optimizers)
-        if trained == self._trained and dealt == self._dealt:
+        seen, dealt = self._look(), sum(optimizer.dealt for optimizer in self._optimizers)
+        is_same = seen == self._seen and dealt == self._dealt
+        if is_same and (self._gradient_hooks is None or self._gradient_hooks.are_there):
             return
-        if self._warns:
-            pairs = zip(self._watched, trained, self._trained, strict=True)
-            names = [repr(name) for (name, _), now, before in pairs if now is not before]
+        pairs = zip(self._watched, seen, self._seen, strict=True)
+        names = [repr(name) for (name, _), now, before in pairs if now[0] is not before[0]]
+        if self._warns and (names or dealt != self._dealt):
             warnings.warn(
                 f"ShardedDataParallel: whether parameters are trained has changed for {', '.join(names) or 'none'}, or "
                 "an optimizer got more of them; gradients are reduced accordingly from now on "
@@ -326,21 +330,26 @@ class GradientHooks:
         # A leaf that gets a gradient when a backward starts from the model's outputs, whichever parameters it reaches.
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._handles = [self._anchor.register_post_accumulate_grad_hook(_announced(me))]
-        self._nodes: list[Any] = []
+        self._nodes: list[tuple[torch.Tensor, Any]] = []
         owned = set(reducer.owned)
         for index, parameter in enumerate(reducer.parameters):
             if parameter.requires_grad:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(_accumulated(me, index)))
                 if index in owned:
-                    with not_inference(), torch.enable_grad():
-                        node = torch.autograd.graph.get_gradient_edge(parameter).node
+                    node = _node_of(parameter)
                     self._handles.append(node.register_prehook(_before_accumulation(me, index)))
-                    self._nodes.append(node)
+                    self._nodes.append((parameter, node))
 
     @property
     def parameters(self) -> list[torch.Tensor]:
         """The parameters that are watched."""
         return self.reducer.parameters
+
+    @property
+    def are_there(self) -> bool:
+        """False once the model was converted to another dtype, or device, and maybe back: autograd then has new nodes.
+        Asked of one parameter, since asking takes microseconds."""
+        return not self._nodes or _node_of(self._nodes[0][0]) is self._nodes[0][1]
 
     def remove(self) -> None:
         """Stop watching."""
@@ -434,6 +443,12 @@ def _before_accumulation(reference: Hooks, index: int) -> Callable[[tuple[torch.
             hooks.before_accumulation(index)
 
     return hook
+
+
+def _node_of(parameter: torch.Tensor) -> Any:
+    """Of the graph, that adds to the parameter's gradient."""
+    with not_inference(), torch.enable_grad():
+        return torch.autograd.graph.get_gradient_edge(parameter).node
 
 
 class _Announce(torch.autograd.Function):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..checkpoint.full_state import load_full_state_dict
-from ..checkpoint.weights import weights_of
+from ..checkpoint.weights import ModelWeights, Weight, weights_of
 from ..core.errors import StateError
-from ..core.module import class_before_sharding, unit_of
+from ..core.module import FSDPModule, class_before_sharding, unit_of
 
 STATE_HOOKS = (
     "_state_dict_pre_hooks",
@@ -36,12 +36,14 @@ FORWARD_HOOKS = (
 @contextmanager
 def whole_parameters(model: nn.Module) -> Iterator[None]:
     """Inside, the parameters of ``model`` are whole and plain, on every rank; afterwards their shards, and everything
-    else in the state dict, have the values that the first rank gave them. A collective of all ranks.
+    else in the state dict, have the values that the first rank gave them, and are trained or frozen as there. A
+    collective of all ranks.
 
     Memory for the whole model.
 
     Raises:
-        StateError: if parameters are on the meta device, or were registered or removed inside.
+        StateError: if parameters are on the meta device; listing those that inside were registered, removed, tied, or
+            replaced along with their module.
         ValueError: listing parameters whose shapes were changed inside; nothing is loaded then.
         Exception: what was raised inside, on all ranks.
     """
@@ -56,15 +58,37 @@ def whole_parameters(model: nn.Module) -> Iterator[None]:
                     site.put(whole)
             with weights.peers.together():
                 yield
-            given = model.state_dict()
+                given = model.state_dict()
+                _refuse_moved(model, weights, sharded, given)
+            trained = weights.peers.exchange([weight.sites[0].get().requires_grad for weight in sharded])[0]
         finally:
             for weight in sharded:
                 for site in weight.sites:
                     site.put(weight.tensor)
-    if given.keys() != weights.keys.keys():
-        changed = sorted(given.keys() ^ weights.keys.keys())
-        raise StateError(f"init_weights registered or removed {', '.join(map(repr, changed))}: do so before wrapping")
+    for weight, is_trained in zip(sharded, trained, strict=True):
+        weight.tensor.requires_grad_(is_trained)
     load_full_state_dict(model, given)
+
+
+def _refuse_moved(model: nn.Module, weights: ModelWeights, sharded: Sequence[Weight], given: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        StateError: listing what is in the state dict ``given`` and was not in that of ``weights``, or the other way
+            round, and ``sharded`` parameters that are no longer each one parameter, where they were.
+    """
+    changed = {*(given.keys() ^ weights.keys.keys())}
+    members, known = {*model.modules()}, dict[int, Weight]()
+    for weight in sharded:
+        modules = [site.module for site in weight.sites]
+        found = {id(module._parameters.get(site.name)) for module, site in zip(modules, weight.sites, strict=True)}
+        others = [known.setdefault(key, weight) for key in found]
+        if others != [weight] or not members.issuperset(modules):
+            changed.update(weight.names)
+    if changed:
+        raise StateError(
+            f"init_weights registered, removed, tied or replaced {', '.join(map(repr, sorted(changed)))}: do so before "
+            "wrapping, and only write values there"
+        )
 
 
 @contextmanager
@@ -140,7 +164,8 @@ def copy_sharded(model: nn.Module) -> None:
 def _copy(reference: weakref.ref[nn.Module], memo: dict[int, Any]) -> nn.Module:
     module = reference()
     assert module is not None
-    original = class_before_sharding(type(module))
+    # Inside of `init_weights` it has the class from before already.
+    original = class_before_sharding(type(module)) if isinstance(module, FSDPModule) else type(module)
     twin = original.__new__(original)
     memo[id(module)] = twin
     state = dict(module.__dict__)
