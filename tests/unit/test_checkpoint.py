@@ -740,6 +740,41 @@ class Dangerous:
 
     def __init__(self, path: Path):
         self.path = path
+class Loader:
+    """Has a position, as data loaders have."""
+
+    def __init__(self, position: int = 0):
+        self.position = position
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def test_extras_of_another_form_are_an_error(tmp_path: Path) -> None:
+    save(tmp_path / "list", extra=[Loader(3)])
+    save(tmp_path / "object", extra=Loader(3))
+    save(tmp_path / "schedulers", scheduler=Loader(3))
+    loader = Loader()
+    for form in ([loader, loader], [], {"loaders": [loader]}, (loader, loader)):
+        if form:
+            with pytest.raises(
+                ValueError, match="extra of the checkpoint has the form list of 1 items, and what is to"
+            ):
+                load(tmp_path / "list", extra=form)
+            with pytest.raises(ValueError, match="extra of the checkpoint has"):
+                load(tmp_path / "object", extra=form)
+    with pytest.raises(
+        ValueError, match="scheduler of the checkpoint has the form dict, and what is to be filled list"
+    ):
+        load(tmp_path / "schedulers", scheduler=[loader])
+    assert loader.position == 0
+    load(tmp_path / "list", extra=(loader,))
+    assert loader.position == 3
+
+
 
     def __reduce__(self) -> Any:
         return os.mkdir, (str(self.path),)
