@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import gc
 import io
 import multiprocessing
@@ -413,6 +414,10 @@ def test_relative_paths_and_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "link").symlink_to("real")
     path = save("link", extra=1)
     assert path == tmp_path / "link" / "checkpoint-000001"
+    for use in (load, latest, functools.partial(save, extra=2)):
+        for url in ("s3://bucket/run", Path("s3://bucket/run")):
+            with pytest.raises(ValueError, match=r"s3:/.*bucket/run is a URL: give the path of a directory"):
+                use(url)
     monkeypatch.chdir("/")
     assert load(tmp_path / "real") == 1
     assert load(path) == 1
@@ -735,11 +740,6 @@ def test_extras_come_back_as_they_were(tmp_path: Path) -> None:
         assert load(tmp_path) == value
 
 
-class Dangerous:
-    """Runs code when it is unpickled."""
-
-    def __init__(self, path: Path):
-        self.path = path
 class Loader:
     """Has a position, as data loaders have."""
 
@@ -775,6 +775,11 @@ def test_extras_of_another_form_are_an_error(tmp_path: Path) -> None:
     assert loader.position == 3
 
 
+class Dangerous:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, path: Path):
+        self.path = path
 
     def __reduce__(self) -> Any:
         return os.mkdir, (str(self.path),)
