@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from .adapters.wrapping import Policy, forget_history, without_gradient_sync
 from .checkpoint.full_state import full_state_dict
 from .checkpoint.model_state import model_state
+from .checkpoint.atomic import path_of
 from .checkpoint.names import parameter_names
 from .checkpoint.optimizer_state import optimizer_state
 from .checkpoint.ranks import saving_ranks
@@ -40,6 +41,7 @@ from .lightning_common.files import (
     refuse_directory,
     write_directory,
     write_file,
+    target_of,
 )
 from .lightning_common.namespaces import StrategyClasses
 from .lightning_common.optimizers import attach, clip_grad_value_, full_optimizer_state, load_full_optimizer_state
@@ -286,7 +288,7 @@ class _FabricStrategy(ProcessesStrategy):
         """
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} does not use a CheckpointIO, so it takes no storage_options")
-        path, chosen = Path(self.broadcast(path)), dict(filter or {})
+        path, chosen = target_of(self.broadcast(path)), dict(filter or {})
         is_full = self.state_dict_type == "full"
         models = nn.ModuleList([item for item in state.values() if isinstance(item, nn.Module)])
         ranks, sharded, rest = saving_ranks(), dict[str, Any](), dict[str, Any]()
@@ -334,7 +336,7 @@ class _FabricStrategy(ProcessesStrategy):
             KeyError: naming what the checkpoint does not have.
             ValueError: if it does not fit, or for a sharded checkpoint without ``state``.
         """
-        path = Path(self.broadcast(path))
+        path = path_of(self.broadcast(path))
         kind = agreed_kind(path)
         if kind is Kind.NOTHING:
             raise FileNotFoundError(f"there is no checkpoint at {path}")
