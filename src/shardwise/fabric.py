@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -18,8 +18,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from .adapters.whole import gather_in
 from .adapters.wrapping import Policy, forget_history, without_gradient_sync
 from .checkpoint.full_state import full_state_dict
 from .checkpoint.model_state import model_state
@@ -284,7 +286,7 @@ class _FabricStrategy(ProcessesStrategy):
 
         Raises:
             IsADirectoryError: if a file is to replace a directory that is not a checkpoint.
-            TypeError: for ``storage_options``.
+            TypeError: for ``storage_options``, and naming an item with sharded modules or optimizers inside.
         """
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} does not use a CheckpointIO, so it takes no storage_options")
@@ -300,6 +302,7 @@ class _FabricStrategy(ProcessesStrategy):
                     rest[name] = item.state_dict() if callable(getattr(item, "state_dict", None)) else item
         for name, item in state.items():
             if isinstance(item, nn.Module):
+                    _refuse_sharded_inside(name, rest[name])
                 sharded[name] = self.get_module_state_dict(item)
             elif isinstance(item, Optimizer):
                 sharded[name] = self.get_optimizer_state(item) if is_full else _by_names(item, models)
@@ -308,6 +311,8 @@ class _FabricStrategy(ProcessesStrategy):
                 target[name] = _filtered(target[name], chosen[name])
         if not is_full:
             write_directory(path, sharded, rest)
+        # Other objects, such as averages, may have sharded tensors in their state.
+        rest = gather_in(rest, keeps=self.is_global_zero)
             return
         with ranks.together():
             if ranks.is_first:
@@ -346,6 +351,11 @@ class _FabricStrategy(ProcessesStrategy):
         if isinstance(state, Optimizer):
             load_full_optimizer_state(state, read_file(path, weights_only=weights_only))
             return {}
+            if kind is Kind.SHARDED:
+                raise ValueError(
+                    f"{path} is a sharded checkpoint, in which an optimizer's state is by the names of its model: load "
+                    "both by state={'model': model, 'optimizer': optimizer}"
+                )
         if kind is Kind.SHARDED:
             return self._load_directory(path, state, strict=strict, weights_only=weights_only)
         return self._load_file(path, state, strict=strict, weights_only=weights_only)
@@ -459,6 +469,23 @@ def _check_names(state: Any, checkpoint: Any, strict: bool) -> None:
             f"the checkpoint does not have {', '.join(map(repr, missing))}; with strict=False these are left as they "
             "are"
         )
+def _refuse_sharded_inside(name: str, value: Any) -> None:
+    """
+    Raises:
+        TypeError: for modules and optimizers in dicts and lists: pickled, they would have one rank's shards only.
+    """
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
+        parameters: Iterable[torch.Tensor] = item.parameters() if isinstance(item, nn.Module) else ()
+        if isinstance(item, Optimizer):
+            parameters = [parameter for group in item.param_groups for parameter in group["params"]]
+        if any(isinstance(parameter, DTensor) for parameter in parameters):
+            raise TypeError(
+                f"state[{name!r}] has {type(item).__name__} inside, which is sharded: give each module and each "
+                "optimizer a name of its own in the state"
+            )
+        _refuse_sharded_inside(name, item)
+
+
 
 
 def _fill(state: dict[str, Any], name: str, value: Any) -> None:
