@@ -328,6 +328,8 @@ class TensorMover:
         if stored.dtype is target.dtype and target.dtype is not torch.bool and target.device.type == "cpu":
             for _ in self._blocks(file, stored, region, flat):
                 pass
+            # As other writes do: by it `materialize` sees that a random buffer has been given values.
+            torch.autograd.graph.increment_version(target)
             return
         for start, block in self._blocks(file, stored, region):
             flat[start : start + block.numel()].copy_(block)
