@@ -342,6 +342,14 @@ def test_parameters_keep_their_identity_and_marks(tmp_path: Path) -> None:
 # -- The progress bar
 
 
+def test_conversions_with_another_default_device(tmp_path: Path) -> None:
+    model, wanted = nn.Linear(3, 2), nn.Linear(3, 2)
+    save_file({name: value.double() for name, value in wanted.state_dict().items()}, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        load_safetensors(model, tmp_path)
+    assert torch.equal(model.weight, wanted.weight)
+
+
 class RandomBuffer(nn.Module):
     def __init__(self) -> None:
         super().__init__()

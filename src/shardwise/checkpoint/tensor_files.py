@@ -309,7 +309,7 @@ class TensorMover:
 
     def __init__(self, advance: Callable[[int], None] = lambda _: None):
         self._advance = advance
-        self._staging = torch.empty(0, dtype=torch.uint8)
+        self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def read(self, file: int, stored: StoredTensor, region: Region, target: torch.Tensor) -> None:
         """Read ``region`` of a stored tensor into ``target`` (of the region's shape, any dtype, any device).
@@ -383,7 +383,7 @@ class TensorMover:
         size = BLOCK_NUMEL * dtype.itemsize
         if self._staging.numel() < size:
             pinned = pins_memory(torch.device("cpu"))
-            self._staging = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            self._staging = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         return self._staging[: numel * dtype.itemsize].view(dtype)
 
 
