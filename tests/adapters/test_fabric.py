@@ -26,6 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 pytest.importorskip("lightning")
 
 import shardwise
+from shardwise.adapters.whole import gather_in
 from tests.adapters.lightning_ranks import check_in_ranks
 
 NAMESPACE: str = globals().get("NAMESPACE", "lightning.fabric")
@@ -567,6 +568,9 @@ def other_objects(directory: Path) -> None:
         pairs = zip(average.state_dict()["averages"].values(), again.state_dict()["averages"].values(), strict=True)
         assert all(torch.equal(ours.full_tensor(), theirs.full_tensor()) for ours, theirs in pairs)
         assert again.decay == 0.9
+        # Other ranks than the one that writes have no memory for whole models.
+        kept = gather_in(average.state_dict(), keeps=False)["averages"]
+        assert all(isinstance(value, DTensor) for value in kept.values())
         for inside in ([optimizer], {"more": (model,)}):
             with pytest.raises(TypeError, match=r"state\['inside'\] has (AdamW|FSDPNet) inside, which is sharded"):
                 used.save(path, {"inside": inside})
