@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -18,9 +18,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from .adapters.whole import gather_in
 from .adapters.wrapping import Policy, forget_history, without_gradient_sync
+from .checkpoint.atomic import path_of
 from .checkpoint.full_state import full_state_dict
 from .checkpoint.model_state import model_state
 from .checkpoint.names import parameter_names
@@ -38,6 +41,7 @@ from .lightning_common.files import (
     agreed_kind,
     read_file,
     refuse_directory,
+    target_of,
     write_directory,
     write_file,
 )
@@ -48,7 +52,7 @@ from .lightning_common.processes import ProcessesStrategy
 from .lightning_common.units import Sharding, move_metrics
 from .lightning_common.weights import load_values, mapped_safetensors
 
-Load = Callable[[], None]
+Load = Callable[[Any], object]
 Filter = Mapping[str, Callable[[str, Any], bool]]
 
 
@@ -123,7 +127,7 @@ class _FabricStrategy(ProcessesStrategy):
         )
         self._init_processes(process_group_backend, timeout, process_group)
         self._backward_sync_control = _BackwardSyncControl()
-        self._to_load: weakref.WeakKeyDictionary[nn.Module, Load] = weakref.WeakKeyDictionary()
+        self._postponed = _PostponedLoads()
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -183,13 +187,11 @@ class _FabricStrategy(ProcessesStrategy):
                 stacklevel=3,
             )
         originals = list(module.parameters())
-        load = self._to_load.get(module)
-        self.sharding.shard(module, self.device_mesh, is_initialized=load is None, init_fn=self.param_init_fn)
+        is_loaded = self._postponed.concern(module)
+        self.sharding.shard(module, self.device_mesh, is_initialized=not is_loaded, init_fn=self.param_init_fn)
         if self.param_init_fn is not None:
             forget_history(module)
-        if load is not None:
-            del self._to_load[module]
-            load()
+        self._postponed.run(module)
         materialize(module, init_fn=self.param_init_fn)
         for original in originals:
             if original.is_meta and type(original) is nn.Parameter and successor_of(original) is not None:
@@ -228,6 +230,7 @@ class _FabricStrategy(ProcessesStrategy):
             ValueError: if its constructor made state on the meta device, and cannot make it again.
         """
         attach(optimizer)
+        self._postponed.run(optimizer)
         return optimizer
 
     # -- Gradients
@@ -261,7 +264,10 @@ class _FabricStrategy(ProcessesStrategy):
 
     def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Load whole tensors that every rank has."""
-        load_values(module, state_dict, strict=strict)
+        if self._postponed.concern(module):  # this load comes after those, and its values count
+            self._postponed.add(module, lambda alive: load_values(alive, state_dict, strict=strict))
+        else:
+            load_values(module, state_dict, strict=strict)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state dict of one process, on rank 0; a collective."""
@@ -282,13 +288,13 @@ class _FabricStrategy(ProcessesStrategy):
 
         Raises:
             IsADirectoryError: if a file is to replace a directory that is not a checkpoint.
-            TypeError: for ``storage_options``.
+            TypeError: for ``storage_options``, and naming an item with sharded modules or optimizers inside.
         """
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} does not use a CheckpointIO, so it takes no storage_options")
-        path, chosen = Path(self.broadcast(path)), dict(filter or {})
+        path, chosen = target_of(self.broadcast(path)), dict(filter or {})
         is_full = self.state_dict_type == "full"
-        models = nn.ModuleList([item for item in state.values() if isinstance(item, nn.Module)])
+        models = _models_in(state)
         ranks, sharded, rest = saving_ranks(), dict[str, Any](), dict[str, Any]()
         with ranks.together():
             if is_full:
@@ -296,6 +302,7 @@ class _FabricStrategy(ProcessesStrategy):
             for name, item in state.items():
                 if not isinstance(item, (nn.Module, Optimizer)):
                     rest[name] = item.state_dict() if callable(getattr(item, "state_dict", None)) else item
+                    _refuse_sharded_inside(name, rest[name])
         for name, item in state.items():
             if isinstance(item, nn.Module):
                 sharded[name] = self.get_module_state_dict(item)
@@ -304,6 +311,8 @@ class _FabricStrategy(ProcessesStrategy):
             target = sharded if name in sharded else rest
             if name in chosen and isinstance(target[name], dict):
                 target[name] = _filtered(target[name], chosen[name])
+        # Other objects, such as averages, may have sharded tensors in their state.
+        rest = gather_in(rest, keeps=self.is_global_zero)
         if not is_full:
             write_directory(path, sharded, rest)
             return
@@ -334,7 +343,7 @@ class _FabricStrategy(ProcessesStrategy):
             KeyError: naming what the checkpoint does not have.
             ValueError: if it does not fit, or for a sharded checkpoint without ``state``.
         """
-        path = Path(self.broadcast(path))
+        path = path_of(self.broadcast(path))
         kind = agreed_kind(path)
         if kind is Kind.NOTHING:
             raise FileNotFoundError(f"there is no checkpoint at {path}")
@@ -342,6 +351,11 @@ class _FabricStrategy(ProcessesStrategy):
             self._load_raw(path, kind, state, strict=strict, weights_only=weights_only)
             return {}
         if isinstance(state, Optimizer):
+            if kind is Kind.SHARDED:
+                raise ValueError(
+                    f"{path} is a sharded checkpoint, in which an optimizer's state is by the names of its model: load "
+                    "both by state={'model': model, 'optimizer': optimizer}"
+                )
             load_full_optimizer_state(state, read_file(path, weights_only=weights_only))
             return {}
         if kind is Kind.SHARDED:
@@ -352,13 +366,13 @@ class _FabricStrategy(ProcessesStrategy):
         if path.name.endswith((".safetensors", ".safetensors.index.json")) or kind is Kind.DIRECTORY:
             if _is_whole_on_meta(module):
                 # Its parameters become the mapped tensors, of which setting up reads this rank's part.
-                load_values(module, mapped_safetensors(path), strict=strict)
+                self.load_module_state_dict(module, mapped_safetensors(path), strict=strict)
             else:
                 load_safetensors(module, path, strict=strict)
         elif kind is Kind.SHARDED:
             self._load_model(SavedDirectory(path, weights_only=weights_only), "", module, strict)
         else:
-            load_values(module, read_file(path, weights_only=weights_only), strict=strict)
+            self.load_module_state_dict(module, read_file(path, weights_only=weights_only), strict=strict)
 
     def _load_file(self, path: Path, state: Any, *, strict: bool, weights_only: bool | None) -> dict[str, Any]:
         checkpoint: dict[str, Any] = read_file(path, weights_only=weights_only)
@@ -385,14 +399,14 @@ class _FabricStrategy(ProcessesStrategy):
         saved = SavedDirectory(path, weights_only=weights_only)
         rest = saved.metadata()
         _check_names(state, {name for name in state if name in rest or saved.has(name)}, strict)
-        models = nn.ModuleList([item for item in state.values() if isinstance(item, nn.Module)])
+        models = _models_in(state)
         for name, item in _modules_first(state):
             if isinstance(item, nn.Module):
                 if saved.has(name):
                     self._load_model(saved, name, item, strict)
             elif isinstance(item, Optimizer):
                 if saved.has(name):
-                    saved.load_optimizer(name, item, _model_of(item, models))
+                    self._load_optimizer(saved, name, item, models)
             elif name in rest:
                 _fill(state, name, rest.pop(name))
         return rest
@@ -403,19 +417,73 @@ class _FabricStrategy(ProcessesStrategy):
         if not _is_whole_on_meta(module):
             saved.load_model(name, module, strict=strict)
             return
-        reference = weakref.ref(module)
+        self._postponed.add(module, lambda alive: saved.load_model(name, alive, strict=strict))
 
-        def load_later() -> None:
-            if (alive := reference()) is not None:
-                saved.load_model(name, alive, strict=strict)
+    def _load_optimizer(self, saved: SavedDirectory, name: str, optimizer: Optimizer, models: nn.Module) -> None:
+        """Load the optimizer now; if its parameters are on the meta device, where state has no place, when it is set
+        up."""
 
-        self._to_load[module] = load_later
+        def load(alive: Optimizer) -> None:
+            saved.load_optimizer(name, alive, _model_of(alive, models))
+
+        if any(parameter.is_meta for group in optimizer.param_groups for parameter in group["params"]):
+            self._postponed.add(optimizer, load)
+        else:
+            load(optimizer)
+
+
+class _PostponedLoads:
+    """Loads that wait until what they fill is set up, in the order in which they were asked for."""
+
+    def __init__(self) -> None:
+        self._loads: list[tuple[weakref.ref[Any], Load]] = []
+
+    def add(self, item: nn.Module | Optimizer, load: Load) -> None:
+        """Let ``load`` wait, which is called with ``item`` unless that is gone by then."""
+        self._loads = [waiting for waiting in self._loads if waiting[0]() is not None]
+        self._loads.append((weakref.ref(item), load))
+
+    def concern(self, item: nn.Module | Optimizer) -> bool:
+        """Whether a load waits for ``item``, for a part of it, or for something that it is a part of."""
+        return any(_overlap(reference(), item) for reference, _ in self._loads)
+
+    def run(self, item: nn.Module | Optimizer) -> None:
+        """Do what waits for ``item``. What fails goes on waiting: without it, ``item`` would not have its values."""
+        for waiting in list(self._loads):
+            reference, load = waiting
+            alive = reference()
+            if _overlap(alive, item):
+                load(alive)
+                self._loads.remove(waiting)
+
+
+def _overlap(one: Any, other: Any) -> bool:
+    if isinstance(one, nn.Module) and isinstance(other, nn.Module):
+        return any(module is one for module in other.modules()) or any(module is other for module in one.modules())
+    return one is other
 
 
 def _is_whole_on_meta(module: nn.Module) -> bool:
     """Whether all its parameters are on the meta device, and no unit in it could take a part."""
     has_units = any(unit_of(inner) is not None for inner in module.modules())
     return not has_units and all(parameter.is_meta for parameter in module.parameters())
+
+
+def _refuse_sharded_inside(name: str, value: Any) -> None:
+    """
+    Raises:
+        TypeError: for modules and optimizers in dicts and lists: pickled, they would have one rank's shards only.
+    """
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
+        parameters: Iterable[torch.Tensor] = item.parameters() if isinstance(item, nn.Module) else ()
+        if isinstance(item, Optimizer):
+            parameters = [parameter for group in item.param_groups for parameter in group["params"]]
+        if any(isinstance(parameter, DTensor) for parameter in parameters):
+            raise TypeError(
+                f"state[{name!r}] has {type(item).__name__} inside, which is sharded: give each module and each "
+                "optimizer a name of its own in the state"
+            )
+        _refuse_sharded_inside(name, item)
 
 
 def _filtered(tree: dict[str, Any], wanted: Callable[[str, Any], bool]) -> dict[str, Any]:
@@ -427,23 +495,31 @@ def _filtered(tree: dict[str, Any], wanted: Callable[[str, Any], bool]) -> dict[
     return {name: value for name, value in tree.items() if name in names}
 
 
-def _by_names(optimizer: Optimizer, models: nn.ModuleList) -> dict[str, Any]:
+def _models_in(state: Mapping[str, Any]) -> nn.Module:
+    """A module that has the modules of ``state``, by the names that they have there."""
+    models = nn.Module()
+    # Not by `add_module`, which refuses some names.
+    models._modules.update({name: item for name, item in state.items() if isinstance(item, nn.Module)})
+    return models
+
+
+def _by_names(optimizer: Optimizer, models: nn.Module) -> dict[str, Any]:
     return optimizer_state([optimizer], parameter_names(_model_of(optimizer, models)))
 
 
-def _model_of(optimizer: Optimizer, models: nn.ModuleList) -> nn.Module:
-    """The model that has all parameters of ``optimizer``, or all models together.
+def _model_of(optimizer: Optimizer, models: nn.Module) -> nn.Module:
+    """The one of ``models`` that has all parameters of ``optimizer``, or all together.
 
     Raises:
         ValueError: if there is no model.
     """
-    if not len(models):
+    if not models._modules:
         raise ValueError(
             f"state has {type(optimizer).__name__} without its model, and sharded checkpoints store its state by the "
             "model's names: pass both, state={'model': model, 'optimizer': optimizer}"
         )
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    return next((model for model in models if held <= set(model.parameters())), models)
+    return next((model for model in models.children() if held <= set(model.parameters())), models)
 
 
 def _modules_first(state: Mapping[str, Any]) -> list[tuple[str, Any]]:

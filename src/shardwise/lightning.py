@@ -33,7 +33,15 @@ from .checkpoint.ranks import saving_ranks
 from .core.module import unit_of
 from .init import init_on_meta, materialize
 from .lightning_common.arguments import TRAINER_ARGUMENTS, checked_state_dict_type
-from .lightning_common.files import Kind, SavedDirectory, agreed_kind, prepare_file, read_file, write_directory
+from .lightning_common.files import (
+    Kind,
+    SavedDirectory,
+    agreed_kind,
+    prepare_file,
+    read_file,
+    target_of,
+    write_directory,
+)
 from .lightning_common.namespaces import StrategyClasses
 from .lightning_common.optimizers import (
     WITHOUT_PARAMETERS,
@@ -345,7 +353,7 @@ class _TrainerStrategy(ProcessesStrategy):
         sharded = {"model": rest.pop("state_dict")}
         for index, state in enumerate(rest.pop("optimizer_states", [])):
             sharded[f"optimizer_{index}"] = state
-        write_directory(Path(path), sharded, gather_in(rest, keeps=self.is_global_zero))
+        write_directory(target_of(path), sharded, gather_in(rest, keeps=self.is_global_zero))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint of either kind; of a full one, tensors are read where they are needed. A collective."""

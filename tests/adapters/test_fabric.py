@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import importlib
@@ -24,6 +25,8 @@ from torch.profiler import ProfilerActivity, profile
 
 pytest.importorskip("lightning")
 
+import shardwise
+from shardwise.adapters.whole import gather_in
 from tests.adapters.lightning_ranks import check_in_ranks
 
 NAMESPACE: str = globals().get("NAMESPACE", "lightning.fabric")
@@ -486,6 +489,118 @@ def filters(directory: Path) -> None:
         used.barrier()
 
 
+def postponed_loads(directory: Path) -> None:
+    """What is loaded from directories into models on the meta device is there once they are set up, as a part of
+    another model or in parts, and is not replaced by random values where it cannot be read."""
+    used = by_block(state_dict_type="sharded")
+    model = make_net(1)
+    model, optimizer = used.setup(model, adam(model))
+    train(used, model, optimizer)
+    path, parts = directory / "postponed", {"head": "head", "rest": ("blocks", "tail")}
+    used.save(path, {"model": model, "optimizer": optimizer})
+    used.save(directory / "blocks", {"model": model.module.blocks})
+    for name, prefix in parts.items():
+        chosen = {"model": lambda key, value, prefix=prefix: key.startswith(prefix)}
+        used.save(directory / name, {"model": model}, filter=chosen)
+    used.barrier()
+    if used.is_global_zero:
+        torch.save({"tail.weight": torch.ones(3, 13)}, directory / "ones.pt")
+    expected = {name: value for name, value in whole(model).items() if "noise" not in name}
+
+    def check(found: dict[str, torch.Tensor], prefix: str = "") -> None:
+        assert all(torch.equal(found[n], value) for n, value in expected.items() if n.startswith(prefix))
+
+    def empty() -> Net:
+        with used.init_module(empty_init=True):
+            return Net()
+
+    inside, outside, twice, own, replaced = (empty() for _ in range(5))
+    used.load(directory / "blocks", {"model": inside.blocks})
+    check(whole(used.setup(inside)), "blocks")
+    used.load(path, {"model": outside})
+    check({name.removeprefix("0."): value for name, value in whole(used.setup(nn.Sequential(outside))).items()})
+    for name in parts:
+        used.load(directory / name, {"model": twice}, strict=False)
+    check(whole(used.setup(twice)))
+    used.load(path, {"model": own})
+    check(
+        {
+            f"{name}.{key}": v
+            for name in ("head", "blocks", "tail")
+            for key, v in whole(used.setup(own.get_submodule(name))).items()
+        }
+    )
+    used.load(path, {"model": replaced})
+    used.load_raw(directory / "ones.pt", replaced, strict=False)
+    check(whole(used.setup(replaced)), "blocks")
+    assert whole(replaced)["tail.weight"].eq(1).all()
+
+    again, gone = empty(), empty()
+    again_optimizer: Any = adam(again)
+    with contextlib.chdir(directory):
+        used.load("postponed", {"model": again, "optimizer": again_optimizer})
+        used.load("postponed", {"model": gone})
+    again, again_optimizer = used.setup(again, again_optimizer)
+    check(whole(again))
+    for block, same in zip(again.module.blocks, model.module.blocks, strict=True):
+        block.noise.copy_(same.noise)  # not in any checkpoint
+    losses = train(used, model, optimizer, range(5, 8))
+    assert all(map(torch.equal, train(used, again, again_optimizer, range(5, 8)), losses))
+    used.barrier()
+    if used.is_global_zero:
+        shutil.rmtree(path)
+    used.barrier()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"reading the checkpoint .*postponed failed"):
+            used.setup(gone, _reapply_compile=False)
+
+
+def other_objects(directory: Path) -> None:
+    """State beside modules and optimizers: averages, whose tensors are sharded, and what cannot be saved."""
+    for kind in ("full", "sharded"):
+        used, path = by_block(state_dict_type=kind), directory / f"averages_{kind}"
+        model = make_net(1)
+        model, optimizer = used.setup(model, adam(model))
+        train(used, model, optimizer, range(2))
+        average, again = shardwise.EMA(model.module, 0.9), shardwise.EMA(used.setup(make_net(2)).module, 0.5)
+        used.save(path, {"average": average})
+        used.load(path, {"average": again})
+        pairs = zip(average.state_dict()["averages"].values(), again.state_dict()["averages"].values(), strict=True)
+        assert all(torch.equal(ours.full_tensor(), theirs.full_tensor()) for ours, theirs in pairs)
+        assert again.decay == 0.9
+        # Other ranks than the one that writes have no memory for whole models.
+        kept = gather_in(average.state_dict(), keeps=False)["averages"]
+        assert all(isinstance(value, DTensor) for value in kept.values())
+        for inside in ([optimizer], {"more": (model,)}):
+            with pytest.raises(TypeError, match=r"state\['inside'\] has (AdamW|FSDPNet) inside, which is sharded"):
+                used.save(path, {"inside": inside})
+    with pytest.raises(ValueError, match="is a sharded checkpoint, in which an optimizer's state is by the names"):
+        used.load_raw(path, optimizer)
+
+
+def links(directory: Path) -> None:
+    """A checkpoint goes where a symbolic link leads, as often as it is saved; a URL is not a directory."""
+    model = None
+    for kind in ("full", "sharded"):
+        used, path = by_block(state_dict_type=kind), directory / f"target_{kind}"
+        model = model or used.setup(make_net())
+        link = directory / f"link_{kind}"
+        if used.is_global_zero:
+            link.symlink_to(path.name)
+        used.barrier()
+        for step in range(3):
+            used.save(link, {"model": model, "step": step})
+        assert link.is_symlink()
+        assert path.is_dir() == (kind == "sharded")
+        state = {"step": 0}
+        used.load(path, state)
+        assert state == {"step": 2}
+        for use in (used.save, used.load):
+            with pytest.raises(ValueError, match="memory://here is a URL"):
+                use("memory://here", {"model": model})
+    assert not [entry.name for entry in directory.iterdir() if entry.name.startswith((".link", ".target"))]
+
+
 def hosts_with_files_of_their_own(directory: Path) -> None:
     """What only one rank finds, or does not find, is the same error on all."""
     from shardwise.checkpoint.integrity import CheckpointError
@@ -864,6 +979,12 @@ def several_models(directory: Path) -> None:
         momenta = [o.state[p]["momentum_buffer"] for o, m in ((state["of_both"], again[1]),) for p in m.parameters()]
         wanted_momenta = [optimizers[1].state[p]["momentum_buffer"] for p in models[1].parameters()]
         assert all(torch.equal(a.to_local(), b.to_local()) for a, b in zip(momenta, wanted_momenta, strict=True))
+        # In another order: parameters of two models with one optimizer are known by the models' names in the state.
+        swapped = [saver.setup(make_net(seed)) for seed in (8, 9)]
+        optimizer = saver.setup_optimizers(made(swapped)[1])
+        saver.load(path, {"b": swapped[1], "of_both": optimizer, "a": swapped[0]})
+        momenta = [optimizer.state[parameter]["momentum_buffer"] for parameter in swapped[1].parameters()]
+        assert all(torch.equal(a.to_local(), b.to_local()) for a, b in zip(momenta, wanted_momenta, strict=True))
         with pytest.raises(ValueError, match=r"'a'|missing"):  # a part of what has the name is not the model
             saver.load(path, {"a": saver.setup(nn.Linear(7, 13))})
 
@@ -949,6 +1070,9 @@ CASES = (
     raw_files,
     only_own_rows,
     filters,
+    postponed_loads,
+    other_objects,
+    links,
     hosts_with_files_of_their_own,
     clipping,
     accumulation,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import gc
 import io
 import multiprocessing
@@ -413,6 +414,10 @@ def test_relative_paths_and_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "link").symlink_to("real")
     path = save("link", extra=1)
     assert path == tmp_path / "link" / "checkpoint-000001"
+    for use in (load, latest, functools.partial(save, extra=2)):
+        for url in ("s3://bucket/run", Path("s3://bucket/run")):
+            with pytest.raises(ValueError, match=r"s3:/.*bucket/run is a URL: give the path of a directory"):
+                use(url)
     monkeypatch.chdir("/")
     assert load(tmp_path / "real") == 1
     assert load(path) == 1
@@ -733,6 +738,41 @@ def test_extras_come_back_as_they_were(tmp_path: Path) -> None:
     for value in (7, None, "text", [1, {"a": 2}], (), {}):
         save(tmp_path, extra=value)
         assert load(tmp_path) == value
+
+
+class Loader:
+    """Has a position, as data loaders have."""
+
+    def __init__(self, position: int = 0):
+        self.position = position
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def test_extras_of_another_form_are_an_error(tmp_path: Path) -> None:
+    save(tmp_path / "list", extra=[Loader(3)])
+    save(tmp_path / "object", extra=Loader(3))
+    save(tmp_path / "schedulers", scheduler=Loader(3))
+    loader = Loader()
+    for form in ([loader, loader], [], {"loaders": [loader]}, (loader, loader)):
+        if form:
+            with pytest.raises(
+                ValueError, match="extra of the checkpoint has the form list of 1 items, and what is to"
+            ):
+                load(tmp_path / "list", extra=form)
+            with pytest.raises(ValueError, match="extra of the checkpoint has"):
+                load(tmp_path / "object", extra=form)
+    with pytest.raises(
+        ValueError, match="scheduler of the checkpoint has the form dict, and what is to be filled list"
+    ):
+        load(tmp_path / "schedulers", scheduler=[loader])
+    assert loader.position == 0
+    load(tmp_path / "list", extra=(loader,))
+    assert loader.position == 3
 
 
 class Dangerous:

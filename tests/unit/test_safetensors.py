@@ -342,6 +342,32 @@ def test_parameters_keep_their_identity_and_marks(tmp_path: Path) -> None:
 # -- The progress bar
 
 
+def test_conversions_with_another_default_device(tmp_path: Path) -> None:
+    model, wanted = nn.Linear(3, 2), nn.Linear(3, 2)
+    save_file({name: value.double() for name, value in wanted.state_dict().items()}, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        load_safetensors(model, tmp_path)
+    assert torch.equal(model.weight, wanted.weight)
+
+
+class RandomBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded, self.drawn = nn.Linear(3, 2), nn.Linear(2, 2)
+        self.register_buffer("table", torch.randn(5))
+
+
+def test_random_buffers_that_were_loaded_are_not_drawn_again(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    stored = {name: value for name, value in RandomBuffer().state_dict().items() if "drawn" not in name}
+    save_file(stored, tmp_path / "model.safetensors")
+    with shardwise.init_on_meta():
+        model = RandomBuffer()
+    assert load_safetensors(model, tmp_path, strict=False).missing_keys == ["drawn.weight", "drawn.bias"]
+    shardwise.materialize(model, seed=3)
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in stored.items())
+
+
 class Terminal:
     """An stderr that says it is one."""
 

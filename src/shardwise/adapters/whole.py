@@ -14,17 +14,18 @@ from ..core.tree import map_tensors
 
 
 def gather_in(tree: Any, *, keeps: bool) -> Any:
-    """``tree`` with sharded tensors made whole, on the host if this rank keeps them. A collective."""
+    """``tree`` with sharded tensors made whole, on the host, if this rank keeps them; else as it is. A collective."""
     with not_inference():
         return map_tensors(tree, lambda tensor: gathered(tensor, keeps) if isinstance(tensor, DTensor) else tensor)
 
 
 def gathered(tensor: torch.Tensor, keeps: bool) -> torch.Tensor:
-    """``tensor``, whole on the host if this rank keeps it. A collective where it is sharded."""
+    """``tensor``, whole on the host, if this rank keeps it; else as it is. A collective where it is sharded."""
+    whole = tensor
     if isinstance(tensor, DTensor):
         # Offloaded shards are gathered on the device where the mesh communicates.
-        tensor = cast(DTensor, tensor.to(tensor.device_mesh.device_type)).full_tensor()
-    return tensor.cpu() if keeps else tensor
+        whole = cast(DTensor, tensor.to(tensor.device_mesh.device_type)).full_tensor()
+    return whole.cpu() if keeps else tensor
 
 
 def cut(value: Any, parameter: torch.Tensor) -> Any:

@@ -23,6 +23,8 @@ DCP_METADATA = ".metadata"
 _CHECKPOINT = re.compile(r"checkpoint-([0-9]+)(?:-step-[0-9]+)?")
 _DRAFT = re.compile(r"\.unfinished-([0-9]+)")
 _DOOMED = ".deleted-"
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/.*", re.DOTALL)
+"""Of a path too, which keeps one slash of two; not a drive of Windows."""
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
@@ -33,7 +35,11 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
 
     Returns:
         Its path, below ``directory``; None if there is none, or no such directory.
+
+    Raises:
+        ValueError: for a URL.
     """
+    refuse_url(directory)
     found = checkpoints_in(Path(directory))
     return found[-1] if found else None
 
@@ -43,10 +49,21 @@ def path_of(directory: str | os.PathLike[str]) -> Path:
 
     Raises:
         TypeError: if it is not a path.
+        ValueError: for a URL.
     """
     if not isinstance(directory, (str, os.PathLike)):
         raise TypeError(f"directory must be a path, not {type(directory).__name__}")
+    refuse_url(directory)
     return Path(os.path.abspath(directory))
+
+
+def refuse_url(path: str | os.PathLike[str]) -> None:
+    """
+    Raises:
+        ValueError: for a URL, which would be taken for a directory of that name on this machine.
+    """
+    if _URL.fullmatch(str(path)):
+        raise ValueError(f"{path} is a URL: give the path of a directory that all ranks see")
 
 
 def checkpoints_in(root: Path) -> list[Path]:

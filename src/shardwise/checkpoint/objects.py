@@ -226,14 +226,14 @@ def restore(given: Any, loaded: Any, where: str) -> Any:
         ``given`` if it could be filled, else ``loaded``.
 
     Raises:
-        ValueError: if the checkpoint has nothing for an object with a state.
+        ValueError: if the checkpoint has nothing for an object with a state, or another form.
     """
     if is_stateful(given):
         given.load_state_dict(loaded)
         return given
     if isinstance(given, dict) and isinstance(loaded, Mapping):
         for key, item in given.items():
-            if key not in loaded and is_stateful(item):
+            if key not in loaded and _has_stateful(item):
                 raise ValueError(f"{where} of the checkpoint has no {key!r}; it has {', '.join(map(repr, loaded))}")
         for key, item in loaded.items():
             given[key] = restore(given.get(key), item, f"{where}[{key!r}]")
@@ -243,7 +243,22 @@ def restore(given: Any, loaded: Any, where: str) -> Any:
         return given
     if isinstance(given, tuple) and isinstance(loaded, (list, tuple)) and len(given) == len(loaded):
         return tuple(_restore_items(given, loaded, where))
+    if _has_stateful(given):
+        raise ValueError(
+            f"{where} of the checkpoint has the form {_form_of(loaded)}, and what is to be filled {_form_of(given)}: "
+            "its objects would not be loaded; pass the form that was saved"
+        )
     return loaded
+
+
+def _has_stateful(value: Any) -> bool:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return is_stateful(value) or any(map(_has_stateful, items))
+
+
+def _form_of(value: Any) -> str:
+    length = f" of {len(value)} items" if isinstance(value, (list, tuple)) else ""
+    return type(value).__name__ + length
 
 
 def _restore_items(given: Sequence[Any], loaded: Sequence[Any], where: str) -> list[Any]:

@@ -309,7 +309,7 @@ class TensorMover:
 
     def __init__(self, advance: Callable[[int], None] = lambda _: None):
         self._advance = advance
-        self._staging = torch.empty(0, dtype=torch.uint8)
+        self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def read(self, file: int, stored: StoredTensor, region: Region, target: torch.Tensor) -> None:
         """Read ``region`` of a stored tensor into ``target`` (of the region's shape, any dtype, any device).
@@ -328,6 +328,8 @@ class TensorMover:
         if stored.dtype is target.dtype and target.dtype is not torch.bool and target.device.type == "cpu":
             for _ in self._blocks(file, stored, region, flat):
                 pass
+            # As other writes do: by it `materialize` sees that a random buffer has been given values.
+            torch.autograd.graph.increment_version(target)
             return
         for start, block in self._blocks(file, stored, region):
             flat[start : start + block.numel()].copy_(block)
@@ -381,7 +383,7 @@ class TensorMover:
         size = BLOCK_NUMEL * dtype.itemsize
         if self._staging.numel() < size:
             pinned = pins_memory(torch.device("cpu"))
-            self._staging = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            self._staging = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         return self._staging[: numel * dtype.itemsize].view(dtype)
 
 

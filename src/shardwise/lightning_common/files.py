@@ -6,6 +6,7 @@ state_dict` makes them, and all else is in ``meta.pt``, as Lightning's own strat
 
 from __future__ import annotations
 
+import os
 import pickle
 import shutil
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..checkpoint.atomic import DCP_METADATA, MANIFEST, sync_directory
+from ..checkpoint.atomic import DCP_METADATA, MANIFEST, path_of, sync_directory
 from ..checkpoint.integrity import Manifest
 from ..checkpoint.model_state import SavedModel, check_fit
 from ..checkpoint.names import parameter_names
@@ -51,6 +52,16 @@ def _kind(path: Path) -> Kind:
     if path.is_dir():
         return Kind.SHARDED if is_sharded(path) else Kind.DIRECTORY
     return Kind.FILE if path.exists() else Kind.NOTHING
+
+
+def target_of(path: str | os.PathLike[str]) -> Path:
+    """Where a checkpoint for ``path`` is written: an absolute path behind symbolic links, which stay.
+
+    Raises:
+        TypeError: if it is not a path.
+        ValueError: for a URL.
+    """
+    return path_of(path).resolve()
 
 
 def agreed_kind(path: Path) -> Kind:
@@ -278,4 +289,4 @@ def prepare_file(path: str | Path, is_writer: bool) -> None:
     directory = Path(path)
     refuse_directory(directory)
     if directory.is_dir() and is_writer:
-        shutil.rmtree(directory)
+        shutil.rmtree(directory.resolve())
