@@ -2024,6 +2024,27 @@ def test_resharding_to_fewer_ranks_on_another_dim() -> None:
     check(lambda: MLP((8, 12, 16, 4)), simple_iteration(8), wrapping=wrapping, against_torch=False)
 
 
+@on_ranks(4, evaluates=[True, False])
+def test_forward_between_backward_and_step_on_fewer_ranks(evaluates: bool) -> None:
+    """What it leaves cut over fewer ranks are the values from before the step."""
+
+    def run(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        loss = model(batch(step, rank, 4, WIDTH)).square().mean()
+        loss.backward()
+        with torch.set_grad_enabled(not evaluates):
+            model(batch(step, rank, 4, WIDTH))
+        return loss
+
+    models = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        models.append(stack(Layer(), Layer()))
+    wrap(models[0], shardwise.fully_shard, reshard_after_forward=2)
+    ours, truth = train_sharded(models[0], run, 3), train_plain(models[1], run, 3)
+    # Nothing else: what is registered is cut over fewer ranks.
+    torch.testing.assert_close(ours.losses, truth.losses)
+
+
 @on_ranks(2, 3)
 def test_ignored_parameters() -> None:
     def run(model: nn.Module, step: int, rank: int) -> torch.Tensor:

@@ -146,6 +146,8 @@ class ParamGroup:
                 return
             # Kept since before the optimizer changed the shards.
             self.reshard()
+        elif self.state is ShardState.RESHARDED and not for_backward and self.shards.changed():
+            self.reshard()  # cut from what was gathered before
         if self.state is ShardState.SHARDED and not for_backward and not self.shards.is_adopted:
             self.adopt_registered()
         if self._is_kept and not self.shards.changed():
@@ -261,6 +263,7 @@ class ParamGroup:
     @outside_transforms
     def _reshard_to(self, smaller: DataParallelMesh) -> None:
         self.state = ShardState.RESHARDED  # from the first buffer on, whatever comes
+        self.shards.watch()
         for buffer in self.shards.buffers:
             slots = [(position, slot) for position, slot in enumerate(self.slots) if slot.buffer is buffer]
             if not buffer.can_reshard:
