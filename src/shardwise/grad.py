@@ -169,8 +169,7 @@ def norm_over_ranks(vector: torch.Tensor, comm: Comm, norm_type: float) -> torch
     if comm.size == 1:
         return vector
     if math.isinf(norm_type):
-        comm.all_reduce_largest(vector, smallest=norm_type < 0)
-        return vector
+        return _extremes_over_ranks(vector, comm, smallest=norm_type < 0)
     if norm_type == 0:
         comm.all_reduce_now(vector)
         return vector
@@ -178,3 +177,11 @@ def norm_over_ranks(vector: torch.Tensor, comm: Comm, norm_type: float) -> torch
     comm.all_reduce_now(vector)
     result: torch.Tensor = vector ** (1.0 / norm_type)
     return result
+
+
+def _extremes_over_ranks(vector: torch.Tensor, comm: Comm, *, smallest: bool) -> torch.Tensor:
+    # Backends may lose NaN in a maximum, by the order in which they compare.
+    joined = torch.stack([-vector if smallest else vector, vector.isnan().to(vector.dtype)])
+    comm.all_reduce_largest(joined.view(-1))
+    extremes, is_nan = joined
+    return torch.where(is_nan > 0, math.nan, -extremes if smallest else extremes)
