@@ -424,7 +424,8 @@ def split_rows(
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """``targets[i]`` becomes ``sources[i]``, in the targets' dtype and on their device, in one call."""
-    torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
 
 
 def add_each(targets: Sequence[torch.Tensor], terms: Sequence[torch.Tensor]) -> None:
@@ -434,7 +435,8 @@ def add_each(targets: Sequence[torch.Tensor], terms: Sequence[torch.Tensor]) -> 
 
 def move_each(targets: Sequence[torch.Tensor], ends: Sequence[torch.Tensor], weight: float) -> None:
     """``targets[i] += weight * (ends[i] - targets[i])`` in one call for tensors of the same device and dtype."""
-    torch._foreach_lerp_(list(targets), list(ends), weight)
+    if targets:
+        torch._foreach_lerp_(list(targets), list(ends), weight)
 
 
 def scale_each(tensors: Sequence[torch.Tensor], scale: torch.Tensor) -> None:
