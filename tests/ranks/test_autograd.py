@@ -636,6 +636,30 @@ def test_requires_grad_toggled_between_steps(preset: str) -> None:
         check(make, run, steps=5)
 
 
+@on_ranks(2, reshard=[True, False])
+def test_frozen_between_forward_and_backward(reshard: bool) -> None:
+    """The gradients of that backward do not come back when it is trained again."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        models.append(stack(Layer(), Layer()))
+    wrap(models[0], shardwise.fully_shard, reshard_after_forward=reshard)
+    frozen = [(model.layers[0].linear.weight, model.first.bias) for model in models]
+
+    def run(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        chosen = frozen[models.index(model)]
+        loss = model(batch(step, rank, 4, WIDTH)).square().mean()
+        for parameter in chosen:
+            parameter.requires_grad_(step != 1)
+        loss.backward()
+        for parameter in chosen:
+            parameter.requires_grad_(True)
+        return loss
+
+    ours, truth = train_sharded(models[0], run, 4), train_plain(models[1], run, 4)
+    assert_records(ours, truth, "plain training", bitwise=False)
+
+
 @on_ranks(2)
 def test_unfrozen_after_wrapping_and_first_forward() -> None:
     """FSDP2's root is still gathered then, and what is unfrozen are its unsharded parameters."""

@@ -143,6 +143,8 @@ class ParamGroup:
             return
         if self.state is ShardState.UNSHARDED:
             if not self.shards.changed():
+                if for_backward:
+                    self.shards.put_unsharded()  # those that were frozen since forward get no gradients
                 return
             # Kept since before the optimizer changed the shards.
             self.reshard()
