@@ -257,6 +257,30 @@ def owner_of(parameter: torch.Tensor) -> Owner | None:
     return reference() if reference is not None else None
 
 
+def name_of(parameter: torch.Tensor) -> str:
+    """A parameter in messages: its name if it is sharded, else its shape."""
+    if (owner := owner_of(parameter)) is not None:
+        return f"parameter {owner.name_of(parameter)[0]!r}"
+    return f"a parameter of shape {tuple(parameter.shape)}"
+
+
+def local_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a gradient of a sharded parameter, cut as that is; all ranks call this.
+
+    Raises:
+        StateError: if the gradient is a plain tensor.
+    """
+    spec = spec_of(parameter)
+    if not isinstance(gradient, DTensor):
+        raise StateError(
+            f"the gradient of {name_of(parameter)} is a plain tensor, and the parameter is sharded: assign a DTensor "
+            "that is cut as the parameter is, as torch.distributed.tensor.distribute_tensor makes"
+        )
+    if spec_of(gradient) is not spec and gradient.placements != spec.placements:
+        gradient = gradient.redistribute(placements=spec.placements)
+    return complete(local_of(gradient))
+
+
 def set_owner(parameter: torch.Tensor, owner: weakref.ref[Any]) -> None:
     """``parameter`` belongs to ``owner``."""
     parameter.__dict__["_shardwise_owner"] = owner
