@@ -320,6 +320,7 @@ def is_alias(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
 def adopt_parameter(parameter: nn.Parameter, owner: weakref.ref[Any] | None) -> None:
     """Make an existing DTensor parameter a sharded one of ``owner``; None: of whose it is."""
     cast(Any, parameter).__class__ = ShardedParameter
+    parameter.__dict__.pop("_shardwise_replaced", None)
     if owner is not None:
         set_owner(parameter, owner)
 
@@ -397,7 +398,7 @@ def _refuse_gradient(parameter: torch.Tensor) -> None:
 
 
 def name_of_replaced(parameter: torch.Tensor) -> str | None:
-    """Name of a parameter that a sharded one replaced, or "?" of such a sharded one; None of any other."""
+    """Name of a parameter that a sharded one replaced, "?" if that is gone but left a mark; None of any other."""
     reference, index = _successors.get(parameter, (None, 0))
     owner = reference() if reference is not None else None
     if owner is not None:

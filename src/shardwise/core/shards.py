@@ -408,6 +408,7 @@ class ParameterShards(Shards):
             for slot, parameter in zip(slots, registered, strict=True):
                 if parameter is not slot.sharded:
                     mark_replaced(slot.sharded)
+                    remember_successor(slot.sharded, self.reference, self.slots.index(slot))
                 adopt_parameter(parameter, None if slot.is_borrowed else self.reference)
                 slot.sharded = parameter
                 for place in slot.places:  # `assign=True` gives each name of a tied parameter a tensor of its own
