@@ -389,9 +389,11 @@ def retire(original: nn.Parameter) -> None:
 
 
 def _refuse_gradient(parameter: torch.Tensor) -> None:
+    if (name := name_of_replaced(parameter)) is None:
+        return  # what replaced it is gone
     parameter.grad = None
     raise StateError(
-        f"parameter {name_of_replaced(parameter) or '?'!r} got a gradient as it was before fully_shard replaced it, "
+        f"parameter {name!r} got a gradient as it was before fully_shard replaced it, "
         "so something outside its unit still uses it: tie parameters inside the modules that are wrapped, and take "
         "references to them after fully_shard"
     )
