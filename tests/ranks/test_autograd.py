@@ -2039,6 +2039,12 @@ def test_resharding_to_fewer_ranks_with_checkpointing(reentrant: bool) -> None:
 
 
 @on_ranks(4)
+def test_resharding_to_fewer_ranks_by_a_strategy_of_one_axis() -> None:
+    options = {"reshard_after_forward": 2, "placements": shardwise.Placements(mesh_ndim=1)}
+    check(lambda: stack(Layer()), against_torch=False, steps=2, **options)
+
+
+@on_ranks(4)
 def test_resharding_to_fewer_ranks_on_another_dim() -> None:
     def wrapping(model: nn.Module, verb: Verb) -> None:
         mesh = init_device_mesh("cpu", (4,))
