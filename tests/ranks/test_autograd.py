@@ -1187,6 +1187,25 @@ def test_kept_parameters_are_refreshed() -> None:
     check(lambda: stack(Layer(), Layer()), run, against_torch=False, reshard_after_forward=False)
 
 
+@on_ranks(2, preset=["zero2", "zero3"])
+def test_unsharding_begins_before_the_step(preset: str) -> None:
+    def run(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        loss = model(batch(step, rank, 4, WIDTH)).square().mean()
+        loss.backward()
+        if isinstance(model, shardwise.FSDPModule):
+            for unit in (*model.layers, model):
+                unit.unshard(async_op=True)
+        return loss
+
+    models = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        models.append(stack(Layer(), Layer()))
+    wrap(models[0], shardwise.fully_shard, placements=preset)
+    ours, truth = train_sharded(models[0], run, 3), train_plain(models[1], run, 3)
+    assert_records(ours, truth, "plain training", bitwise=False)
+
+
 @on_ranks(2)
 def test_weight_used_outside_after_unshard() -> None:
     """A penalty on a unit's weights, gathered by hand."""

@@ -140,7 +140,9 @@ class ParamGroup:
             for_backward: the graph has the gathered buffers, so that what replaced parameters since counts later.
         """
         if self._gather is not None:
-            return
+            if for_backward or not self.shards.is_outdated:
+                return
+            self.reshard()  # an optimizer stepped since
         if self.state is ShardState.UNSHARDED:
             if not self.shards.changed():
                 if for_backward:
@@ -161,6 +163,7 @@ class ParamGroup:
     @labelled("FSDP::all_gather")
     @outside_transforms
     def _submit_gather(self, lane: Lane) -> None:
+        self.shards.note_gather()
         if self.shards.borrowed:
             self.shards.take_borrowed()
         prepared, self._prepared = self._prepared, None
