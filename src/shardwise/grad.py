@@ -34,7 +34,8 @@ def clip_grad_norm_(
 
     Args:
         parameters: one or many; those without gradients are left out. For an unsharded parameter (registered while its
-            unit is not resharded), or one that `fully_shard` replaced, the gradient of its sharded parameter counts.
+            unit is not resharded, or to fewer ranks only), or one that `fully_shard` replaced, the gradient of its
+            sharded parameter counts.
         max_norm: in the unit of the gradients.
         norm_type: order of the norm; ``inf`` for the largest absolute value.
         error_if_nonfinite: whether a norm that is nan or infinite is an error, before anything is scaled.
@@ -49,7 +50,7 @@ def clip_grad_norm_(
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     refuse_flat(parameters, "clip_grad_norm_")
     with without_torch_function():
-        found = [one.grad if one.grad is not None else _gradient_of_successor(one) for one in parameters]
+        found = [one.grad if one.grad is not None else getattr(successor_of(one), "grad", None) for one in parameters]
     gradients = [gradient for gradient in found if gradient is not None]
     if not gradients:
         return torch.tensor(0.0)
@@ -62,11 +63,6 @@ def clip_grad_norm_(
         )
     scale_to_norm(gradients, norm, max_norm, foreach=foreach is not False)
     return norm
-
-
-def _gradient_of_successor(parameter: torch.Tensor) -> torch.Tensor | None:
-    successor = None if isinstance(parameter, DTensor) else successor_of(parameter)
-    return None if successor is None else successor.grad
 
 
 def scale_to_norm(
@@ -169,8 +165,7 @@ def norm_over_ranks(vector: torch.Tensor, comm: Comm, norm_type: float) -> torch
     if comm.size == 1:
         return vector
     if math.isinf(norm_type):
-        comm.all_reduce_largest(vector, smallest=norm_type < 0)
-        return vector
+        return _extremes_over_ranks(vector, comm, smallest=norm_type < 0)
     if norm_type == 0:
         comm.all_reduce_now(vector)
         return vector
@@ -178,3 +173,11 @@ def norm_over_ranks(vector: torch.Tensor, comm: Comm, norm_type: float) -> torch
     comm.all_reduce_now(vector)
     result: torch.Tensor = vector ** (1.0 / norm_type)
     return result
+
+
+def _extremes_over_ranks(vector: torch.Tensor, comm: Comm, *, smallest: bool) -> torch.Tensor:
+    # Backends may lose NaN in a maximum, by the order in which they compare.
+    joined = torch.stack([-vector if smallest else vector, vector.isnan().to(vector.dtype)])
+    comm.all_reduce_largest(joined.view(-1))
+    extremes, is_nan = joined
+    return torch.where(is_nan > 0, math.nan, -extremes if smallest else extremes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import shardwise
 from shardwise.core import slot
@@ -30,6 +31,7 @@ from .truth import (
     make_optimizer,
     state_of,
     train_sharded,
+    whole,
 )
 
 WIDTH = 9
@@ -464,3 +466,26 @@ def test_zeroing_gradients_between_forward_and_backward(preset: str, set_to_none
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             assert isinstance(ours.grad, DTensor)
             torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+@on_ranks(2, 3)
+def test_backward_adds_to_gradients_that_are_cut_otherwise() -> None:
+    """As many rows as ranks, with which parts of other shapes could be added too."""
+    size = dist.get_world_size()
+    plain = nn.Linear(size, size, bias=False)
+    model: Any = copy.deepcopy(plain)
+    shardwise.fully_shard(model)
+    mesh, gradient = model.weight.device_mesh, torch.randn(size, size)
+    x = torch.ones(2, size)
+    plain(x).sum().backward()
+    expected = gradient + plain.weight.grad
+    partial = DTensor.from_local(gradient / size, mesh, [Partial()], run_check=False)
+    cut = [distribute_tensor(gradient, mesh, [one]) for one in (Replicate(), Shard(1), Shard(0))]
+    for assigned in (partial, *cut):
+        model.weight.grad = assigned
+        model(x).sum().backward()
+        assert model.weight.grad.placements == model.weight.placements
+        torch.testing.assert_close(whole(model.weight.grad), expected)
+    model.weight.grad = gradient
+    with pytest.raises(ValueError, match="the gradient of parameter 'weight' is a plain tensor"):
+        model(x).sum().backward()

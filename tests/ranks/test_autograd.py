@@ -636,6 +636,30 @@ def test_requires_grad_toggled_between_steps(preset: str) -> None:
         check(make, run, steps=5)
 
 
+@on_ranks(2, reshard=[True, False])
+def test_frozen_between_forward_and_backward(reshard: bool) -> None:
+    """The gradients of that backward do not come back when it is trained again."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        models.append(stack(Layer(), Layer()))
+    wrap(models[0], shardwise.fully_shard, reshard_after_forward=reshard)
+    frozen = [(model.layers[0].linear.weight, model.first.bias) for model in models]
+
+    def run(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        chosen = frozen[models.index(model)]
+        loss = model(batch(step, rank, 4, WIDTH)).square().mean()
+        for parameter in chosen:
+            parameter.requires_grad_(step != 1)
+        loss.backward()
+        for parameter in chosen:
+            parameter.requires_grad_(True)
+        return loss
+
+    ours, truth = train_sharded(models[0], run, 4), train_plain(models[1], run, 4)
+    assert_records(ours, truth, "plain training", bitwise=False)
+
+
 @on_ranks(2)
 def test_unfrozen_after_wrapping_and_first_forward() -> None:
     """FSDP2's root is still gathered then, and what is unfrozen are its unsharded parameters."""
@@ -1161,6 +1185,25 @@ def test_kept_parameters_are_refreshed() -> None:
         return loss
 
     check(lambda: stack(Layer(), Layer()), run, against_torch=False, reshard_after_forward=False)
+
+
+@on_ranks(2, preset=["zero2", "zero3"])
+def test_unsharding_begins_before_the_step(preset: str) -> None:
+    def run(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        loss = model(batch(step, rank, 4, WIDTH)).square().mean()
+        loss.backward()
+        if isinstance(model, shardwise.FSDPModule):
+            for unit in (*model.layers, model):
+                unit.unshard(async_op=True)
+        return loss
+
+    models = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        models.append(stack(Layer(), Layer()))
+    wrap(models[0], shardwise.fully_shard, placements=preset)
+    ours, truth = train_sharded(models[0], run, 3), train_plain(models[1], run, 3)
+    assert_records(ours, truth, "plain training", bitwise=False)
 
 
 @on_ranks(2)
@@ -2015,6 +2058,12 @@ def test_resharding_to_fewer_ranks_with_checkpointing(reentrant: bool) -> None:
 
 
 @on_ranks(4)
+def test_resharding_to_fewer_ranks_by_a_strategy_of_one_axis() -> None:
+    options = {"reshard_after_forward": 2, "placements": shardwise.Placements(mesh_ndim=1)}
+    check(lambda: stack(Layer()), against_torch=False, steps=2, **options)
+
+
+@on_ranks(4)
 def test_resharding_to_fewer_ranks_on_another_dim() -> None:
     def wrapping(model: nn.Module, verb: Verb) -> None:
         mesh = init_device_mesh("cpu", (4,))
@@ -2022,6 +2071,27 @@ def test_resharding_to_fewer_ranks_on_another_dim() -> None:
 
     # FSDP2 fails there on one-dimensional parameters.
     check(lambda: MLP((8, 12, 16, 4)), simple_iteration(8), wrapping=wrapping, against_torch=False)
+
+
+@on_ranks(4, evaluates=[True, False])
+def test_forward_between_backward_and_step_on_fewer_ranks(evaluates: bool) -> None:
+    """What it leaves cut over fewer ranks are the values from before the step."""
+
+    def run(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        loss = model(batch(step, rank, 4, WIDTH)).square().mean()
+        loss.backward()
+        with torch.set_grad_enabled(not evaluates):
+            model(batch(step, rank, 4, WIDTH))
+        return loss
+
+    models = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        models.append(stack(Layer(), Layer()))
+    wrap(models[0], shardwise.fully_shard, reshard_after_forward=2)
+    ours, truth = train_sharded(models[0], run, 3), train_plain(models[1], run, 3)
+    # Nothing else: what is registered is cut over fewer ranks.
+    torch.testing.assert_close(ours.losses, truth.losses)
 
 
 @on_ranks(2, 3)

@@ -183,6 +183,14 @@ def test_in_checkpoints(strategy: str) -> None:
 
 
 @on_ranks(1)
+def test_nothing_to_average() -> None:
+    ema = EMA(make().requires_grad_(False))
+    ema.update()
+    with ema.swap():
+        assert ema.state_dict() == {"decay": 0.999, "updates": 1, "averages": {}}
+
+
+@on_ranks(1)
 def test_what_cannot_be_averaged() -> None:
     mesh = init_device_mesh("cpu", (1,))
     with torch.device("meta"):

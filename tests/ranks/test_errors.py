@@ -487,6 +487,21 @@ def test_gradients_that_are_not_finite() -> None:
         shardwise.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
 
 
+@on_ranks(2, 3)
+def test_a_gradient_that_is_nan_on_one_rank() -> None:
+    """On each in turn: a maximum of numbers and NaN may lose it, by their order."""
+    model: Any = stack(Layer())
+    wrap(model, fully_shard)
+    for where in range(dist.get_world_size()):
+        for order in (2.0, float("inf"), -float("inf")):
+            model.zero_grad()
+            model(batch(0, dist.get_rank(), 2, WIDTH)).sum().backward()
+            if dist.get_rank() == where:
+                model.first.weight.grad.to_local()[0, 0] = float("nan")
+            with refused(RuntimeError, "norm", "nan", "error_if_nonfinite"):
+                shardwise.clip_grad_norm_(model.parameters(), 1.0, order, error_if_nonfinite=True)
+
+
 @on_ranks(2, optimizer=[torch.optim.SGD, torch.optim.AdamW])
 def test_optimizer_of_replaced_parameters(optimizer: Any) -> None:
     model = MLP()

@@ -258,6 +258,36 @@ def test_like_one_process() -> None:
         torch.testing.assert_close(whole(parameter), expected.detach())
 
 
+@on_ranks(4)
+def test_clipping_while_parameters_are_cut_over_fewer_ranks() -> None:
+    single = build("mlp")
+    model = wrap(copy.deepcopy(single), shardwise.fully_shard, reshard_after_forward=2)
+    x = inputs_for(single, 0)
+    for one in (model, single):
+        one(x).square().mean().backward()
+    model(x)
+    norm = shardwise.clip_grad_norm_(model.parameters(), 1e-3)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(single.parameters(), 1e-3))
+    for module in model.modules():
+        if isinstance(module, shardwise.FSDPModule):
+            module.reshard()
+    for ours, theirs in zip(model.parameters(), single.parameters(), strict=True):
+        torch.testing.assert_close(whole(ours.grad), theirs.grad)
+
+
+@on_ranks(2, 3)
+def test_norms_of_every_order_with_shards_without_elements() -> None:
+    single = nn.Linear(4, 1)
+    model = copy.deepcopy(single)
+    shardwise.fully_shard(model)
+    x = torch.arange(8.0).view(2, 4)
+    for one in (single, model):
+        one(x).square().mean().backward()
+    for order in (0, 0.5, 1, 3, float("inf"), -1, -float("inf")):
+        norm = shardwise.clip_grad_norm_(model.parameters(), 1e9, order)
+        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(single.parameters(), 1e9, order))
+
+
 def _options() -> dict[str, dict[str, Any]]:
     if dist.get_world_size() == 4:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))

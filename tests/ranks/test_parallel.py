@@ -88,6 +88,28 @@ def test_presets_with_tensor_parallelism(preset: str) -> None:
 
 
 @on_ranks(4)
+def test_optimizer_with_state_made_between_tensor_and_data_parallelism() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model, truth = tensor_parallel(mesh["tp"]), make_mlp()
+    optimizer, expected = (torch.optim.AdamW(one.parameters(), lr=0.1) for one in (model, truth))
+    for step in range(2):
+        for one in (model, truth):
+            one(inputs_for(truth, step)).square().mean().backward()
+        for each in (optimizer, expected):
+            each.step()
+            each.zero_grad()
+        if not step:
+            wrap(model, shardwise.fully_shard, mesh=mesh["dp"])
+            shardwise.repoint(optimizer)
+    for ours, theirs in zip(model.parameters(), truth.parameters(), strict=True):
+        assert isinstance(ours, DTensor)
+        torch.testing.assert_close(ours.full_tensor(), theirs.detach())
+        average = optimizer.state[ours]["exp_avg"]
+        assert average.placements == ours.placements
+        torch.testing.assert_close(average.full_tensor(), expected.state[theirs]["exp_avg"])
+
+
+@on_ranks(4)
 def test_sharded_placements_beside_tensor_parallelism_are_torchs() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     ours = wrap(tensor_parallel(mesh["tp"]), shardwise.fully_shard, mesh=mesh["dp"])

@@ -177,6 +177,41 @@ def test_optimizer_made_before_wrapping(preset: str) -> None:
 
 
 @on_ranks(2)
+def test_optimizer_of_parameters_that_a_loaded_state_dict_replaced() -> None:
+    mesh, losses = init_device_mesh("cpu", (2,)), []
+    for replaces in (False, True):
+        model = sharded("ours", mesh)
+        optimizer = adam(model)
+        steps(model, optimizer)
+        if replaces:
+            held = dict(model.named_parameters())
+            model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+            with pytest.raises(RuntimeError, match=r"AdamW? holds parameter 'embed.weight' as it was.*repoint"):
+                optimizer.step()
+            shardwise.repoint(optimizer)
+            assert not {*map(id, held.values())} & {*map(id, optimizer.state)}
+        losses.append(steps(model, optimizer, 2, 2))
+    assert losses[0] == losses[1]
+
+
+@on_ranks(2)
+def test_optimizer_of_a_parameter_that_was_tied_since() -> None:
+    model: Any = sharded("ours", init_device_mesh("cpu", (2,)))
+    optimizer = adam(model)
+    steps(model, optimizer)
+    count = len(optimizer.state)
+    block = model.layers[0]
+    block.norm1.weight = block.norm2.weight
+    shardwise.repoint(optimizer)  # before the next forward nothing is known of it
+    model(inputs_for(model, 0)).square().mean().backward()
+    with pytest.raises(RuntimeError, match="repoint"):
+        optimizer.step()
+    shardwise.repoint(optimizer)
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(optimizer.state) == count - 1
+    optimizer.step()
+
+
+@on_ranks(2)
 def test_optimizer_state_moves_with_the_parameters() -> None:
     mesh, model = init_device_mesh("cpu", (2,)), make()
     groups = [{"params": [model.embed.weight], "lr": 0.3}, {"params": [p for p in model.parameters() if p.ndim == 1]}]

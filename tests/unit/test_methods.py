@@ -480,6 +480,13 @@ def test_set_reduce_scatter_max_input_buffers(fake_mesh: Mesh) -> None:
             model.set_reduce_scatter_max_input_buffers(wrong)  # type: ignore[operator]
 
 
+def test_a_limit_set_on_inner_units_before_the_root_is_known(fake_mesh: Mesh) -> None:
+    model = build(fake_mesh(4))
+    model.layers[0].set_reduce_scatter_max_input_buffers(3)  # type: ignore[operator]
+    run(model)
+    assert unit_of(model).context.max_pending_reductions == 3  # type: ignore[union-attr]
+
+
 def test_set_post_optim_event(fake_mesh: Mesh) -> None:
     model = build(fake_mesh(4))
     waited: list[str] = []

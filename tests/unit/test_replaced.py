@@ -172,3 +172,13 @@ def test_what_a_hook_on_a_gradient_writes_is_noticed(fake_mesh: Mesh) -> None:
     weight.register_hook(lambda _: (weight.data.zero_(), bias.data.zero_())[2:] or None)
     wrapped(torch.ones(2, 4)).sum().backward()
     assert not wrapped(torch.ones(2, 4)).any()
+
+
+def test_parameters_are_ones_own_again_when_what_replaced_them_is_gone(fake_mesh: Mesh) -> None:
+    wrapped = model()
+    held = list(wrapped.parameters())
+    fully_shard(wrapped, mesh=fake_mesh(2))
+    train(wrapped)
+    del wrapped
+    sum(parameter.sum() for parameter in held).backward()  # type: ignore[union-attr]
+    assert all(torch.equal(parameter.grad, torch.ones_like(parameter)) for parameter in held)  # type: ignore[arg-type]

@@ -142,9 +142,9 @@ class Comm:
         """Replace ``tensor`` by its sum over ranks and wait."""
         dist.all_reduce(tensor, group=self.group)
 
-    def all_reduce_largest(self, tensor: torch.Tensor, *, smallest: bool = False) -> None:
-        """Replace each element by its largest (``smallest``: smallest) value over ranks and wait."""
-        dist.all_reduce(tensor, op=dist.ReduceOp.MIN if smallest else dist.ReduceOp.MAX, group=self.group)
+    def all_reduce_largest(self, tensor: torch.Tensor) -> None:
+        """Replace each element by its largest value over ranks and wait; where one is NaN, by any of them."""
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
 
     def widen(self, smallest: int, largest: int, device: torch.device) -> tuple[int, int]:
         """The smallest of all ranks' ``smallest`` and the largest of their ``largest``, below 2^63; waits."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import math
 import mmap
 import sys
 import weakref
@@ -423,7 +424,8 @@ def split_rows(
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """``targets[i]`` becomes ``sources[i]``, in the targets' dtype and on their device, in one call."""
-    torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
 
 
 def add_each(targets: Sequence[torch.Tensor], terms: Sequence[torch.Tensor]) -> None:
@@ -433,7 +435,8 @@ def add_each(targets: Sequence[torch.Tensor], terms: Sequence[torch.Tensor]) -> 
 
 def move_each(targets: Sequence[torch.Tensor], ends: Sequence[torch.Tensor], weight: float) -> None:
     """``targets[i] += weight * (ends[i] - targets[i])`` in one call for tensors of the same device and dtype."""
-    torch._foreach_lerp_(list(targets), list(ends), weight)
+    if targets:
+        torch._foreach_lerp_(list(targets), list(ends), weight)
 
 
 def scale_each(tensors: Sequence[torch.Tensor], scale: torch.Tensor) -> None:
@@ -447,13 +450,13 @@ def unscale_each(gradients: list[torch.Tensor], found_inf: torch.Tensor, inverse
 
 
 def local_norms(tensors: Sequence[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
-    """Norm of each tensor, 0-dim; 0 for an empty one."""
+    """Norm of each tensor, 0-dim; of an empty one the value that leaves a norm of norms as it is."""
     filled = [tensor for tensor in tensors if tensor.numel()]
     found = torch._foreach_norm(filled, norm_type) if filled else ()
     if len(filled) == len(tensors):
         return list(found)
-    norms = iter(found)
-    return [next(norms) if tensor.numel() else tensor.new_zeros(()) for tensor in tensors]
+    norms, nothing = iter(found), math.inf if norm_type < 0 else 0.0
+    return [next(norms) if tensor.numel() else tensor.new_full((), nothing) for tensor in tensors]
 
 
 # -- DTensor: public constructors check and redistribute, ours only wrap ---------------------------------------

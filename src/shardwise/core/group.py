@@ -140,12 +140,18 @@ class ParamGroup:
             for_backward: the graph has the gathered buffers, so that what replaced parameters since counts later.
         """
         if self._gather is not None:
-            return
+            if for_backward or not self.shards.is_outdated:
+                return
+            self.reshard()  # an optimizer stepped since
         if self.state is ShardState.UNSHARDED:
             if not self.shards.changed():
+                if for_backward:
+                    self.shards.put_unsharded()  # those that were frozen since forward get no gradients
                 return
             # Kept since before the optimizer changed the shards.
             self.reshard()
+        elif self.state is ShardState.RESHARDED and not for_backward and self.shards.changed():
+            self.reshard()  # cut from what was gathered before
         if self.state is ShardState.SHARDED and not for_backward and not self.shards.is_adopted:
             self.adopt_registered()
         if self._is_kept and not self.shards.changed():
@@ -157,6 +163,7 @@ class ParamGroup:
     @labelled("FSDP::all_gather")
     @outside_transforms
     def _submit_gather(self, lane: Lane) -> None:
+        self.shards.note_gather()
         if self.shards.borrowed:
             self.shards.take_borrowed()
         prepared, self._prepared = self._prepared, None
@@ -261,6 +268,7 @@ class ParamGroup:
     @outside_transforms
     def _reshard_to(self, smaller: DataParallelMesh) -> None:
         self.state = ShardState.RESHARDED  # from the first buffer on, whatever comes
+        self.shards.watch()
         for buffer in self.shards.buffers:
             slots = [(position, slot) for position, slot in enumerate(self.slots) if slot.buffer is buffer]
             if not buffer.can_reshard:

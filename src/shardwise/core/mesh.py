@@ -145,7 +145,7 @@ def smaller_mesh(mesh: DataParallelMesh, size: int) -> DataParallelMesh | None:
         return None
     known = _smaller.setdefault(mesh.mesh, {})
     if size not in known:
-        known[size] = data_parallel_mesh(_rows(mesh.mesh, size), mesh.strategy)
+        known[size] = data_parallel_mesh(_rows(mesh.mesh, size), Placements.zero3)
     return known[size]
 
 

@@ -441,6 +441,9 @@ class FSDPModule(_TorchModule):
     ) -> None:
         """Call ``hook`` with each reduced 1-D gradient buffer of this unit, after all reductions.
 
+        Beside the gradients it holds one number for each parameter, zero where no rank had a gradient: scale or reduce
+        the whole buffer, but take no norm of it.
+
         Raises:
             TypeError: if it is no function.
             ValueError: if the unit has parameters on several meshes, or a stream is given for a 2-D mesh.

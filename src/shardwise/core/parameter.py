@@ -257,6 +257,30 @@ def owner_of(parameter: torch.Tensor) -> Owner | None:
     return reference() if reference is not None else None
 
 
+def name_of(parameter: torch.Tensor) -> str:
+    """A parameter in messages: its name if it is sharded, else its shape."""
+    if (owner := owner_of(parameter)) is not None:
+        return f"parameter {owner.name_of(parameter)[0]!r}"
+    return f"a parameter of shape {tuple(parameter.shape)}"
+
+
+def local_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a gradient of a sharded parameter, cut as that is; all ranks call this.
+
+    Raises:
+        StateError: if the gradient is a plain tensor.
+    """
+    spec = spec_of(parameter)
+    if not isinstance(gradient, DTensor):
+        raise StateError(
+            f"the gradient of {name_of(parameter)} is a plain tensor, and the parameter is sharded: assign a DTensor "
+            "that is cut as the parameter is, as torch.distributed.tensor.distribute_tensor makes"
+        )
+    if spec_of(gradient) is not spec and gradient.placements != spec.placements:
+        gradient = gradient.redistribute(placements=spec.placements)
+    return complete(local_of(gradient))
+
+
 def set_owner(parameter: torch.Tensor, owner: weakref.ref[Any]) -> None:
     """``parameter`` belongs to ``owner``."""
     parameter.__dict__["_shardwise_owner"] = owner
@@ -296,6 +320,7 @@ def is_alias(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
 def adopt_parameter(parameter: nn.Parameter, owner: weakref.ref[Any] | None) -> None:
     """Make an existing DTensor parameter a sharded one of ``owner``; None: of whose it is."""
     cast(Any, parameter).__class__ = ShardedParameter
+    parameter.__dict__.pop("_shardwise_replaced", None)
     if owner is not None:
         set_owner(parameter, owner)
 
@@ -364,16 +389,18 @@ def retire(original: nn.Parameter) -> None:
 
 
 def _refuse_gradient(parameter: torch.Tensor) -> None:
+    if (name := name_of_replaced(parameter)) is None:
+        return  # what replaced it is gone
     parameter.grad = None
     raise StateError(
-        f"parameter {name_of_replaced(parameter) or '?'!r} got a gradient as it was before fully_shard replaced it, "
+        f"parameter {name!r} got a gradient as it was before fully_shard replaced it, "
         "so something outside its unit still uses it: tie parameters inside the modules that are wrapped, and take "
         "references to them after fully_shard"
     )
 
 
 def name_of_replaced(parameter: torch.Tensor) -> str | None:
-    """Name of a parameter that a sharded one replaced, or "?" of such a sharded one; None of any other."""
+    """Name of a parameter that a sharded one replaced, "?" if that is gone but left a mark; None of any other."""
     reference, index = _successors.get(parameter, (None, 0))
     owner = reference() if reference is not None else None
     if owner is not None:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from .buffer import ShardedBuffer
 from .device import (
@@ -16,12 +17,15 @@ from .device import (
     local_of,
     post_accumulate_grad_hooks,
     run_tensor_hooks,
+    spec_of,
     without_torch_function,
     wrap_gradients,
+    wrap_local,
 )
 from .errors import StateError
 from .gradient import Deliver, GradientPlan, Reduction, Route, Scale, gradient_scale
 from .mesh import DataParallelRanks
+from .parameter import local_gradient
 from .shards import Shards
 from .slot import GroupOptions, Slot, reduction_dtype
 
@@ -257,9 +261,19 @@ class GradientReducer:
                 if parameter.grad is None:
                     parameter.grad = gradient
                 else:
-                    old.append(local_of(parameter.grad))
+                    old.append(_held_gradient(parameter, parameter.grad))
                     new.append(local_of(gradient))
             if old:
                 add_each(old, new)
         for hook, reached in post_accumulate_grad_hooks(parameters):
             hook(reached)
+
+
+def _held_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """This rank's part of the gradient that a parameter has; one that is cut otherwise than it is replaced."""
+    if not isinstance(parameter, DTensor):
+        return gradient
+    held = local_gradient(parameter, gradient)
+    if held is not local_of(gradient):
+        parameter.grad = wrap_local(held, spec_of(parameter))
+    return held

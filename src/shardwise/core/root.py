@@ -44,12 +44,14 @@ def make_root(root: Unit) -> FSDPCommContext:
     """Make ``root`` the outermost unit of its tree: one context, full names, and its own default for resharding."""
     named = [pair for module in root.modules for pair in module.named_modules()]
     units = dict.fromkeys(unit for _, module in named if (unit := unit_of(module)) is not None)
-    given = (unit.context for unit in units if unit.context is not None and not unit.context.has_root)
-    context = next(given, None)
+    known = dict.fromkeys(unit.context for unit in units if unit.context is not None)
+    context = next((one for one in known if not one.has_root), None)
     if context is None:
         context = FSDPCommContext(root.device.type)
         if context.device.torch_device != root.device:
             context.use_device(device_for(root.device))
+    for other in known:  # inner units may have been told while they were the outermost known
+        context.max_pending_reductions = max(context.max_pending_reductions, other.max_pending_reductions)
     context.has_root = True
     for unit in units:
         unit.join(context, is_root=unit is root, iteration=context.iteration)

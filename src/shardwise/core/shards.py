@@ -222,9 +222,17 @@ class Shards(ABC):
             self.read_by.synchronize()
             self.read_by = None
 
-    def note_gathered(self, *, keeps: bool) -> None:
-        """They were gathered as they are now; ``keeps`` says whether `changed` will be asked."""
+    def note_gather(self) -> None:
+        """They are being gathered as they are now."""
         self._gathered_writes = self._writes
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether they may have changed since the last gather began, as far as anybody told."""
+        return self._writes != self._gathered_writes
+
+    def note_gathered(self, *, keeps: bool) -> None:
+        """They were gathered; ``keeps`` says whether `changed` will be asked."""
         self._versions = self._written() if keeps else None
 
     def stamp(self) -> tuple[int, ...]:
@@ -238,9 +246,7 @@ class Shards(ABC):
 
     def changed(self) -> bool:
         """Whether they were written since they were gathered last."""
-        return self._writes != self._gathered_writes or (
-            self._versions is not None and self._versions != self._written()
-        )
+        return self.is_outdated or (self._versions is not None and self._versions != self._written())
 
     def _written(self) -> list[int]:
         """Version counters of all that they can be written through."""
@@ -409,6 +415,7 @@ class ParameterShards(Shards):
             for slot, parameter in zip(slots, registered, strict=True):
                 if parameter is not slot.sharded:
                     mark_replaced(slot.sharded)
+                    remember_successor(slot.sharded, self.reference, self.slots.index(slot))
                 adopt_parameter(parameter, None if slot.is_borrowed else self.reference)
                 slot.sharded = parameter
                 for place in slot.places:  # `assign=True` gives each name of a tied parameter a tensor of its own

@@ -153,9 +153,13 @@ class Slot:
     @torch.no_grad()
     def write(self, whole: torch.Tensor) -> None:
         """Keep this rank's chunk of ``whole``, which has the shape that data parallelism cuts."""
-        tensor, rank = self.buffer.layout.tensors[self.index], self.buffer.comm.rank
-        self.local.copy_(whole.narrow(tensor.dim, tensor.start(rank), tensor.length(rank)))
+        self.local.copy_(self.chunk_of(whole))
         self.has_values = True
+
+    def chunk_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's chunk of ``whole``, which has the shape that data parallelism cuts, without padding; a view."""
+        tensor, rank = self.buffer.layout.tensors[self.index], self.buffer.comm.rank
+        return whole.narrow(tensor.dim, tensor.start(rank), tensor.length(rank))
 
     @property
     def sharded_places(self) -> Sequence[Place]:

@@ -262,7 +262,7 @@ def _refuse_replaced(optimizer: Optimizer) -> None:
                 continue
             if (name := name_of_replaced(parameter)) is not None:
                 raise StateError(
-                    f"{type(optimizer).__name__} holds parameter {name!r} as it was before "
-                    "fully_shard replaced it, or unsharded, so its step would change nothing that lasts: call "
+                    f"{type(optimizer).__name__} holds parameter {name!r} as it was before fully_shard or a loaded "
+                    "state dict replaced it, or unsharded, so its step would change nothing that lasts: call "
                     "shardwise.repoint(optimizer), or make the optimizer after fully_shard and outside of forward"
                 )

@@ -1,4 +1,4 @@
-"""Optimizers that were made before `fully_shard`."""
+"""Optimizers whose parameters were replaced by sharded ones."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..core.device import shard_like
+from ..core.device import local_of, shard_like, spec_of, wrap_local
 from ..core.flat import refuse_flat
-from ..core.parameter import successor_of
+from ..core.parameter import owner_of, successor_of
+from ..core.shards import Shards
+from ..core.slot import Slot
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
 @torch.no_grad()
 def repoint(optimizer: AnyOptimizer) -> AnyOptimizer:
-    """Move an optimizer that was made before `fully_shard` to the sharded parameters that replaced its own.
+    """Move an optimizer to the sharded parameters that replaced its own: by `fully_shard`, or when a state dict was
+    loaded with ``assign=True``.
 
     Param groups keep their order and hyper-parameters. Existing state moves along: tensors of the parameter's shape
     are cut as the parameter is, others (step counts) stay as they are. Without this, such an optimizer would step
@@ -34,25 +37,45 @@ def repoint(optimizer: AnyOptimizer) -> AnyOptimizer:
     """
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(f"repoint takes an optimizer, not {type(optimizer).__name__}")
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for group in optimizer.param_groups:
         refuse_flat(group["params"], "repoint")
         # In place: LBFGS, for one, keeps the list itself.
-        group["params"][:] = [_repointed(optimizer, parameter) for parameter in group["params"]]
+        group["params"][:] = [new for old in group["params"] for new in _repointed(optimizer, old, held)]
     return optimizer
 
 
-def _repointed(optimizer: Optimizer, parameter: torch.Tensor) -> torch.Tensor:
+def _repointed(optimizer: Optimizer, parameter: torch.Tensor, held: set[int]) -> list[torch.Tensor]:
+    """What takes the place of ``parameter``: nothing if it has been tied to one of those that are ``held``, by ids."""
     sharded = successor_of(parameter)
-    if sharded is None:
-        return parameter
-    if parameter in optimizer.state:
-        state: dict[str, Any] = optimizer.state.pop(parameter)
+    if sharded is None or sharded is parameter:
+        return [parameter]
+    state: dict[str, Any] | None = optimizer.state.pop(parameter, None)
+    if id(sharded) in held:
+        return []
+    held.add(id(sharded))
+    if state is not None:
         optimizer.state[sharded] = {name: _cut(value, parameter, sharded) for name, value in state.items()}
-    return sharded
+    return [sharded]
 
 
 def _cut(value: Any, original: torch.Tensor, sharded: torch.Tensor) -> Any:
+    """A value of the state of ``original`` as state of ``sharded``."""
+    if not isinstance(value, torch.Tensor) or value.shape != original.shape or not value.ndim:
+        return value
     assert isinstance(sharded, DTensor)
-    if isinstance(value, torch.Tensor) and value.shape == original.shape and value.ndim:
+    if not isinstance(value, DTensor):
         return shard_like(value, sharded)
-    return value
+    if value.device_mesh == sharded.device_mesh:
+        return value.redistribute(placements=sharded.placements)
+    # Another parallelism's, to whose local tensors data parallelism was added.
+    slot = _slot_of(sharded)
+    assert slot.parallel is not None
+    own = local_of(value.redistribute(placements=slot.parallel.original.placements))
+    return wrap_local(slot.chunk_of(own).to(local_of(sharded).device, copy=True), spec_of(sharded))
+
+
+def _slot_of(sharded: torch.Tensor) -> Slot:
+    owner = owner_of(sharded)
+    assert isinstance(owner, Shards)
+    return next(slot for slot in owner.slots if slot.sharded is sharded)

@@ -11,7 +11,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..core.device import (
-    complete,
     copy_each,
     get_local,
     get_spec,
@@ -20,7 +19,7 @@ from ..core.device import (
     spec_of,
     wrap_local,
 )
-from ..core.parameter import owner_of
+from ..core.parameter import local_gradient, name_of, owner_of
 from ..core.shards import Shards
 
 States = MutableMapping[torch.Tensor, dict[str, Any]]
@@ -87,18 +86,11 @@ class Member:
         self.values = tuple(self.state.values()) if self.state is not None else ()
 
 
-def name_of(parameter: torch.Tensor) -> str:
-    """A parameter in messages: its name if it is sharded, else its shape."""
-    if (owner := owner_of(parameter)) is not None:
-        return f"parameter {owner.name_of(parameter)[0]!r}"
-    return f"a parameter of shape {tuple(parameter.shape)}"
-
-
 def local_gradients(members: Sequence[Member]) -> list[torch.Tensor | None] | None:
     """This rank's parts of the gradients, cut as the parameters are; None if a parameter has other memory than before.
 
     Raises:
-        ValueError: as of `_cut_like`.
+        ValueError: as of `local_gradient`.
     """
     if (made_by_engine := _gradients_of_engine(members)) is not None:
         return made_by_engine
@@ -109,8 +101,7 @@ def local_gradients(members: Sequence[Member]) -> list[torch.Tensor | None] | No
             return None
         gradient = parameter.grad
         if gradient is not None and spec is not None:
-            by_engine = isinstance(gradient, DTensor) and spec_of(gradient) is spec
-            gradient = local_of(gradient) if by_engine else _cut_like(parameter, gradient)
+            gradient = local_gradient(parameter, gradient)
         gradients.append(gradient)
     return gradients
 
@@ -125,23 +116,6 @@ def _gradients_of_engine(members: Sequence[Member]) -> list[torch.Tensor | None]
         return [*map(get_local, gradients)] if same_cuts and in_place else None
     except AttributeError:  # no gradient, or no DTensor
         return None
-
-
-def _cut_like(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """This rank's part of ``gradient``; all ranks call this.
-
-    Raises:
-        ValueError: if the gradient is a plain tensor.
-    """
-    if not isinstance(gradient, DTensor):
-        raise ValueError(
-            f"the gradient of {name_of(parameter)} is a plain tensor, and the parameter is sharded: assign a DTensor "
-            "that is cut as the parameter is, as torch.distributed.tensor.distribute_tensor makes"
-        )
-    placements = spec_of(parameter).placements
-    if gradient.placements != placements:
-        gradient = gradient.redistribute(placements=placements)
-    return complete(local_of(gradient))
 
 
 def _position(tensor: torch.Tensor) -> int:
