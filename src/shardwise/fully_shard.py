@@ -116,7 +116,6 @@ def fully_shard(
     managed = managed_modules(modules)
     policy = _policy(mp_policy, offload_policy, reshard_after_forward, data_parallel)
     parameters = _managed_parameters(managed, _ignored(ignored_params), module_fqn)
-    _note_kept_dtypes(parameters, mp_policy)
     groups = _make_groups(parameters, data_parallel, policy, shard_placement_fn)
     _move_buffers(managed, data_parallel.device)
     # The root's parameters are needed at once in backward; where they are kept anyway, resharding costs nothing.
@@ -271,20 +270,21 @@ def _dtype_override(mp_policy: MixedPrecisionPolicy) -> Any:
     return getattr(mp_policy, "param_dtype_override_fn", None)  # a field from torch 2.15 on
 
 
-def _note_kept_dtypes(parameters: Iterable[ManagedParameter], mp_policy: MixedPrecisionPolicy) -> None:
-    """
+def _keeps_dtype(parameter: ManagedParameter, mp_policy: MixedPrecisionPolicy) -> bool:
+    """Whether the policy's override gives the parameter its own dtype.
+
     Raises:
-        ValueError: naming a parameter for which the override gives a dtype that is neither its own nor the default.
+        ValueError: naming the parameter, if it gives one that is neither that nor the default.
     """
-    override, default = _dtype_override(mp_policy), mp_policy.param_dtype
-    for parameter in parameters if override is not None else ():
-        own, wanted = parameter.value.dtype, override(parameter.value)
-        if wanted not in (None, default, own):
-            raise ValueError(
-                f"mp_policy: param_dtype_override_fn gave {wanted!r} for parameter {parameter.name!r}; it may give "
-                f"None, param_dtype ({default}) or the parameter's own dtype ({own})"
-            )
-        parameter.keeps_dtype = wanted == own != default
+    if (override := _dtype_override(mp_policy)) is None:
+        return False
+    default, own, wanted = mp_policy.param_dtype, parameter.value.dtype, override(parameter.value)
+    if wanted not in (None, default, own):
+        raise ValueError(
+            f"mp_policy: param_dtype_override_fn gave {wanted!r} for parameter {parameter.name!r}; it may give "
+            f"None, param_dtype ({default}) or the parameter's own dtype ({own})"
+        )
+    return bool(wanted == own != default)
 
 
 def _ignored(parameters: Iterable[nn.Parameter] | None) -> list[nn.Parameter]:
@@ -352,6 +352,7 @@ def _make_groups(
             chosen = chosen.placement
             own = mesh if info.mesh is mesh.mesh else data_parallel_mesh(info.mesh, mesh.strategy)
         parameter.dim = _shard_dim(parameter, chosen, own)
+        parameter.keeps_dtype = _keeps_dtype(parameter, policy.precision)
         if policy.reshard_to is not None and isinstance(parameter.value, DTensor):
             raise ValueError(
                 f"parameter {parameter.name!r} is a DTensor, which cannot be resharded to a smaller world: pass a bool "
