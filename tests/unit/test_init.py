@@ -415,6 +415,33 @@ def test_random_buffers_follow_the_seed_unless_loaded() -> None:
     assert torch.equal(model.mean, torch.full((3,), 2.0))
 
 
+def test_random_buffers_follow_the_seed_wherever_they_are() -> None:
+    def shared(m: Any) -> None:
+        table = torch.rand(4, 2)
+        m.a, m.b = nn.Buffer(table[:2]), nn.Buffer(table[2:])
+        m.wide = nn.Buffer(torch.rand(1, 3).expand(2, 3))
+        m.weight = nn.Parameter(torch.rand(4))
+        m.start = nn.Buffer(m.weight.detach()[:2])
+
+    def make() -> nn.Module:
+        return Built(shared)
+
+    model = on_meta(make, seed=8)
+    copied = copy.deepcopy(model)
+    assert_same(materialize(model, seed=3), built(make))
+    assert_same(materialize(copied.double(), seed=3), built(make).double())
+    assert_same(materialize(on_meta(make, seed=8), seed=3, fast=True), materialize(on_meta(make), fast=True))
+
+
+def test_a_buffer_in_the_place_of_a_random_one_stays() -> None:
+    model = on_meta(lambda: Built(buffers), seed=8)
+    model.noise = torch.full((4,), 7.0)
+    model.load_state_dict({"mean": torch.full((3,), 2.0)}, strict=False, assign=True)
+    materialize(model, seed=3)
+    assert torch.equal(model.noise, torch.full((4,), 7.0))
+    assert torch.equal(model.mean, torch.full((3,), 2.0))
+
+
 # -- The context
 
 

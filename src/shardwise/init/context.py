@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from ..sites import Site, become
 from .access import MemoryAccess
-from .record import Origin, View
+from .record import Constant, Origin, View
 from .recorder import Recorder
 from .streams import Position, default_generators, leave_mark, marked_position, position_of
 
@@ -112,7 +112,7 @@ def seal(recorder: Recorder) -> None:
     random = finish(recorder, kept, {view.storage for *_, view in buffers})
     for module, name, buffer, view in buffers:
         if view.storage in random:
-            _marks(module)[name] = Origin(recorder.record, view, buffer._version)
+            _marks(module)[name] = Origin(recorder.record, view, Constant(buffer))
 
 
 def finish(recorder: Recorder, kept: AbstractSet[int], replaceable: AbstractSet[int] = frozenset()) -> set[int]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from .record import Constant, Explicit, Op, Record, View, replace_leaves
-from .replay import Replay, Sink, States, as_recorded, default_dtype
+from .replay import Replay, States, as_recorded, default_dtype
 from .streams import default_generator, derived_seed, digest, seeded_state
 from .targets import Target, write_each
 
@@ -41,8 +41,8 @@ class FastReplay:
     def __init__(self, record: Record, states: States):
         self._record, self._states = record, states
 
-    def run(self, members: Sequence[tuple[Target, View]], sinks: Mapping[int, Sink]) -> None:
-        """Give each target what this rank keeps of it, and hand other storages over whole."""
+    def run(self, members: Sequence[tuple[Target, View]]) -> None:
+        """Give each target what this rank keeps of it."""
         with as_recorded():
             whole: list[tuple[Target, View]] = []
             for target, view in members:
@@ -52,7 +52,7 @@ class FastReplay:
                 else:
                     whole.append((target, view))
             replay = Replay(self._record, _OwnStreams(self._states))
-            for storage, sink in {**write_each(whole), **sinks}.items():
+            for storage, sink in write_each(whole).items():
                 replay.make(self._record.slice(storage), storage, sink)
 
     def _is_of_elements(self, indices: Sequence[int], target: View) -> bool:

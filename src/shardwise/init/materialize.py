@@ -12,13 +12,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..core.errors import StateError
 from .agreement import require_same, share_states, telling_failure
-from .context import MARKS
 from .fast import FastReplay
 from .initializers import InitFn, record_initializers
-from .record import Origin, Record, View
-from .replay import Replay, Sink, States, as_recorded
+from .record import Record, View
+from .replay import Replay, States, as_recorded
 from .streams import Position, default_generators, derived_seed, digest, leave_mark, marked_position, seeded_state
-from .targets import Target, find_meshes, find_shards, find_targets, modules_of, write_each
+from .targets import (
+    Target,
+    find_meshes,
+    find_random_buffers,
+    find_shards,
+    find_targets,
+    modules_of,
+    write_each,
+)
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 Work = dict[Record, list[tuple[Target, View]]]
@@ -171,30 +178,10 @@ def _replay(work: Work, states: States, names: Mapping[nn.Module, str], fast: bo
     """Give the targets their values, with the generators at ``states``."""
     for record, members in work.items():
         if fast:
-            FastReplay(record, states).run(members, _random_buffers(names, record))
+            FastReplay(record, states).run([*members, *find_random_buffers(names, record)])
         else:
-            buffers = _random_buffers(names, record) if states.are_replaced else {}
-            Replay(record, states).run({**write_each(members), **buffers})
-
-
-def _random_buffers(names: Mapping[nn.Module, str], record: Record) -> dict[int, Sink]:
-    """For each buffer whose random values nobody has overwritten, what writes its new values, by storage."""
-    sinks: dict[int, Sink] = {}
-    for module in names:
-        for name, origin in (module.__dict__.get(MARKS) or {}).items():
-            buffer = module._buffers.get(name)
-            if buffer is None or not isinstance(origin, Origin) or origin.record is not record:
-                continue
-            if buffer._version == origin.version and tuple(buffer.shape) == origin.view.size:
-                sinks[origin.view.storage] = _copier(buffer, origin.view)
-    return sinks
-
-
-def _copier(buffer: torch.Tensor, view: View) -> Sink:
-    def write(memory: torch.UntypedStorage) -> None:
-        buffer.detach().copy_(view.on(memory))
-
-    return write
+            buffers = find_random_buffers(names, record) if states.are_replaced else []
+            Replay(record, states).run(write_each([*members, *buffers]))
 
 
 class _Generators:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ..core.device import schema_of
+from ..core.device import local_of, schema_of
 from ..core.errors import StateError
 from .streams import Position
 
@@ -92,13 +92,17 @@ class Constant:
         if not self._is_own:
             self._tensor, self._is_own = self._tensor.clone(), True
 
+    def is_intact(self) -> bool:
+        """Whether the values are still there."""
+        return self._is_own or _checksum(self._tensor) == self.checksum
+
     def value(self) -> torch.Tensor:
         """The values as they were.
 
         Raises:
             StateError: if they were changed meanwhile.
         """
-        if not self._is_own and _checksum(self._tensor) != self.checksum:
+        if not self.is_intact():
             raise StateError(
                 f"a tensor of shape {tuple(self._tensor.shape)} that was copied into a parameter under init_on_meta "
                 "was changed before materialize: pass a copy, or materialize before it changes"
@@ -312,11 +316,18 @@ class Origin:
     Args:
         record: of the constructor.
         view: of the tensor, as it was when the record ended.
-        version: version counter of a tensor with memory, by which a later write is noticed.
+        values: of a buffer, at that time; by them a later write is noticed.
     """
 
-    def __init__(self, record: Record, view: View, version: int | None = None):
-        self.record, self.view, self.version = record, view, version
+    def __init__(self, record: Record, view: View, values: Constant | None = None):
+        self.record, self.view, self.values = record, view, values
+
+    def has_values_of(self, buffer: torch.Tensor) -> bool:
+        """Whether ``buffer`` (maybe a copy, or converted) still has the values that the constructor gave it."""
+        local = local_of(buffer)
+        if self.values is None or local.is_meta or tuple(local.shape) != self.view.size:
+            return False
+        return self.values.is_intact() and torch.equal(self.values.value().to(local), local)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Origin:
         return self

@@ -6,7 +6,7 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from ..core.shards import Shards
 from ..core.slot import Slot
 from ..sites import Site, become, sites_of
 from .context import MARK, MARKS
-from .record import Origin, View
+from .record import Origin, Record, View
 
 
 def _origin_at(site: Site) -> Origin | None:
@@ -163,6 +163,22 @@ class WholeTarget(Target):
         become(old, value, self.sites)
 
 
+class BufferTarget(Target):
+    """A buffer that has random values of another seed."""
+
+    @property
+    def device(self) -> torch.device:
+        return local_of(self.sites[0].get()).device
+
+    @torch.no_grad()
+    def write(self, whole: torch.Tensor) -> None:
+        local = local_of(self.sites[0].get())
+        for dim, (size, stride) in enumerate(zip(local.shape, local.stride(), strict=True)):
+            if size > 1 and not stride:  # expanded: one element for all
+                local, whole = local.narrow(dim, 0, 1), whole.narrow(dim, 0, 1)
+        local.copy_(whole)
+
+
 def find_shards(model: nn.Module) -> list[Shards]:
     """The shards that parameters of ``model`` belong to."""
     parameters = (parameter for module in model.modules() for parameter in module._parameters.values())
@@ -221,6 +237,20 @@ def find_targets(modules: list[tuple[str, nn.Module]], shards: list[Shards]) -> 
                 plain.setdefault(id(tensor), []).append(site)
     targets += [WholeTarget(full(sites[0]), sites, device) for sites in plain.values()]
     return targets
+
+
+def find_random_buffers(names: Mapping[nn.Module, str], record: Record) -> list[tuple[Target, View]]:
+    """The buffers of modules whose random values are from ``record``, and that nobody has overwritten."""
+    found: list[tuple[Target, View]] = []
+    for module in names:
+        marks: dict[str, Origin | None] = module.__dict__.get(MARKS) or {}
+        for name, origin in marks.items():
+            buffer = module._buffers.get(name)
+            if origin is None or origin.record is not record or buffer is None:
+                continue
+            if origin.has_values_of(buffer):
+                found.append((BufferTarget(name, [Site(module, name, is_buffer=True)]), origin.view))
+    return found
 
 
 def _is_meta(tensor: torch.Tensor) -> bool:
