@@ -402,6 +402,28 @@ def test_values_that_are_used_fix_the_seed() -> None:
     assert_same(materialize(model), built(make))
 
 
+@torch.library.custom_op("shardwise_tests::noise", mutates_args=())
+def noise(like: torch.Tensor, scale: float) -> torch.Tensor:
+    return torch.randn(like.shape) * scale if scale else torch.zeros(like.shape)
+
+
+def test_operators_that_torch_does_not_know_may_draw() -> None:
+    def build(m: Any, scale: float = 2.0) -> None:
+        m.a = nn.Parameter(torch.rand(3))
+        m.b = nn.Parameter(noise(torch.zeros(3), scale))
+        m.c = nn.Parameter(torch.rand(3))
+
+    def make() -> nn.Module:
+        return Built(build)
+
+    truth, following = built(make), torch.rand(3)
+    assert_same(materialize(on_meta(make)), truth)
+    assert torch.equal(torch.rand(3), following)
+    with pytest.raises(RuntimeError, match="used values of random tensors"):
+        materialize(on_meta(make), seed=4)
+    assert_recorded(lambda: Built(lambda m: build(m, 0.0)))
+
+
 def test_random_buffers_follow_the_seed_unless_loaded() -> None:
     def make() -> nn.Module:
         return Built(buffers)

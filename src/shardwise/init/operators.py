@@ -27,6 +27,10 @@ _DRAWS_BY_SHAPE = {"normal", "bernoulli", "bernoulli_", "rand_like", "randn_like
 """Random operators on values that draw equally many numbers whatever the values are."""
 
 
+_OF_TORCH = {"aten", "prim", "prims", "profiler"}
+"""Namespaces of operators that torch tags as random if they are."""
+
+
 class Call:
     """An operator and its arguments."""
 
@@ -91,6 +95,11 @@ class Call:
     def is_random(self) -> bool:
         """Whether it draws random numbers; on the meta device nothing does."""
         return torch.Tag.nondeterministic_seeded in self.function.tags and self.device.type != "meta"
+
+    @property
+    def may_draw(self) -> bool:
+        """Whether it draws random numbers, or torch does not know, as of what users register."""
+        return self.is_random or self.function.namespace not in _OF_TORCH
 
     @property
     def makes_memory(self) -> bool:

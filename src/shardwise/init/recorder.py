@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -256,9 +256,8 @@ class Recorder(OperatorMode):
         for tensor in call.written:
             if has_plain_memory(tensor):
                 self._storages.will_change(tensor.untyped_storage())
-        if call.is_random:
-            self._stand_at_values(call.generators)
-        result = call.run()
+        with self._at_values(call.generators) if call.may_draw else nullcontext():
+            result = call.run()
         self._note_born(result, call.storages)
         return result
 
@@ -272,26 +271,30 @@ class Recorder(OperatorMode):
         """Run what reads memory without an operator, as `torch.tensor` of a list of tensors does."""
         given = tensors_in((args, kwargs))
         self._fill(given)
-        marks, were_used = [(g, g.get_state()) for g in default_generators()], self.record.values_were_used
-        self._stand_at_values([])
-        states = [generator.get_state() for generator, _ in marks]
-        with self.paused():
+        with self._at_values([]), self.paused():
             result = function(*args, **kwargs)
             self._note_born(result, [tensor.untyped_storage() for tensor in given if has_plain_memory(tensor)])
-        if all(torch.equal(g.get_state(), state) for (g, _), state in zip(marks, states, strict=True)):
-            for generator, mark in marks:  # it drew nothing
-                generator.set_state(mark)
-            self.record.values_were_used = were_used
         return result
 
-    def _stand_at_values(self, given: list[torch.Generator]) -> None:
-        """Put the generators that something is about to draw from where the constructor would have them."""
-        for generator in given or default_generators():
+    @contextmanager
+    def _at_values(self, given: list[torch.Generator]) -> Iterator[None]:
+        """Inside, the generators that something may draw from are where the constructor would have them."""
+        generators = given or default_generators()
+        marks = [generator.get_state() for generator in generators]
+        for generator in generators:
             if (position := marked_position(generator)) is not None:
                 with self.paused():
                     state = self._states.at(position)
                 generator.set_state(state)
-        self.record.values_were_used = True
+        states = [generator.get_state() for generator in generators]
+        try:
+            yield
+        finally:
+            if all(torch.equal(g.get_state(), state) for g, state in zip(generators, states, strict=True)):
+                for generator, mark in zip(generators, marks, strict=True):  # nothing was drawn
+                    generator.set_state(mark)
+            else:
+                self.record.values_were_used = True
 
     def _note_born(self, result: Any, known: list[torch.UntypedStorage]) -> None:
         for tensor in tensors_in(result):
