@@ -200,6 +200,14 @@ def ways_around_operators(m: Any) -> None:
     m.o = nn.Parameter(torch.ones(3).map_(torch.arange(3.0), lambda mine, other: mine - other))
 
 
+def conjugates(m: Any) -> None:
+    numbers = torch.tensor([1 + 2j, 3 - 1j])
+    m.conjugate, m.negative = nn.Parameter(numbers.conj()), nn.Parameter(numbers.conj().imag)
+    m.adjoint = nn.Parameter(torch.full((2, 3), 2 + 1j).mH)
+    m.random = nn.Parameter(torch.randn(3, dtype=torch.complex64).conj())
+    m.mean = nn.Buffer(torch.randn(3, dtype=torch.complex64).conj())
+
+
 def loads(m: Any) -> None:
     m.a, m.b, m.c = nn.Linear(3, 2), nn.Linear(3, 2), nn.Linear(3, 2)
     m.a.load_state_dict({"weight": torch.full((2, 3), 4.0), "bias": torch.arange(2.0)})
@@ -216,7 +224,7 @@ def parametrized(m: Any) -> None:
     m.b = parametrizations.spectral_norm(nn.Linear(3, 4))
 
 
-CONSTRUCTORS = [initializers, between_parameters, buffers, generators, dtypes, ways_around_operators, loads]
+CONSTRUCTORS = [initializers, between_parameters, buffers, generators, dtypes, ways_around_operators, conjugates, loads]
 
 
 @pytest.mark.parametrize("build", [*CONSTRUCTORS, dry_run, parametrized], ids=lambda build: build.__name__)
@@ -903,6 +911,16 @@ def test_fast_depends_on_the_seed_alone() -> None:
     assert not torch.equal(other.head.weight, models[0].head.weight)
     torch.manual_seed(1)
     assert_same(materialize(on_meta(Transformer, seed=3), fast=True), models[0])
+
+
+def test_fast_keeps_the_meaning_of_bytes() -> None:
+    def build(m: Any) -> None:
+        m.bits = nn.Parameter(torch.zeros(3))
+        m.bits.data.view(torch.int32).fill_(0x40490FDB)
+        m.mantissa = nn.Parameter(torch.frexp(torch.full((3,), 12.0))[0])
+        m.adjoint = nn.Parameter(torch.full((2, 3), 2 + 1j).conj())
+
+    assert_same(materialize(on_meta(lambda: Built(build)), fast=True), Built(build))
 
 
 def test_fast_gives_random_buffers_too() -> None:

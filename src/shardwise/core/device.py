@@ -439,6 +439,11 @@ def move_each(targets: Sequence[torch.Tensor], ends: Sequence[torch.Tensor], wei
         torch._foreach_lerp_(list(targets), list(ends), weight)
 
 
+def negative_view(tensor: torch.Tensor) -> torch.Tensor:
+    """``-tensor`` in the same memory, as ``conj().imag`` gives it."""
+    return torch._neg_view(tensor)
+
+
 def scale_each(tensors: Sequence[torch.Tensor], scale: torch.Tensor) -> None:
     """``tensors[i] *= scale`` (0-dim) in one call."""
     torch._foreach_mul_(list(tensors), scale)

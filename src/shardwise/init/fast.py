@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .record import Constant, Explicit, Op, Record, View, replace_leaves
+from .record import Constant, Explicit, Op, Record, View, leaves_of, replace_leaves
 from .replay import Replay, States, as_recorded, default_dtype
 from .streams import default_generator, derived_seed, digest, seeded_state
 from .targets import Target, write_each
@@ -57,7 +57,8 @@ class FastReplay:
 
     def _is_of_elements(self, indices: Sequence[int], target: View) -> bool:
         dense = torch.empty(target.size, device="meta").stride() == target.stride
-        return dense and all(self._treats_elements(self._record.ops[index], target) for index in indices)
+        is_as_stored = dense and not (target.is_conj or target.is_neg)
+        return is_as_stored and all(self._treats_elements(self._record.ops[index], target) for index in indices)
 
     def _treats_elements(self, op: Op, target: View) -> bool:
         views: list[View] = [view for view in op.outputs if view is not None]
@@ -95,7 +96,7 @@ class FastReplay:
         def tensor_of(view: View) -> torch.Tensor:
             if view.storage not in values:
                 values[view.storage] = torch.zeros(size, dtype=view.dtype, device=device)
-            return values[view.storage]
+            return values[view.storage].view(view.dtype)  # the same bytes, as other numbers
 
         for op in ops:
             generator = default_generator(device)
@@ -109,10 +110,10 @@ class FastReplay:
             args, kwargs = replace_leaves((args, kwargs), torch.device, lambda _: device)
             with default_dtype(op.default_dtype):
                 result = op.function(*args, **kwargs)
-            for view in op.outputs:
+            for view, tensor in zip(op.outputs, leaves_of(result), strict=True):
                 if view is not None:
-                    values[view.storage] = result
-        return values[target.storage]
+                    values[view.storage] = tensor
+        return tensor_of(target)
 
 
 class _OwnStreams(States):

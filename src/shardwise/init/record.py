@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ..core.device import local_of, schema_of
+from ..core.device import local_of, negative_view, schema_of
 from ..core.errors import StateError
 from .streams import Position
 
@@ -38,6 +38,8 @@ class View:
         size: shape of the tensor.
         stride: of each dim, in elements.
         offset: of the first element, in elements.
+        is_conj: whether it is the complex conjugate of what is there.
+        is_neg: whether it is the negative of what is there.
     """
 
     storage: int
@@ -45,17 +47,22 @@ class View:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    is_conj: bool = False
+    is_neg: bool = False
 
     @classmethod
     def of(cls, tensor: torch.Tensor, storage: int) -> View:
         """The geometry of ``tensor``, whose storage has that number."""
         offset = int(tensor.storage_offset())
-        return cls(storage, tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()), offset)
+        size, stride = tuple(tensor.size()), tuple(tensor.stride())
+        return cls(storage, tensor.dtype, size, stride, offset, tensor.is_conj(), tensor.is_neg())
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The tensor itself, in ``storage``."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return empty.set_(storage, self.offset, self.size, self.stride)
+        there = empty.set_(storage, self.offset, self.size, self.stride)
+        there = there.conj() if self.is_conj else there
+        return negative_view(there) if self.is_neg else there
 
     @property
     def numel(self) -> int:

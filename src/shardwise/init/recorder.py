@@ -83,10 +83,10 @@ class Recorder(OperatorMode):
 
     def peek(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a hollow tensor, with its values."""
-        view, found = self.view_of(tensor), []
+        view = self.view_of(tensor)
+        found: list[torch.Tensor] = []
         self.record.values_were_used |= self._evaluate({view.storage: lambda memory: found.append(view.on(memory))})
-        value: torch.Tensor = found[0].conj() if tensor.is_conj() else found[0]
-        return value.neg() if tensor.is_neg() else value
+        return found[0]
 
     def expose(self, tensor: torch.Tensor) -> None:
         """Give a tensor memory and values, in place, if it is hollow: other code is about to have its address."""
