@@ -391,6 +391,14 @@ def test_a_generator_that_was_passed_moves_on() -> None:
     assert torch.equal(own.get_state(), truth.get_state())
 
 
+def test_the_initial_seed_is_that_of_the_program() -> None:
+    def build(m: Any) -> None:
+        m.a = nn.Parameter(torch.randn(3))
+        m.b = nn.Parameter(torch.randn(3, generator=torch.Generator().manual_seed(torch.initial_seed() + 1)))
+
+    assert_same(materialize(on_meta(lambda: Built(build))), built(lambda: Built(build)))
+
+
 def branches(m: Any) -> None:
     m.a = nn.Parameter(torch.randn(3))
     m.b = nn.Parameter(torch.zeros(int(1 + (m.a > 0).sum())))

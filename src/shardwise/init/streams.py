@@ -106,8 +106,11 @@ def marked_position(generator: torch.Generator) -> Position | None:
 def leave_mark(generator: torch.Generator, position: Position) -> None:
     """Put ``generator`` into a state of its own that stands for ``position``, without drawing anything."""
     # The same on every rank and in every run where the states before are the same.
-    seed = int.from_bytes(digest(generator.get_state())[:7], "little")
-    generator.manual_seed(seed)
+    before = generator.get_state()
+    mark = seeded_state(generator.device, int.from_bytes(digest(before)[:7], "little"))
+    if generator.device.type == "cpu":
+        mark[:8] = before[:8]  # what `torch.initial_seed` tells
+    generator.set_state(mark)
     _marked[digest(generator.get_state())] = position
     if generator is torch.default_generator or generator.device.type != "cpu":
         _newest[generator.device] = position
