@@ -483,6 +483,18 @@ def test_a_buffer_in_the_place_of_a_random_one_stays() -> None:
 # -- The context
 
 
+def test_inference_mode() -> None:
+    with torch.inference_mode():
+        model = on_meta(lambda: Built(buffers), seed=8)
+        assert_same(materialize(model, seed=3), built(lambda: Built(buffers)))
+
+
+def test_a_default_device_is_not_that_of_initializers() -> None:
+    with torch.device("meta"):
+        model = materialize(nn.Linear(3, 2), seed=3)
+    assert_same(model, built(lambda: nn.Linear(3, 2)))
+
+
 def test_nested_contexts_are_one() -> None:
     def make() -> nn.Module:
         with init_on_meta():

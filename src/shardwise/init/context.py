@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ..core.device import not_inference
 from ..sites import Site, become
 from .access import MemoryAccess
 from .record import Constant, Origin, View
@@ -165,8 +166,9 @@ def _is_recorded(recorder: Recorder, parameter: nn.Parameter) -> bool:
 
 
 def _put_on_meta(parameter: nn.Parameter, origin: Origin, sites: list[Site]) -> None:
-    meta = torch.empty_strided(parameter.size(), parameter.stride(), dtype=parameter.dtype, device="meta")
-    replacement = nn.Parameter(meta, parameter.requires_grad)
+    with not_inference():
+        meta = torch.empty_strided(parameter.size(), parameter.stride(), dtype=parameter.dtype, device="meta")
+        replacement = nn.Parameter(meta, parameter.requires_grad)
     become(parameter, replacement, sites).__dict__[MARK] = origin
     for site in sites:
         _marks(site.module)[site.name] = origin

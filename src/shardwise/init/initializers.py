@@ -86,7 +86,7 @@ def _stand_ins(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
     # On the host, whose numbers are the same everywhere and are those of a plain constructor.
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     if not isinstance(tensor, nn.Parameter):
         return whole if tensor.is_meta else tensor.clone()
     parameter = nn.Parameter(whole, tensor.requires_grad)

@@ -170,13 +170,13 @@ class BufferTarget(Target):
     def device(self) -> torch.device:
         return local_of(self.sites[0].get()).device
 
-    @torch.no_grad()
     def write(self, whole: torch.Tensor) -> None:
         local = local_of(self.sites[0].get())
         for dim, (size, stride) in enumerate(zip(local.shape, local.stride(), strict=True)):
             if size > 1 and not stride:  # expanded: one element for all
                 local, whole = local.narrow(dim, 0, 1), whole.narrow(dim, 0, 1)
-        local.copy_(whole)
+        with torch.no_grad(), torch.inference_mode(local.is_inference()):
+            local.copy_(whole)
 
 
 def find_shards(model: nn.Module) -> list[Shards]:
