@@ -38,7 +38,7 @@ class EMA:
         model: sharded or not; its parameters have values, which the average starts from.
         decay: between 0 (the average follows at once) and 1 (it never changes).
         dtype: of the average, such as float32 for parameters in bfloat16, whose own resolution is too coarse for
-            small changes; by default that of each parameter.
+            small changes; by default that of each parameter, which complex ones always keep.
 
     Raises:
         StateError: if parameters are on the meta device, or without values.
@@ -59,8 +59,9 @@ class EMA:
         self._kept: list[torch.Tensor] | None = None
         with torch.no_grad(), not_inference():
             for parameter, names in parameter_names(model).items():
-                if parameter.requires_grad and parameter.is_floating_point():
-                    self._averages[names[0]] = _copy_of(names[0], parameter, dtype or parameter.dtype)
+                if parameter.requires_grad:
+                    kind = parameter.dtype if dtype is None or parameter.is_complex() else dtype
+                    self._averages[names[0]] = _copy_of(names[0], parameter, kind)
 
     # -- Averaging
 

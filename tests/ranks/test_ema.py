@@ -182,6 +182,19 @@ def test_in_checkpoints(strategy: str) -> None:
         assert all(torch.equal(whole(value), truth[name]) for name, value in third.state_dict()["averages"].items())
 
 
+@on_ranks(1, 2)
+def test_complex_parameters() -> None:
+    model = nn.Sequential(nn.Linear(3, 5).to(torch.complex64))
+    shardwise.fully_shard(model)
+    before = whole(model[0].weight).clone()
+    ema = EMA(model, 0.5, dtype=torch.float64)
+    with torch.no_grad():
+        model[0].weight.zero_()
+    ema.update()
+    with ema.swap():
+        torch.testing.assert_close(whole(model[0].weight), before / 2)
+
+
 @on_ranks(1)
 def test_nothing_to_average() -> None:
     ema = EMA(make().requires_grad_(False))
