@@ -109,6 +109,15 @@ def test_every_dtype_there_and_back_on_a_plain_model(tmp_path: Path) -> None:
         assert found[name].untyped_storage().tolist() == value.untyped_storage().tolist()
 
 
+def test_into_a_conjugate_of_memory(tmp_path: Path) -> None:
+    model, other = nn.Module(), nn.Module()
+    model.numbers = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex64))
+    other.numbers = nn.Parameter(torch.zeros(2, dtype=torch.complex64).conj())
+    save_safetensors(model, tmp_path)
+    load_safetensors(other, tmp_path)
+    assert torch.equal(other.numbers, model.numbers)
+
+
 def test_data_is_aligned() -> None:
     tensors = {
         "a": (torch.uint8, (3,)),

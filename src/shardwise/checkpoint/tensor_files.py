@@ -318,7 +318,7 @@ class TensorMover:
             OSError: if the file cannot be read.
             CorruptFileError: if it has become too short.
         """
-        if not target.is_contiguous():
+        if not target.is_contiguous() or target.is_conj() or target.is_neg():
             whole = torch.empty(target.shape, dtype=target.dtype, device=target.device)
             self.read(file, stored, region, whole)
             target.copy_(whole)
@@ -328,7 +328,7 @@ class TensorMover:
         if stored.dtype is target.dtype and target.dtype is not torch.bool and target.device.type == "cpu":
             for _ in self._blocks(file, stored, region, flat):
                 pass
-            # As other writes do: by it `materialize` sees that a random buffer has been given values.
+            # As other writes do, which autograd notices by it.
             torch.autograd.graph.increment_version(target)
             return
         for start, block in self._blocks(file, stored, region):
