@@ -217,7 +217,15 @@ def test_extra_state() -> None:
     assert target[0].count == {"a": 1}  # type: ignore[index]
     assert target[1].count == torch.tensor([2.0])  # type: ignore[index]
     broken = of_rank_zero({name: value for name, value in state.items() if "extra" not in name})
-    match = r"missing keys: '1\._extra_state', '0\._extra_state'"
+    load_full_state_dict(target, full_state_dict(shard_plainly(nn.Sequential(Counted(torch.arange(3)), Counted(None)))))
+    assert target[0].count.tolist() == [0, 1, 2]  # type: ignore[index]
+    assert target[1].count is None  # type: ignore[index]
+    load_full_state_dict(target, state)
+    assert target[1].count == torch.tensor([2.0])  # type: ignore[index]
+    longer = full_state_dict(shard_plainly(nn.Sequential(Counted(None), Counted(torch.arange(3)))))
+    load_full_state_dict(target, longer)
+    assert target[1].count.tolist() == [0, 1, 2]  # type: ignore[index]
+    match = r"missing keys: '0\._extra_state', '1\._extra_state'"
     assert_raises_alike(ValueError, match, lambda: load_full_state_dict(target, broken))
 
 

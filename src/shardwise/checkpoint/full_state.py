@@ -83,7 +83,7 @@ def load_full_state_dict(model: nn.Module, sd: Mapping[str, Any] | None, *, broa
             not whole tensors, together; on all ranks.
         TypeError: if ``sd`` is not a dict.
     """
-    loading = weights_of(model, asked_by="load_full_state_dict", of_world=broadcast_from_rank0)
+    loading = weights_of(model, asked_by="load_full_state_dict", of_world=broadcast_from_rank0).with_extra_as_objects()
     peers = loading.peers
     has_values = peers.is_first or not broadcast_from_rank0
     with peers.together():

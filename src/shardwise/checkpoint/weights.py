@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -238,6 +238,12 @@ class ModelWeights:
         """The values of the state dict, by name, in its order; tensors detached."""
         tensors = self.tensors
         return {name: tensors[name].detach() if name in tensors else self.objects[name][1] for name in self.keys}
+
+    def with_extra_as_objects(self) -> ModelWeights:
+        """The same with extra state among the objects, also where it is a tensor: modules may take any other."""
+        extra = {name: (w.extra_of, w.tensor) for w in self.weights if w.extra_of is not None for name in w.names}
+        weights = [weight for weight in self.weights if weight.extra_of is None]
+        return replace(self, weights=weights, objects={**self.objects, **extra})
 
     @cached_property
     def _meshes(self) -> list[DeviceMesh]:

@@ -38,7 +38,7 @@ def load_values(model: nn.Module, state: Mapping[str, Any], *, strict: bool = Tr
     Raises:
         ValueError: (also a RuntimeError) listing all that does not fit; nothing is changed then.
     """
-    loading = weights_of(model)
+    loading = weights_of(model).with_extra_as_objects()
     tensors = {name: v for name, v in state.items() if isinstance(v, torch.Tensor) and name not in loading.objects}
     if sharded := [name for name, value in tensors.items() if isinstance(value, DTensor)]:
         raise ValueError(f"{', '.join(map(repr, sharded[:5]))} are sharded: give whole tensors (full_tensor())")
