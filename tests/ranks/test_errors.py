@@ -105,6 +105,19 @@ def test_scalar_parameter() -> None:
 
 
 @on_ranks(1)
+def test_gradients_of_another_dtype_than_the_parameter() -> None:
+    layer = Layer().bfloat16()
+    parameter = next(layer.parameters())
+    parameter.grad_dtype = None  # any
+    fully_shard(layer)
+    layer = Layer().bfloat16()
+    for parameter in layer.parameters():
+        parameter.grad_dtype = torch.float32
+    with refused(ValueError, "of torch.bfloat16 has grad_dtype=torch.float32", "reduce_dtype"):
+        fully_shard(layer)
+
+
+@on_ranks(1)
 def test_parameter_that_is_a_dtensor_already() -> None:
     layer = Layer()
     mesh = init_device_mesh("cpu", (1,))
