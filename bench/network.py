@@ -286,13 +286,6 @@ class ModelledGroup(dist.ProcessGroup):
         """A message without bytes."""
         return self.wires.carry(self.ranks, "cpu", MESSAGE, 0, lambda: None)
 
-    def _get_backend(self, device: torch.device) -> Any:
-        return self.local._get_backend(device)
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return self.local._device_types
-
     def getBackendName(self) -> str:  # noqa: N802, torch's name
         """For messages."""
         return NAME
@@ -329,10 +322,14 @@ def _make_group(wires: Wires, options: Any, _: Any) -> ModelledGroup:
     rank, size = options.group_rank, options.group_size
     local = dist.ProcessGroup(options.store, rank, size)
     backend = FakeProcessGroup._create_internal(rank, size, FakeProcessGroup.Options())
-    for device in DEVICES:
-        local._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, backend)
     ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
-    return ModelledGroup(local, options.group_id, ranks, wires)
+    group = ModelledGroup(local, options.group_id, ranks, wires)
+    kind = dist.ProcessGroup.BackendType.CUSTOM
+    for owner in (local, group):
+        for device in DEVICES:
+            owner._register_backend(torch.device(device), kind, backend)
+        owner._set_default_backend(kind)
+    return group
 
 
 @contextmanager

@@ -318,6 +318,12 @@ def check_cuttable(name: str, parameter: nn.Parameter) -> None:
 
 def _check_parameter(name: str, parameter: nn.Parameter, place: Place) -> None:
     check_cuttable(name, parameter)
+    if parameter.grad_dtype not in (None, parameter.dtype):
+        raise ValueError(
+            f"parameter {name!r} of {parameter.dtype} has grad_dtype={parameter.grad_dtype}, and gradients of sharded "
+            "parameters are of their own dtype: set grad_dtype to None, and MixedPrecisionPolicy(reduce_dtype=...) to "
+            "have gradients accumulated and reduced in another one"
+        )
     owner = owner_of(parameter)
     if owner is not None and owner.manages(place):
         raise ValueError(

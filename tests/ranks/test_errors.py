@@ -22,6 +22,7 @@ from shardwise import Placements, fully_shard
 from ..models import MLP, Transformer, wrap
 from .harness import on_ranks
 from .test_autograd import Layer, stack
+from .test_parallel import named_axes
 from .truth import batch
 
 WIDTH = 9
@@ -105,6 +106,19 @@ def test_scalar_parameter() -> None:
 
 
 @on_ranks(1)
+def test_gradients_of_another_dtype_than_the_parameter() -> None:
+    layer = Layer().bfloat16()
+    parameter = next(layer.parameters())
+    parameter.grad_dtype = None  # any
+    fully_shard(layer)
+    layer = Layer().bfloat16()
+    for parameter in layer.parameters():
+        parameter.grad_dtype = torch.float32
+    with refused(ValueError, "of torch.bfloat16 has grad_dtype=torch.float32", "reduce_dtype"):
+        fully_shard(layer)
+
+
+@on_ranks(1)
 def test_parameter_that_is_a_dtensor_already() -> None:
     layer = Layer()
     mesh = init_device_mesh("cpu", (1,))
@@ -177,10 +191,10 @@ def test_a_refused_parameter_leaves_the_others_as_they_are(policy: str) -> None:
         model[0].register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, [Replicate(), Replicate()])))
     before = dict(model.named_parameters())
     with refused(ValueError, "1.weight", "dp_mesh_dims", "distribute"):
-        fully_shard(model, mesh=mesh, dp_mesh_dims=shardwise.DataParallelMeshDims(shard="dp"))
+        fully_shard(model, mesh=mesh, dp_mesh_dims=named_axes(shard="dp"))
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
     model[1].weight = nn.Parameter(distribute_tensor(model[1].weight, mesh, [Replicate(), Replicate()]))
-    fully_shard(model, mesh=mesh, dp_mesh_dims=shardwise.DataParallelMeshDims(shard="dp"))
+    fully_shard(model, mesh=mesh, dp_mesh_dims=named_axes(shard="dp"))
 
 
 @on_ranks(2, 4, size=[3, 0, -1, 8])

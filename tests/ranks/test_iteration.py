@@ -142,3 +142,17 @@ def test_refusals() -> None:
     model.zero_grad()
     loss_of(model, 1, rank).backward()
     expect(model, single, [1])
+
+
+@on_ranks(2)
+def test_a_unit_inside_is_told_before_the_root_is_known() -> None:
+    rank, model, single = dist.get_rank(), build(), build(wraps=False)
+    model[2].set_manual_backward_finalization(True)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"was called on '2' .* call it on the root"):
+            loss_of(model, 0, rank)
+    model[2].set_manual_backward_finalization(False)
+    model.set_manual_backward_finalization(True)
+    loss_of(model, 0, rank).backward()
+    model.finalize_backward()
+    expect(model, single, [0])

@@ -59,7 +59,7 @@ R = TypeVar("R")
 
 REDUCES_IN_DTYPE_OF_SHARDS = torch.__version__ >= (2, 15)  # type: ignore[operator]
 """Whether a `MixedPrecisionPolicy` without ``reduce_dtype`` means the dtype of the shards, as its documentation says
-from torch 2.15 on, and not that of the gradients, as before."""
+from torch 2.15 on, and not that of the gradients, as before; also whether autograd rounds to a narrower one."""
 
 
 class Waitable(Protocol):

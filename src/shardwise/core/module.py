@@ -175,12 +175,17 @@ class FSDPModule(_TorchModule):
     def reset_iter_state(self) -> None:
         """Make the next iteration correct after an exception in forward, backward or a hook.
 
-        Waits for communication under way, reshards, and drops all gradients that were not reduced yet.
+        Waits for communication under way, reshards, and drops all gradients of sharded parameters: of a backward that
+        failed midway some were reduced already.
 
         Raises:
             RuntimeError: if this is not the outermost wrapped module.
         """
-        self._check_root("reset_iter_state").reset()
+        context = self._check_root("reset_iter_state")
+        context.reset()
+        for group in (group for unit in context.units for group in unit.groups):
+            for slot in group.slots:
+                slot.sharded.grad = None
 
     def _check_root(self, method: str) -> FSDPCommContext:
         unit, context = self._unit, self._context()

@@ -8,6 +8,7 @@ from torch import nn
 
 from .context import FSDPCommContext
 from .device import device_for, eager
+from .errors import StateError
 from .group import ShardState
 from .hooks import Unit
 from .module import unit_of
@@ -41,9 +42,20 @@ def _visit(name: str, module: nn.Module, found: list[tuple[str, nn.Module]], see
 
 @eager
 def make_root(root: Unit) -> FSDPCommContext:
-    """Make ``root`` the outermost unit of its tree: one context, full names, and its own default for resharding."""
+    """Make ``root`` the outermost unit of its tree: one context, full names, and its own default for resharding.
+
+    Raises:
+        StateError: if a unit inside was told of iterations that the program ends, which are the root's.
+    """
     named = [pair for module in root.modules for pair in module.named_modules()]
     units = dict.fromkeys(unit for _, module in named if (unit := unit_of(module)) is not None)
+    for name, module in named:
+        unit = unit_of(module)
+        if unit is not None and unit.iteration.ends_by_hand and unit.iteration is not root.iteration:
+            raise StateError(
+                f"set_manual_backward_finalization(True) was called on {name!r} and does not hold for the whole tree: "
+                "call it on the root, and with False there"
+            )
     known = dict.fromkeys(unit.context for unit in units if unit.context is not None)
     context = next((one for one in known if not one.has_root), None)
     if context is None:

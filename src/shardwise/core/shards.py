@@ -335,7 +335,7 @@ class ParameterShards(Shards):
         faces: list[tuple[Registry, str, nn.Parameter, nn.Parameter]] = []
         for position, slot in enumerate(self.slots):
             if (unsharded := slot.unsharded) is None:
-                unsharded = slot.make_unsharded()
+                unsharded = slot.make_unsharded(self.policy.arriving_dtype(slot.buffer))
                 # An optimizer made while it is registered must not step it: the shards are what counts.
                 remember_successor(unsharded, self.reference, position)
             if unsharded.requires_grad != slot.sharded.requires_grad:

@@ -77,13 +77,19 @@ class Slot:
 
     # -- The unsharded face
 
-    def make_unsharded(self) -> nn.Parameter:
-        """The unsharded face, whose values come and go with the gathered buffer's."""
+    def make_unsharded(self, gradients: torch.dtype | None) -> nn.Parameter:
+        """The unsharded face, whose values come and go with the gathered buffer's.
+
+        Args:
+            gradients: dtype that autograd gives its gradients; None for its own.
+        """
         with not_inference():
             value = self.buffer.full_view(self.index)
             if self.parallel is not None:
                 value = self.parallel.unsharded(value)
             self.unsharded = nn.Parameter(value, requires_grad=self.sharded.requires_grad)
+            if gradients is not None:
+                self.unsharded.grad_dtype = gradients
         self.was_unsharded = True
         return self.unsharded
 
@@ -230,3 +236,11 @@ class GroupPolicy:
     def reduce_dtype(self, shards: torch.dtype) -> torch.dtype | None:
         """Dtype that gradients of shards of dtype ``shards`` are reduced and accumulated in; None for their own."""
         return self.precision.reduce_dtype or (shards if REDUCES_IN_DTYPE_OF_SHARDS else None)
+
+    def arriving_dtype(self, buffer: ShardedBuffer) -> torch.dtype | None:
+        """Dtype that autograd gives gradients, if not that of the gathered parameters: from torch 2.15 on each is cast
+        to that of the reduction before it is added to others, unless that is wider."""
+        wanted, own = self.reduce_dtype(buffer.local.dtype), buffer.dtype
+        if not REDUCES_IN_DTYPE_OF_SHARDS or wanted is None or not own.is_floating_point:
+            return None
+        return wanted if wanted != own and wanted.itemsize <= own.itemsize else None
