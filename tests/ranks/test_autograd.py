@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import warnings
@@ -1436,6 +1437,22 @@ def test_several_modules_gather_once() -> None:
     assert forward == 2
     assert len(seen["all_gather"]) == 3
     assert len(seen["reduce_scatter"]) == 2
+
+
+@on_ranks(2)
+def test_several_modules_of_one_unit_to_dtype() -> None:
+    """Each is converted by itself, whether the root is wrapped or not."""
+    x = batch(0, dist.get_rank(), 4, WIDTH).double()
+    for wraps_root in (True, False):
+        torch.manual_seed(1)
+        model = nn.Sequential(Layer(), Layer(), Layer())
+        expected = copy.deepcopy(model).double()(x)
+        shardwise.fully_shard([model[0], model[1]])
+        shardwise.fully_shard(model if wraps_root else model[2])
+        torch.testing.assert_close(model.double()(x), expected)
+        model[0].float()
+        with pytest.raises(RuntimeError, match="convert all parameters of a unit alike"):
+            model(x)
 
 
 @on_ranks(2)
