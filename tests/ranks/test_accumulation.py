@@ -21,7 +21,7 @@ from shardwise.core import slot
 
 from ..models import MLP, Stack, Transformer, inputs_for, wrap
 from .harness import on_ranks
-from .test_autograd import Layer, PartlyUsedModel, counted, stack, wrap_like_the_seed
+from .test_autograd import Layer, NormAndHead, PartlyUsedModel, counted, stack, wrap_like_the_seed
 from .truth import (
     Iteration,
     assert_records,
@@ -367,6 +367,27 @@ def test_parameters_unused_in_partial_sums() -> None:
         return total
 
     check(PartlyUsedModel, run, mesh=mesh, against_torch=False)
+
+
+@on_ranks(4)
+def test_units_unused_in_the_last_micro_batch_complete_their_partial_sums() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+
+    def run(model: Any, step: int, rank: int) -> torch.Tensor:
+        total = torch.zeros(())
+        for part in range(2):
+            if isinstance(model, TorchFSDPModule):
+                model.set_requires_all_reduce(part == 1)
+            loss = model(batch(10 * step + part, rank, 4, WIDTH), skip_head=part == 1).square().mean()
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    def wrapping(model: Any, verb: Any) -> None:
+        verb(model.head, mesh=mesh)
+        verb(model, mesh=mesh)
+
+    check(NormAndHead, run, wrapping=wrapping, against_torch=False)
 
 
 # -- Arithmetic of the reduction
