@@ -676,6 +676,26 @@ def test_unfrozen_after_wrapping_and_first_forward() -> None:
     check(lambda: stack(Layer(), Layer()).requires_grad_(False), run, against_torch=False)
 
 
+@on_ranks(2, registered=[True, False], freezes=[True, False])
+def test_frozen_or_thawed_while_unsharded(registered: bool, freezes: bool) -> None:
+    """What is registered then, or the sharded parameter; counts in the next forward and in all after it."""
+    torch.manual_seed(1)
+    plain = stack(Layer(), Layer())
+    plain.first.weight.requires_grad_(freezes)
+    model: Any = copy.deepcopy(plain)
+    wrap(model, shardwise.fully_shard)
+    sharded = model.first.weight
+    model.unshard()
+    (model.first.weight if registered else sharded).requires_grad_(not freezes)
+    plain.first.weight.requires_grad_(not freezes)
+    for step in range(2):
+        model(batch(step, dist.get_rank(), 4, WIDTH)).square().mean().backward()
+        for rank in range(dist.get_world_size()):
+            (plain(batch(step, rank, 4, WIDTH)).square().mean() / dist.get_world_size()).backward()
+        assert sharded.requires_grad == (not freezes)
+        torch.testing.assert_close(gradients_of(model), gradients_of(plain))
+
+
 class PartlyUsed(nn.Module):
     """A unit that may leave some parameters out, or all."""
 
