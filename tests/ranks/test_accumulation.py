@@ -258,6 +258,40 @@ def test_step_that_never_synchronizes_keeps_gradients_for_the_next() -> None:
         torch.testing.assert_close(gradient, expected[name])
 
 
+def replace_data(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.detach().clone()
+
+
+def load_by_assignment(model: Any) -> None:
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+
+
+def convert(model: Any) -> None:
+    model.double().float()
+
+
+@on_ranks(2, how=[replace_data, load_by_assignment, convert], preset=["zero1", "zero3"])
+def test_gradients_outlive_the_parameters_they_wait_for(how: Callable[[Any], None], preset: str) -> None:
+    """Also of a unit that takes no part in the last backward."""
+    torch.manual_seed(1)
+    plain = NormAndHead()
+    model: Any = copy.deepcopy(plain)
+    shardwise.fully_shard(model.head, placements=preset)
+    shardwise.fully_shard(model, placements=preset)
+    by_both(model, 0)
+    model(batch(0, dist.get_rank(), 4, WIDTH)).square().mean().backward()
+    how(model)
+    by_both(model, MICRO_BATCHES - 1)
+    model(batch(1, dist.get_rank(), 4, WIDTH), skip_head=True).square().mean().backward()
+    for rank in range(dist.get_world_size()):
+        for part in range(2):
+            loss = plain(batch(part, rank, 4, WIDTH), skip_head=part == 1).square().mean()
+            (loss / dist.get_world_size()).backward()
+    for (name, ours), truth in zip(gradients_of(model).items(), gradients_of(plain).values(), strict=True):
+        torch.testing.assert_close(ours, truth, msg=name)
+
+
 # -- Two mesh axes
 
 

@@ -59,8 +59,8 @@ class GradientReducer:
         return self.shards.mesh
 
     def forget_plans(self) -> None:
-        """The buffers of the slots were made anew."""
-        self._plans.clear()
+        """The buffers of the slots were made anew. Sums that wait for their all-reduce do so still."""
+        self._plans = {key: plan for key, plan in self._plans.items() if plan.partial is not None}
         self._absences.clear()
 
     def _reduce_dtype(self, gradient_dtype: torch.dtype, buffer: ShardedBuffer) -> torch.dtype:
