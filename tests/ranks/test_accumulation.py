@@ -21,7 +21,7 @@ from shardwise.core import slot
 
 from ..models import MLP, Stack, Transformer, inputs_for, wrap
 from .harness import on_ranks
-from .test_autograd import Layer, PartlyUsedModel, counted, stack, wrap_like_the_seed
+from .test_autograd import Layer, NormAndHead, PartlyUsedModel, counted, stack, wrap_like_the_seed
 from .truth import (
     Iteration,
     assert_records,
@@ -258,6 +258,40 @@ def test_step_that_never_synchronizes_keeps_gradients_for_the_next() -> None:
         torch.testing.assert_close(gradient, expected[name])
 
 
+def replace_data(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.detach().clone()
+
+
+def load_by_assignment(model: Any) -> None:
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+
+
+def convert(model: Any) -> None:
+    model.double().float()
+
+
+@on_ranks(2, how=[replace_data, load_by_assignment, convert], preset=["zero1", "zero3"])
+def test_gradients_outlive_the_parameters_they_wait_for(how: Callable[[Any], None], preset: str) -> None:
+    """Also of a unit that takes no part in the last backward."""
+    torch.manual_seed(1)
+    plain = NormAndHead()
+    model: Any = copy.deepcopy(plain)
+    shardwise.fully_shard(model.head, placements=preset)
+    shardwise.fully_shard(model, placements=preset)
+    by_both(model, 0)
+    model(batch(0, dist.get_rank(), 4, WIDTH)).square().mean().backward()
+    how(model)
+    by_both(model, MICRO_BATCHES - 1)
+    model(batch(1, dist.get_rank(), 4, WIDTH), skip_head=True).square().mean().backward()
+    for rank in range(dist.get_world_size()):
+        for part in range(2):
+            loss = plain(batch(part, rank, 4, WIDTH), skip_head=part == 1).square().mean()
+            (loss / dist.get_world_size()).backward()
+    for (name, ours), truth in zip(gradients_of(model).items(), gradients_of(plain).values(), strict=True):
+        torch.testing.assert_close(ours, truth, msg=name)
+
+
 # -- Two mesh axes
 
 
@@ -367,6 +401,27 @@ def test_parameters_unused_in_partial_sums() -> None:
         return total
 
     check(PartlyUsedModel, run, mesh=mesh, against_torch=False)
+
+
+@on_ranks(4)
+def test_units_unused_in_the_last_micro_batch_complete_their_partial_sums() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+
+    def run(model: Any, step: int, rank: int) -> torch.Tensor:
+        total = torch.zeros(())
+        for part in range(2):
+            if isinstance(model, TorchFSDPModule):
+                model.set_requires_all_reduce(part == 1)
+            loss = model(batch(10 * step + part, rank, 4, WIDTH), skip_head=part == 1).square().mean()
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    def wrapping(model: Any, verb: Any) -> None:
+        verb(model.head, mesh=mesh)
+        verb(model, mesh=mesh)
+
+    check(NormAndHead, run, wrapping=wrapping, against_torch=False)
 
 
 # -- Arithmetic of the reduction

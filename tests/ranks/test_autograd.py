@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import warnings
@@ -673,6 +674,26 @@ def test_unfrozen_after_wrapping_and_first_forward() -> None:
         return loss
 
     check(lambda: stack(Layer(), Layer()).requires_grad_(False), run, against_torch=False)
+
+
+@on_ranks(2, registered=[True, False], freezes=[True, False])
+def test_frozen_or_thawed_while_unsharded(registered: bool, freezes: bool) -> None:
+    """What is registered then, or the sharded parameter; counts in the next forward and in all after it."""
+    torch.manual_seed(1)
+    plain = stack(Layer(), Layer())
+    plain.first.weight.requires_grad_(freezes)
+    model: Any = copy.deepcopy(plain)
+    wrap(model, shardwise.fully_shard)
+    sharded = model.first.weight
+    model.unshard()
+    (model.first.weight if registered else sharded).requires_grad_(not freezes)
+    plain.first.weight.requires_grad_(not freezes)
+    for step in range(2):
+        model(batch(step, dist.get_rank(), 4, WIDTH)).square().mean().backward()
+        for rank in range(dist.get_world_size()):
+            (plain(batch(step, rank, 4, WIDTH)).square().mean() / dist.get_world_size()).backward()
+        assert sharded.requires_grad == (not freezes)
+        torch.testing.assert_close(gradients_of(model), gradients_of(plain))
 
 
 class PartlyUsed(nn.Module):
@@ -1436,6 +1457,22 @@ def test_several_modules_gather_once() -> None:
     assert forward == 2
     assert len(seen["all_gather"]) == 3
     assert len(seen["reduce_scatter"]) == 2
+
+
+@on_ranks(2)
+def test_several_modules_of_one_unit_to_dtype() -> None:
+    """Each is converted by itself, whether the root is wrapped or not."""
+    x = batch(0, dist.get_rank(), 4, WIDTH).double()
+    for wraps_root in (True, False):
+        torch.manual_seed(1)
+        model = nn.Sequential(Layer(), Layer(), Layer())
+        expected = copy.deepcopy(model).double()(x)
+        shardwise.fully_shard([model[0], model[1]])
+        shardwise.fully_shard(model if wraps_root else model[2])
+        torch.testing.assert_close(model.double()(x), expected)
+        model[0].float()
+        with pytest.raises(RuntimeError, match="convert all parameters of a unit alike"):
+            model(x)
 
 
 @on_ranks(2)

@@ -225,19 +225,24 @@ class FlatSlot(Slot):
         """Let the names give the parts; gives the parameters that were made for that, the first time."""
         made: Sequence[nn.Parameter] = ()
         self._check_registered()
-        requires_grad = self.sharded.requires_grad
         if not self._faces:
             with not_inference():
                 run = self.buffer.full_view(self.index)
                 # Of each a version counter of its own: modifying one must not count as modifying all.
-                self._faces = [nn.Parameter(view.data, requires_grad) for view in self.views(run)]
+                self._faces = [nn.Parameter(view.data, self.sharded.requires_grad) for view in self.views(run)]
             made, self.was_unsharded = self._faces, True
+        self.agree_on_gradients()
         for part, face in zip(self.parts, self._faces, strict=True):
-            if face.requires_grad != requires_grad:
-                face.requires_grad = requires_grad  # not `requires_grad_`, which the transforms of `torch.func` refuse
             for place in part.places:
                 place.give(face)
         return made
+
+    def agree_on_gradients(self) -> None:
+        """See `Shards.agree_on_gradients`."""
+        requires_grad = self.sharded.requires_grad
+        for face in self._faces:
+            if face.requires_grad != requires_grad:
+                face.requires_grad = requires_grad  # not `requires_grad_`, which the transforms of `torch.func` refuse
 
     def _check_registered(self) -> None:
         """
@@ -499,6 +504,11 @@ class FlatShards(Shards):
                 for made in slot.put_unsharded():
                     # An optimizer made while it is registered must not step it: the shards are what counts.
                     remember_successor(made, self.reference, position)
+
+    def agree_on_gradients(self) -> None:
+        """See `Shards.agree_on_gradients`."""
+        for slot in self.slots:
+            slot.agree_on_gradients()
 
     # -- Whole values
 

@@ -145,8 +145,7 @@ class ParamGroup:
             self.reshard()  # an optimizer stepped since
         if self.state is ShardState.UNSHARDED:
             if not self.shards.changed():
-                if for_backward:
-                    self.shards.put_unsharded()  # those that were frozen since forward get no gradients
+                self.shards.agree_on_gradients()
                 return
             # Kept since before the optimizer changed the shards.
             self.reshard()

@@ -164,9 +164,12 @@ class FSDPModule(_TorchModule):
             result = super(_TorchModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
             is_done = True
         finally:
+            inside = {*cast(nn.Module, self).modules()}
             for unit in units:
+                # Other modules of the unit may be converted next.
+                waits = not (is_done and inside.issuperset(unit.modules))
                 for group in unit.groups:
-                    group.adopt_registered(is_loading=not is_done)
+                    group.adopt_registered(is_loading=waits)
         return result
 
     # -- Iteration

@@ -59,8 +59,8 @@ class GradientReducer:
         return self.shards.mesh
 
     def forget_plans(self) -> None:
-        """The buffers of the slots were made anew."""
-        self._plans.clear()
+        """The buffers of the slots were made anew. Sums that wait for their all-reduce do so still."""
+        self._plans = {key: plan for key, plan in self._plans.items() if plan.partial is not None}
         self._absences.clear()
 
     def _reduce_dtype(self, gradient_dtype: torch.dtype, buffer: ShardedBuffer) -> torch.dtype:
@@ -77,14 +77,18 @@ class GradientReducer:
         return any(slot.has_gradient for slot in self.slots)
 
     def awaits_reduction(self) -> bool:
-        """Whether a backward that took no part has to reduce: what earlier ones accumulated, or zeros."""
-        return self._was_kept or self.has_any() or (self.options.zeros_for_unused and self.trains())
+        """Whether a backward that took no part has to reduce: what earlier ones accumulated or summed, or zeros."""
+        if self._was_kept or self.has_any() or (self.options.zeros_for_unused and self.trains()):
+            return True
+        return self.options.all_reduce_gradients and self._has_partial_sums()
 
     def leaves_partial_sums(self) -> bool:
-        """Whether sums over the sharding axis alone are kept, or would be if gradients were reduced now."""
+        """Whether sums over the sharding axis alone would be kept, if gradients were reduced now."""
         options = self.options
-        stops = bool(self.mesh.replicate) and options.reduce_gradients and not options.all_reduce_gradients
-        return stops or any(plan.partial is not None for plan in self._plans.values())
+        return bool(self.mesh.replicate) and options.reduce_gradients and not options.all_reduce_gradients
+
+    def _has_partial_sums(self) -> bool:
+        return bool(self.mesh.replicate) and any(plan.partial is not None for plan in self._plans.values())
 
     def trains(self) -> bool:
         """Whether any parameter requires a gradient."""
@@ -154,7 +158,7 @@ class GradientReducer:
     def _may_leave_out(self) -> bool:
         """Whether the next reduction is complete in itself: sums kept for a later all-reduce must all be alike."""
         keeps_sums = bool(self.mesh.replicate) and not self.options.all_reduce_gradients
-        return not keeps_sums and all(plan.partial is None for plan in self._plans.values())
+        return not keeps_sums and not self._has_partial_sums()
 
     @staticmethod
     def _finish_now(reduction: Reduction) -> None:

@@ -112,6 +112,10 @@ class Shards(ABC):
     def put_unsharded(self) -> None:
         """Register the unsharded faces, which require gradients where the sharded ones do."""
 
+    @abstractmethod
+    def agree_on_gradients(self) -> None:
+        """Let the unsharded faces, which are registered, require gradients where the sharded ones do now."""
+
     # -- Making
 
     def _gather_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -274,6 +278,8 @@ class ParameterShards(Shards):
         """For each place its registry and name, and what is registered there: sharded, and unsharded."""
         self._unsharded: list[nn.Parameter] = []
         """The unsharded face of each slot; none where they have to be made."""
+        self._required: list[bool] = []
+        """Whether each of them required gradients, when that was looked at last."""
         self._registered: list[tuple[Registry, str]] = []
         self._taken_over: tuple[list[nn.Parameter], list[torch.Tensor]] = [], []
         """What was registered at those places, and the local tensors of the slots' parameters."""
@@ -319,16 +325,33 @@ class ParameterShards(Shards):
 
     def put_sharded(self) -> None:
         """See `Shards.put_sharded`."""
+        self._note_required()
         for registry, name, sharded, _ in self._faces:
             registry[name] = sharded
 
     def put_unsharded(self) -> None:
         """See `Shards.put_unsharded`."""
-        with without_torch_function():
-            if [*map(_requires_grad, self.slots)] != [*map(get_requires_grad, self._unsharded)]:
-                self._make_faces()
+        self.agree_on_gradients()
         for registry, name, _, unsharded in self._faces:
             registry[name] = unsharded
+
+    def agree_on_gradients(self) -> None:
+        """See `Shards.agree_on_gradients`; also the other way round, where users froze or thawed unsharded ones."""
+        self._note_required()
+        with without_torch_function():
+            if [*map(_requires_grad, self.slots)] != self._required:
+                self._make_faces()
+
+    def _note_required(self) -> None:
+        """What users froze or thawed of the unsharded faces, while those were registered, is so of the sharded ones."""
+        required = [*map(get_requires_grad, self._unsharded)]
+        if required == self._required:
+            return
+        with without_torch_function():
+            for slot, now, before in zip(self.slots, required, self._required, strict=True):
+                if now != before:
+                    slot.sharded.requires_grad = now
+        self._required = required
 
     def _make_faces(self) -> None:
         unsharded_faces: list[nn.Parameter] = []
@@ -344,6 +367,7 @@ class ParameterShards(Shards):
             faces += [(place.registry, place.name, slot.sharded, unsharded) for place in slot.places]
             unsharded_faces.append(unsharded)
         self._faces, self._unsharded = faces, unsharded_faces
+        self._required = [*map(get_requires_grad, unsharded_faces)]
 
     # -- Making them again
 
@@ -379,7 +403,7 @@ class ParameterShards(Shards):
                     members = [slot for slot in members if slot.face_is_meta]
                 if not members:
                     continue
-                self._faces, self._unsharded = [], []
+                self._faces, self._unsharded, self._required = [], [], []
                 self.buffers[position] = buffer
                 for slot in members:
                     slot.buffer, slot.has_values, slot.face_is_meta = buffer, slot.is_borrowed, False
@@ -399,7 +423,7 @@ class ParameterShards(Shards):
     def adopt_registered(self, *, is_loading: bool = False) -> bool:
         """See `Shards.adopt_registered`."""
         self.mark_stale()
-        self._waits_for_others, self._faces, self._unsharded = False, [], []
+        self._waits_for_others, self._faces, self._unsharded, self._required = False, [], [], []
         rebuilt = False
         taken: set[int] = set()
         for buffer in list(self.buffers):

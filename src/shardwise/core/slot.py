@@ -59,7 +59,7 @@ class Slot:
     """Whether it is gathered in its own dtype, whatever the others are."""
     unsharded: nn.Parameter | None = None
     was_unsharded: bool = False
-    """Whether there is an unsharded face, which gradients may come for."""
+    """Whether there is or was an unsharded face, which gradients may come for."""
     accumulated: torch.Tensor | None = None
     """Unsharded gradient in the reduction's dtype, summed over backward passes without synchronization."""
     is_borrowed: bool = False
@@ -99,9 +99,12 @@ class Slot:
         return () if self.unsharded is None else (self.unsharded,)
 
     def forget_unsharded(self) -> None:
-        """The buffer is another: the unsharded face is made anew."""
-        self.unsharded = self.accumulated = None
-        self.was_unsharded = False
+        """The buffer is another: the unsharded face is made anew; its gradients still wait for their reduction."""
+        face, self.unsharded = self.unsharded, None
+        if face is not None and face.grad is not None:
+            self.accumulated = face.grad if self.accumulated is None else self.accumulated.add_(face.grad)
+        if face is not None and self.accumulated is not None and self.accumulated.dtype == face.dtype:
+            self.accumulated = self.accumulated.to(self.buffer.dtype)
 
     # -- Unsharded gradients
 
@@ -138,10 +141,9 @@ class Slot:
         """
         taken: list[torch.Tensor | None] = []
         for slot in slots:
-            unsharded = slot.unsharded
-            assert unsharded is not None
-            gradient = unsharded.grad
-            unsharded.grad = None
+            gradient = None
+            if (unsharded := slot.unsharded) is not None:
+                gradient, unsharded.grad = unsharded.grad, None
             if slot.accumulated is not None:
                 gradient = slot.accumulated if gradient is None else slot.accumulated.add_(gradient)
                 slot.accumulated = None
