@@ -509,8 +509,7 @@ def become_fsdp_module(module: nn.Module, unit: Unit) -> None:
 def _finish_iteration(reference: weakref.ref[Unit]) -> None:
     unit = reference()
     assert unit is not None
-    inside = (unit_of(module) for wrapped in unit.modules for module in wrapped.modules())
-    end_at_once(unit, [inner for inner in inside if inner is not None])
+    end_at_once(unit, [inner for module in unit.modules for inner in cast(FSDPModule, module)._units(recurse=True)])
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
