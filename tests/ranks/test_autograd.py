@@ -2213,3 +2213,38 @@ def check_transform(run: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch
 @on_ranks(1, 2, 3, transform=list(TRANSFORMS))
 def test_transforms_of_torch_func(transform: str) -> None:
     check_transform(TRANSFORMS[transform])
+
+
+DIFFERENTIATED: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
+    "vmap": lambda model, x: torch.vmap(model)(x),
+    "vmap_twice": lambda model, x: torch.vmap(model)(2 * x) * model(x) + torch.vmap(model)(x),
+    "vmap_of_inputs_with_gradients": lambda model, x: torch.vmap(model)(2 * x.clone().requires_grad_()),
+    "jvp": lambda model, x: sum(torch.func.jvp(model, (x,), (torch.ones_like(x),)), x[:1]),
+    "tangents": lambda model, x: torch.func.jvp(model, (x,), (torch.ones_like(x),))[1],
+    "jacfwd": lambda model, x: torch.vmap(torch.func.jacfwd(model))(x),
+    "grad_of_vmap": lambda model, x: torch.func.grad(lambda value: torch.vmap(model)(value).square().sum())(x),
+    "hessian": lambda model, x: torch.vmap(torch.func.hessian(lambda value: model(value).sum()))(x),
+}
+
+
+@on_ranks(1, 2, 3, transform=list(DIFFERENTIATED), placements=["zero1", "zero3"])
+def test_what_transforms_give_is_trained(transform: str, placements: str) -> None:
+    """Inside a transform outputs do not show that parameters outside of it need gradients."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(4)
+        return Stack([nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh()), nn.Linear(5, WIDTH)], WIDTH)
+
+    def loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        return DIFFERENTIATED[transform](model, batch(step, rank, 4, WIDTH)).square().mean()
+
+    plain, model = make(), wrap(make(), shardwise.fully_shard, placements=placements)
+    for step in range(2):
+        for rank in range(dist.get_world_size()):
+            (loss(plain, step, rank) / dist.get_world_size()).backward()
+        loss(model, step, dist.get_rank()).backward()
+        found = gradients_of(model)
+        for name, gradient in gradients_of(plain).items():
+            torch.testing.assert_close(found[name], gradient)
+        for one in (plain, model):
+            one.zero_grad()

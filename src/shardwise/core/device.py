@@ -709,12 +709,16 @@ def labelled(name: str) -> Callable[[Callable[Concatenate[Any, P], R]], Callable
     return decorate
 
 
+in_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether a transform of `torch.func` runs."""
+
+
 def outside_transforms(function: Callable[P, R]) -> Callable[P, R]:
     """``function``, whose operators see plain tensors within the transforms of `torch.func` too."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not torch._C._are_functorch_transforms_active():
+        if not in_transforms():
             return function(*args, **kwargs)
         with torch._C._DisableFuncTorch():
             return function(*args, **kwargs)
@@ -729,10 +733,20 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def requires_grad_outside(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` requires gradients outside of a transform of `torch.func` that wrapped it, which it does not
+    show inside."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+        if tensor.requires_grad:
+            return True
+    return False
+
+
 def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     """``function.apply(*args)``; outside of the transforms of `torch.func` it skips what torch prepares for them, which
     takes longer than the rest."""
-    if torch._C._are_functorch_transforms_active():
+    if in_transforms():
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 

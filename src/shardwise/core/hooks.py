@@ -21,9 +21,11 @@ from .device import (
     backward_number,
     eager,
     in_backward,
+    in_transforms,
     is_view,
     label,
     labelled,
+    requires_grad_outside,
     runs_in_this_backward,
     take_history,
 )
@@ -399,12 +401,16 @@ class Unit:
         for tensor in tensors:
             if not is_view(tensor):
                 tensor.register_hook(self._pre_backward_hook)
-        if any(map(is_view, tensors)):
-            # A hook on a view is lost when the view is modified in place. One function for each: autograd would give
-            # one for all zeros for those that got no gradient, and so gradients to what nothing used.
+        if in_transforms() or any(map(is_view, tensors)):
+            # A hook on a view is lost when the view is modified in place, and a transform's tensor takes none. One
+            # function for each: autograd would give one for all zeros for those that got no gradient, and so gradients
+            # to what nothing used.
             def announce(tensor: torch.Tensor) -> torch.Tensor:
-                announces = tensor.requires_grad and is_view(tensor)
-                return apply_function(_PreBackward, self, None, tensor)[0] if announces else tensor
+                if not tensor.requires_grad and requires_grad_outside(tensor):
+                    tensors.append(tensor)
+                elif not (tensor.requires_grad and is_view(tensor)):
+                    return tensor
+                return apply_function(_PreBackward, self, None, tensor)[0]  # type: ignore[no-any-return]
 
             output = map_tensors(output, announce)
         return output, bool(tensors)
@@ -664,3 +670,9 @@ class _PreBackward(_Announcing):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         ctx.unit.pre_backward(ctx.what)
         return (None, None, *gradients)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, __: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # Backward may come through the tangents alone.
+        announced: tuple[torch.Tensor, ...] = apply_function(_PreBackward, ctx.unit, ctx.what, *tangents)
+        return announced
