@@ -1297,3 +1297,34 @@ def test_like_fairscale(options: dict[str, Any], make: Callable[[], nn.Module]) 
                 loss_of(wrapped, step, wrapped.module).backward()
                 stepped.step()
             assert_parameters(sharded, model)
+
+
+class Conjugate(nn.Module):
+    """Parameters that are the conjugate, and the negative, of their memory."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        torch.manual_seed(1)
+        self.whole = nn.Parameter(torch.randn(size, dtype=torch.complex64).conj())
+        self.imaginary = nn.Parameter(torch.randn(size, dtype=torch.complex64).conj().imag)
+        self.bias = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        squares = self.whole.real.square() + self.whole.imag + self.imaginary.square()
+        return squares.mean() * x.mean() + self.bias.sum()
+
+
+@on_ranks(2, 3, size=[6, 40000])
+def test_parameters_that_are_conjugates_of_their_memory(size: int) -> None:
+    truth, model = Conjugate(size), Conjugate(size)
+    ours, theirs = OSS(model.parameters(), optim=SGD, lr=0.1), SGD(truth.parameters(), lr=0.1)
+    sharded = ShardedDataParallel(model, ours)
+    for step in range(2):
+        theirs.zero_grad()
+        for rank in range(dist.get_world_size()):
+            (truth(torch.full((2,), 1.0 + step + rank)) / dist.get_world_size()).backward()
+        theirs.step()
+        ours.zero_grad()
+        sharded(torch.full((2,), 1.0 + step + dist.get_rank())).backward()
+        ours.step()
+    torch.testing.assert_close(dict(model.named_parameters()), dict(truth.named_parameters()))

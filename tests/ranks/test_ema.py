@@ -232,3 +232,18 @@ def test_what_cannot_be_averaged() -> None:
     plain.embed = nn.Embedding(3, 3)
     with pytest.raises(ValueError, match=r"parameter 'embed\.weight' of the averaged model has shape"):
         ema.update()
+
+
+def test_parameters_that_are_conjugates_or_negatives_of_their_memory() -> None:
+    model = nn.Module()
+    model.w = nn.Parameter(torch.randn(4, dtype=torch.complex64).conj())
+    model.v = nn.Parameter(torch.randn(4, dtype=torch.complex64).conj().imag)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    ema = EMA(model, 0.5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    ema.update()
+    with ema.swap():
+        torch.testing.assert_close([*map(torch.Tensor.detach, model.parameters())], [2 * value for value in before])
+    torch.testing.assert_close([*map(torch.Tensor.detach, model.parameters())], [3 * value for value in before])

@@ -424,8 +424,15 @@ def split_rows(
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """``targets[i]`` becomes ``sources[i]``, in the targets' dtype and on their device, in one call."""
-    if targets:
-        torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
+    try:
+        if targets:
+            torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
+    except RuntimeError:
+        if not any(target.is_conj() or target.is_neg() for target in targets):
+            raise
+        # torch writes no conjugates or negatives of memory in a list.
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source, non_blocking=True)
 
 
 def add_each(targets: Sequence[torch.Tensor], terms: Sequence[torch.Tensor]) -> None:

@@ -88,7 +88,7 @@ class WholePlan:
         """The memory of the run's values, 1-D, if it is as it has to travel: of the run's dtype, each value where it
         has to start. None if the run needs memory of its own."""
         dtype = self.dtype(run)
-        there = [value for value in values if value is not None and value.dtype is dtype and value.is_contiguous()]
+        there = [value for value in values if value is not None and _is_plain(value) and value.dtype is dtype]
         if len(there) < len(values):
             return None
         if len(there) == 1:
@@ -176,6 +176,11 @@ class WholePlan:
                 self.unpack(run, flat, values)
 
         return finish
+
+
+def _is_plain(value: torch.Tensor) -> bool:
+    """Whether the memory of ``value`` has its elements, one after the other."""
+    return value.is_contiguous() and not (value.is_conj() or value.is_neg())
 
 
 def _without_repeats(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
