@@ -234,6 +234,13 @@ def test_refuses_what_is_not_elementwise(name: str, elementwise: bool) -> None:
         flat(getattr(torch.optim, name), [nn.Parameter(torch.ones(2, 2))], elementwise=elementwise)
 
 
+@pytest.mark.parametrize("name", ["Adafactor", "SparseAdam"])
+def test_advises_no_optimizer_that_cannot_step_sharded_parameters(name: str) -> None:
+    with pytest.raises(ValueError, match="cannot step flat shards") as refused:
+        flat(getattr(torch.optim, name), [nn.Parameter(torch.ones(2, 2))])
+    assert "use it" not in str(refused.value).lower()
+
+
 def test_refuses_what_nobody_knows() -> None:
     class Mine(torch.optim.AdamW):
         pass

@@ -20,8 +20,8 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 NOT_ELEMENTWISE: dict[str, str] = {
     "Adafactor": "its state is sums over rows and columns",
-    "LBFGS": "its step is a line search over all parameters",
-    "Muon": "it orthogonalizes whole matrices",
+    "LBFGS": "its step is a line search over all parameters; use it as it is, on evenly sharded parameters",
+    "Muon": "it orthogonalizes whole matrices; use it as it is, on the sharded parameters",
     "SparseAdam": "it takes sparse gradients, and shards have dense ones",
 }
 """Optimizers of torch that do not step every element by itself (as those of `ELEMENTWISE` do), and why."""
@@ -65,9 +65,7 @@ def _checked(optimizer_class: type[Optimizer], elementwise: bool) -> type[Optimi
         return optimizer_class.optimizer_class
     for kind in optimizer_class.__mro__:
         if kind.__module__.startswith("torch.optim") and (reason := NOT_ELEMENTWISE.get(kind.__name__)):
-            raise ValueError(
-                f"{optimizer_class.__name__} cannot step flat shards: {reason}. Use it as it is, on model.parameters()"
-            )
+            raise ValueError(f"{optimizer_class.__name__} cannot step flat shards: {reason}")
     if optimizer_class not in ELEMENTWISE and not elementwise:
         raise ValueError(
             f"it is not known whether {optimizer_class.__name__} steps every element by its own gradient and state "
