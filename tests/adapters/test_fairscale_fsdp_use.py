@@ -179,6 +179,21 @@ def states_between_micro_batches(model: Any) -> None:
     error_of(model(INPUTS[0])).backward()
 
 
+def replaced_between_micro_batches(model: Any) -> None:
+    with no_sync(model):
+        error_of(model(INPUTS[1])).backward()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    with no_sync(model):
+        error_of(model(INPUTS[2])).backward()
+    model.double()
+    error_of(model(INPUTS[3].double())).backward()
+    with no_sync(model):
+        error_of(model(INPUTS[0].double())).backward()
+    model.float().double().float()
+    error_of(model(INPUTS[0])).backward()
+
+
 def users_hooks(model: Any) -> None:
     seen: list[Any] = []
     handles = [
@@ -230,6 +245,7 @@ ORDERS: tuple[Callable[[Any], None], ...] = (
     exception_in_no_sync,
     no_sync_of_an_inner_one,
     states_between_micro_batches,
+    replaced_between_micro_batches,
     users_hooks,
     checkpointed,
     exception_in_forward,

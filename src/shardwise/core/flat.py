@@ -276,7 +276,10 @@ class FlatSlot(Slot):
 
     def forget_unsharded(self) -> None:
         """See `Slot.forget_unsharded`."""
-        self._faces, self.accumulated, self.was_unsharded = [], None, False
+        dtypes = {face.dtype for face in self._faces}
+        self._faces = []
+        if self.accumulated is not None and self.accumulated.dtype in dtypes:
+            self.accumulated = self.accumulated.to(self.buffer.dtype)
 
     # -- Unsharded gradients
 
