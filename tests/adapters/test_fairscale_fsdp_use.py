@@ -560,13 +560,23 @@ def test_volatile_changes_are_gone(flat: bool) -> None:
         optimizer.step()
 
 
-@on_ranks(2, flat=FLAT)
+@on_ranks(1, 2, flat=FLAT)
 def test_replaced_and_added_parameters(flat: bool) -> None:
     model = FSDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), flatten_parameters=flat)
     error_of(model(INPUTS[0])).backward()
     model.module[0].weight = nn.Parameter(torch.zeros(4, 4))
     with pytest.raises(StateError, match=r"'0.weight'.* was replaced"):
         model(INPUTS[0])
+    if not flat:  # by one of as many elements as this rank has
+        late = FSDP(nn.Linear(4, 4), flatten_parameters=False)
+        optimizer = SGD(late.parameters(), lr=0.1)
+        late.module.bias = nn.Parameter(torch.zeros(4 // dist.get_world_size()))
+        late.state_dict()
+        with pytest.raises(StateError, match="'bias'.* would change nothing"):
+            optimizer.step()
+        late.module.weight = nn.Parameter(torch.zeros(4, 4 // dist.get_world_size()))
+        with pytest.raises(StateError, match="'weight'.*, was replaced by one of shape"):
+            late.state_dict()
     late = FSDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), flatten_parameters=flat)
     late.module[0].extra = nn.Parameter(torch.zeros(2))
     with pytest.raises(ValueError, match=r"'0.extra' was registered after wrapping"):

@@ -563,17 +563,19 @@ class FlatShards(Shards):
 
     def _adopt(self, position: int, slots: Sequence[FlatSlot]) -> bool:
         old = self.buffers[position]
-        untouched = True
-        for slot in slots:
-            current = slot.registered()
-            if current.numel() != slot.local.numel():
+        untouched, registered = True, [slot.registered() for slot in slots]
+        for slot, current in zip(slots, registered, strict=True):
+            if current.shape != slot.local.shape:
                 raise StateError(
                     f"parameter {slot.name!r} of unit {self.unit_name!r}, {slot.local.numel()} elements of this rank, "
-                    f"was replaced by one of {current.numel()}: write values into it, or load a state dict"
+                    f"was replaced by one of shape {tuple(current.shape)}: write values into it, or load a state dict"
                 )
+        for slot, current in zip(slots, registered, strict=True):
             untouched &= current is slot.sharded and current.data_ptr() == slot.local.data_ptr()
             untouched &= current.dtype == old.local.dtype and current.device == old.local.device
-            slot.sharded = current
+            if current is not slot.sharded:
+                remember_successor(slot.sharded, self.reference, self.slots.index(slot))
+                slot.sharded = current
         if untouched:
             return False
         dtype = self._only_dtype({slot.sharded.dtype for slot in slots})
