@@ -608,6 +608,21 @@ def test_changes_inside_of_summon(flat: bool) -> None:
         assert model.state_dict()["0.weight"].eq(7).all()
 
 
+@on_ranks(1, 2, flat=FLAT)
+def test_ties_inside_of_summon(flat: bool) -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plain[1].weight = plain[0].weight
+    model = FSDP(plain, flatten_parameters=flat)
+    for index in (0, 1):
+        with pytest.raises(StateError, match="'0.weight'.*has 2 names.* some of them"), model.summon_full_params():
+            model.module[index].weight = nn.Parameter(torch.zeros(4, 4))
+    with model.summon_full_params():
+        model.module[0].weight = model.module[1].weight = nn.Parameter(torch.full((4, 4), 7.0))
+    state = model.state_dict()
+    assert state["0.weight"].eq(7).all()
+    assert state["1.weight"].eq(7).all()
+
+
 @on_ranks(2)
 def test_state_of_a_module_inside_lacks_nothing() -> None:
     """Its joined parameters are registered in the instance, so that it would be without them."""

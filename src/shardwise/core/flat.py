@@ -406,10 +406,12 @@ class FlatSlot(Slot):
 
     def _keep_changes(self, run: torch.Tensor) -> None:
         for part, view in zip(self.parts, self.views(run), strict=True):
-            module = part.places[0].module()
-            value = module._parameters.get(part.places[0].name) if module is not None else None
-            if value is None or value.shape != view.shape:
+            found = [place.registry.get(place.name) for place in part.places if place.exists]
+            value = found[0] if found else None
+            if value is None or value.shape != view.shape or any(other is not value for other in found):
                 now = "was removed" if value is None else f"was replaced by one of shape {tuple(value.shape)}"
+                if value is not None and value.shape == view.shape:
+                    now = f"which has {len(found)} names, was removed or replaced at some of them"
                 raise StateError(
                     f"parameter {part.name!r}{self._of_unit()}, of shape {part.shape}, {now} inside "
                     "summon_full_params: change modules before they are wrapped"
