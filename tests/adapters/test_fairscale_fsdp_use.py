@@ -608,6 +608,15 @@ def test_changes_inside_of_summon(flat: bool) -> None:
         assert model.state_dict()["0.weight"].eq(7).all()
 
 
+@on_ranks(2)
+def test_containers_of_parameters_are_printed() -> None:
+    model = FSDP(nn.ModuleList([nn.ParameterDict({"a": torch.ones(3)}), nn.ParameterList([torch.ones(3)])]))
+    assert "(a): Tensor containing" in repr(model)
+    assert "(0): Tensor containing" in repr(model)
+    with pytest.raises(StateError, match="'0.a'"):
+        model.module[0]["a"].type(torch.float64)
+
+
 @on_ranks(1, 2, flat=FLAT)
 def test_ties_inside_of_summon(flat: bool) -> None:
     plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

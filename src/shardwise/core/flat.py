@@ -102,7 +102,9 @@ class AbsentParameter(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__ not in METADATA_METHODS and func not in _PROPERTIES:
+        # Without a dtype to convert to, `type` tells the one that there is, as `print` of a `ParameterDict` does.
+        tells = func.__name__ in METADATA_METHODS or (func is torch.Tensor.type and len(args) == 1 and not kwargs)
+        if not tells and func not in _PROPERTIES:
             for tensor in tensors_in((args, kwargs or {})):
                 if isinstance(tensor, AbsentParameter):
                     is_property = func.__name__ in ("__get__", "__set__")
