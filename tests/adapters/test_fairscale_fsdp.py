@@ -402,6 +402,8 @@ def test_gathers_optimizer_state_for_the_recipient(flat: bool) -> None:
     assert [state["exp_avg"].shape for state in full["state"].values()] == shapes
     with pytest.raises(ValueError, match="not a shard of this module"):
         model.gather_full_optim_state_dict(SGD(nn.Linear(2, 2).parameters(), lr=1.0))
+    with model.summon_full_params(), pytest.raises(ValueError, match="whole inside summon_full_params"):
+        model.gather_full_optim_state_dict(optimizer)
 
 
 @on_ranks(2, what=["strangers", "fewer", "order", "unstepped", "shape"])

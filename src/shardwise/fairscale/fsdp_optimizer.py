@@ -64,7 +64,7 @@ def gather_optimizer_state(
     failure: Exception | None = None
     try:
         members = [_slots_of_group(group, slots) for group in optimizer.param_groups]
-        _check_order(root, optimizer)
+        _check_order(_in_parameters_order(root, instances), optimizer)
         held = _state_by_parameter(optimizer)
     except Exception as error:
         failure = error
@@ -101,13 +101,13 @@ def _slots_of_group(
     return [slots[id(parameter)] for parameter in group["params"]]
 
 
-def _check_order(root: FullyShardedDataParallel, optimizer: Optimizer) -> None:
-    """Refuse another order than the module's: state is matched with parameters by order alone.
+def _check_order(in_order: Sequence[FlatSlot], optimizer: Optimizer) -> None:
+    """Refuse another order than the module's, ``in_order``: state is matched with parameters by order alone.
 
     Raises:
         ValueError: for a param group with another order than the module.
     """
-    positions = {id(parameter): position for position, parameter in enumerate(root.parameters())}
+    positions = {id(slot.sharded): position for position, slot in enumerate(in_order)}
     for index, group in enumerate(optimizer.param_groups):
         own = [positions[id(parameter)] for parameter in group["params"]]
         if own != sorted(own):
