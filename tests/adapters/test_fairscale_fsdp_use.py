@@ -572,10 +572,10 @@ def test_replaced_and_added_parameters(flat: bool) -> None:
         optimizer = SGD(late.parameters(), lr=0.1)
         late.module.bias = nn.Parameter(torch.zeros(4 // dist.get_world_size()))
         late.state_dict()
-        with pytest.raises(StateError, match="'bias'.* would change nothing"):
+        with pytest.raises(StateError, match=r"'bias'.* would change nothing"):
             optimizer.step()
         late.module.weight = nn.Parameter(torch.zeros(4, 4 // dist.get_world_size()))
-        with pytest.raises(StateError, match="'weight'.*, was replaced by one of shape"):
+        with pytest.raises(StateError, match=r"'weight'.*, was replaced by one of shape"):
             late.state_dict()
     late = FSDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), flatten_parameters=flat)
     late.module[0].extra = nn.Parameter(torch.zeros(2))
@@ -613,7 +613,7 @@ def test_containers_of_parameters_are_printed() -> None:
     model = FSDP(nn.ModuleList([nn.ParameterDict({"a": torch.ones(3)}), nn.ParameterList([torch.ones(3)])]))
     assert "(a): Tensor containing" in repr(model)
     assert "(0): Tensor containing" in repr(model)
-    with pytest.raises(StateError, match="'0.a'"):
+    with pytest.raises(StateError, match=r"'0\.a'"):
         model.module[0]["a"].type(torch.float64)
 
 
@@ -623,7 +623,7 @@ def test_ties_inside_of_summon(flat: bool) -> None:
     plain[1].weight = plain[0].weight
     model = FSDP(plain, flatten_parameters=flat)
     for index in (0, 1):
-        with pytest.raises(StateError, match="'0.weight'.*has 2 names.* some of them"), model.summon_full_params():
+        with pytest.raises(StateError, match=r"'0.weight'.*has 2 names.* some of them"), model.summon_full_params():
             model.module[index].weight = nn.Parameter(torch.zeros(4, 4))
     with model.summon_full_params():
         model.module[0].weight = model.module[1].weight = nn.Parameter(torch.full((4, 4), 7.0))
