@@ -402,6 +402,21 @@ def test_gathers_optimizer_state_for_the_recipient(flat: bool) -> None:
     assert [state["exp_avg"].shape for state in full["state"].values()] == shapes
     with pytest.raises(ValueError, match="not a shard of this module"):
         model.gather_full_optim_state_dict(SGD(nn.Linear(2, 2).parameters(), lr=1.0))
+    with model.summon_full_params(), pytest.raises(ValueError, match="whole inside summon_full_params"):
+        model.gather_full_optim_state_dict(optimizer)
+
+
+@on_ranks(2, flat=FLAT)
+def test_optimizers_of_named_parameters(flat: bool) -> None:
+    plain = tied_transformer()
+    names = [name for name, _ in plain.named_parameters()]
+    model = wrapped(tied_transformer(), flatten_parameters=flat)
+    optimizer = SGD(model.named_parameters(), lr=0.1)
+    full = model.gather_full_optim_state_dict(optimizer, recipient_rank=None)
+    assert full["param_groups"][0]["param_names"] == names
+    own = optimizer.param_groups[0]["param_names"]
+    optimizer.load_state_dict(model.get_shard_from_optim_state_dict(SGD(plain.named_parameters(), lr=0.3).state_dict()))
+    assert (optimizer.param_groups[0]["param_names"], optimizer.param_groups[0]["lr"]) == (own, 0.3)
 
 
 @on_ranks(2, what=["strangers", "fewer", "order", "unstepped", "shape"])

@@ -179,6 +179,21 @@ def states_between_micro_batches(model: Any) -> None:
     error_of(model(INPUTS[0])).backward()
 
 
+def replaced_between_micro_batches(model: Any) -> None:
+    with no_sync(model):
+        error_of(model(INPUTS[1])).backward()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    with no_sync(model):
+        error_of(model(INPUTS[2])).backward()
+    model.double()
+    error_of(model(INPUTS[3].double())).backward()
+    with no_sync(model):
+        error_of(model(INPUTS[0].double())).backward()
+    model.float().double().float()
+    error_of(model(INPUTS[0])).backward()
+
+
 def users_hooks(model: Any) -> None:
     seen: list[Any] = []
     handles = [
@@ -230,6 +245,7 @@ ORDERS: tuple[Callable[[Any], None], ...] = (
     exception_in_no_sync,
     no_sync_of_an_inner_one,
     states_between_micro_batches,
+    replaced_between_micro_batches,
     users_hooks,
     checkpointed,
     exception_in_forward,
@@ -544,13 +560,23 @@ def test_volatile_changes_are_gone(flat: bool) -> None:
         optimizer.step()
 
 
-@on_ranks(2, flat=FLAT)
+@on_ranks(1, 2, flat=FLAT)
 def test_replaced_and_added_parameters(flat: bool) -> None:
     model = FSDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), flatten_parameters=flat)
     error_of(model(INPUTS[0])).backward()
     model.module[0].weight = nn.Parameter(torch.zeros(4, 4))
     with pytest.raises(StateError, match=r"'0.weight'.* was replaced"):
         model(INPUTS[0])
+    if not flat:  # by one of as many elements as this rank has
+        late = FSDP(nn.Linear(4, 4), flatten_parameters=False)
+        optimizer = SGD(late.parameters(), lr=0.1)
+        late.module.bias = nn.Parameter(torch.zeros(4 // dist.get_world_size()))
+        late.state_dict()
+        with pytest.raises(StateError, match=r"'bias'.* would change nothing"):
+            optimizer.step()
+        late.module.weight = nn.Parameter(torch.zeros(4, 4 // dist.get_world_size()))
+        with pytest.raises(StateError, match=r"'weight'.*, was replaced by one of shape"):
+            late.state_dict()
     late = FSDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), flatten_parameters=flat)
     late.module[0].extra = nn.Parameter(torch.zeros(2))
     with pytest.raises(ValueError, match=r"'0.extra' was registered after wrapping"):
@@ -580,6 +606,30 @@ def test_changes_inside_of_summon(flat: bool) -> None:
             change(model.module[0])
         error_of(model(INPUTS[0])).backward()
         assert model.state_dict()["0.weight"].eq(7).all()
+
+
+@on_ranks(2)
+def test_containers_of_parameters_are_printed() -> None:
+    model = FSDP(nn.ModuleList([nn.ParameterDict({"a": torch.ones(3)}), nn.ParameterList([torch.ones(3)])]))
+    assert "(a): Tensor containing" in repr(model)
+    assert "(0): Tensor containing" in repr(model)
+    with pytest.raises(StateError, match=r"'0\.a'"):
+        model.module[0]["a"].type(torch.float64)
+
+
+@on_ranks(1, 2, flat=FLAT)
+def test_ties_inside_of_summon(flat: bool) -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plain[1].weight = plain[0].weight
+    model = FSDP(plain, flatten_parameters=flat)
+    for index in (0, 1):
+        with pytest.raises(StateError, match=r"'0.weight'.*has 2 names.* some of them"), model.summon_full_params():
+            model.module[index].weight = nn.Parameter(torch.zeros(4, 4))
+    with model.summon_full_params():
+        model.module[0].weight = model.module[1].weight = nn.Parameter(torch.full((4, 4), 7.0))
+    state = model.state_dict()
+    assert state["0.weight"].eq(7).all()
+    assert state["1.weight"].eq(7).all()
 
 
 @on_ranks(2)

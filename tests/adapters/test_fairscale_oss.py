@@ -585,6 +585,21 @@ def test_clipping_with_empty_gradients() -> None:
             torch.testing.assert_close(oss.clip_grad_norm(100.0, order), torch.tensor(norm))
 
 
+@on_ranks(1, 2)
+def test_without_parameters_yet() -> None:
+    """torch takes param groups without parameters, to which others are added."""
+    oss = OSS([{"params": []}], optim=SGD, lr=0.1)
+    for order in (2.0, math.inf):
+        assert oss.clip_grad_norm(1.0, order) == 0
+    oss.step()
+    oss.load_state_dict(oss.state_dict(all_ranks=True))
+    oss.add_param_group({"params": [parameter := nn.Parameter(torch.zeros(2))]})
+    parameter.grad = torch.full((2,), 3.0)
+    torch.testing.assert_close(oss.clip_grad_norm(100.0, 1.0), torch.tensor(6.0))
+    oss.step()
+    assert parameter.tolist() == [pytest.approx(-0.3)] * 2
+
+
 @on_ranks(2)
 def test_clipping_counts_what_the_filter_leaves() -> None:
     mine, oss, plain, _ = pair(SGD, {"lr": 0.1})

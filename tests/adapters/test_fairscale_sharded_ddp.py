@@ -745,6 +745,31 @@ def test_an_exception_in_backward_leaves_no_trace() -> None:
         assert set(kept) == {p for p, owner in oss.owners().items() if owner == dist.get_rank()}
 
 
+@on_ranks(2, fails=("everywhere", "on one rank"))
+def test_a_backward_after_one_that_failed_without_a_forward_between(fails: str) -> None:
+    """Its gradients stayed each rank's own."""
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise KeyError("broken")
+
+    for size in SIZES:
+        sharded, oss = shard(model_of(), reduce_buffer_size=size)
+        ddp = DistributedDataParallel(model_of())
+        first, second = (loss_of(sharded, step, sharded.module) for step in (1, 0))
+        handle = list(sharded.parameters())[1].register_hook(fail)
+        if fails == "on one rank" and dist.get_rank() == 0:
+            handle.remove()
+            first.backward()
+            sharded.zero_grad(set_to_none=True)
+        else:
+            with pytest.raises(KeyError):
+                first.backward()
+            handle.remove()
+        second.backward()
+        backward(ddp, 0)
+        assert_gradients(sharded, oss, ddp)
+
+
 @on_ranks(2)
 def test_an_exception_in_forward_leaves_no_trace() -> None:
     sharded, oss = shard(model_of())

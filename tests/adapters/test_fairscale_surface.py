@@ -420,6 +420,22 @@ def test_buffers_are_cast_again_after_a_conversion(flat: bool, how: str) -> None
 
 
 @on_ranks(2)
+def test_buffers_follow_conversions_where_no_parameter_does() -> None:
+    model = model_of()
+    for index in (0, 2, 3):
+        model[index] = FSDP(model[index])
+    model[1] = FSDP(nn.BatchNorm1d(5, affine=False))
+    model = FSDP(model)
+    model.register_buffer("scale", torch.ones(1))
+    model.module.register_buffer("shift", torch.ones(1))
+    train(model)
+    model.double()
+    model(inputs_for().double())
+    assert {buffer.dtype for buffer in model.buffers()} == {torch.float64, torch.int64}
+    assert {instance.compute_dtype for instance in get_fsdp_instances(model)} == {torch.float64}
+
+
+@on_ranks(2)
 def test_buffers_that_were_cast_in_inference_mode_are_trained_with() -> None:
     results = []
     for mode in (torch.inference_mode, torch.no_grad):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import re
@@ -191,6 +192,28 @@ def test_forward_after_a_failed_backward_is_no_recomputation(units: str, failure
     disarm()
     step_once(model, 0, dist.get_rank())
     torch.testing.assert_close(gradients_of(model), expected)
+
+
+@on_ranks(2)
+def test_backward_after_a_failed_one_without_a_forward_between() -> None:
+    """Nothing waited for its reductions."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 5), nn.Linear(5, 2))
+    model = copy.deepcopy(plain)
+    for layer in list(model)[:2]:
+        shardwise.fully_shard(layer)
+    shardwise.fully_shard(model)
+    inputs = torch.randn(4, 3)
+    loss = model(inputs).square().mean()
+    handle = model[1].register_forward_pre_hook(lambda _, args: Fails.apply(args[0]))
+    fails = model(inputs).square().mean()
+    handle.remove()
+    with pytest.raises(PlannedError):
+        fails.backward()
+    loss.backward()
+    plain(inputs).square().mean().backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
 
 
 @on_ranks(2, failure=list(FAILURES), preset=["ddp", "zero1", "zero2"])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,10 @@ from .order import ExecutionOrder
 
 if TYPE_CHECKING:
     from .hooks import Unit
+
+
+def _nothing() -> None:
+    pass
 
 
 class FSDPCommContext:
@@ -54,6 +59,7 @@ class FSDPCommContext:
         self._reductions: deque[Reduction] = deque()
         self._landing: deque[Reduction] = deque()
         self._end_is_queued = False
+        self._queued_end: Callable[[], Any] = _nothing
         self._backward = -1
         self._creates_graph = False
         self._unannounced: list[weakref.ref[Unit]] = []
@@ -123,6 +129,9 @@ class FSDPCommContext:
         Raises:
             StateError: under compiled autograd, which has no such end.
         """
+        if self._end_is_queued and self._queued_end() is None:
+            # Autograd drops what it was to call at the end of a backward that failed.
+            self.reset()
         if not self._end_is_queued:
             if in_compiled_autograd():
                 raise StateError(
@@ -132,7 +141,9 @@ class FSDPCommContext:
                 )
             self._end_is_queued = True
             self._backward = backward_number()
-            queue_end_of_backward(self._end_of_backward)
+            end = functools.partial(self._end_of_backward)
+            self._queued_end = weakref.ref(end)
+            queue_end_of_backward(end)
         # Not one inside the pass whose end is queued.
         if creates_graph and not self._creates_graph and backward_number() == self._backward:
             self._creates_graph = True

@@ -102,7 +102,9 @@ class AbsentParameter(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__ not in METADATA_METHODS and func not in _PROPERTIES:
+        # Without a dtype to convert to, `type` tells the one that there is, as `print` of a `ParameterDict` does.
+        tells = func.__name__ in METADATA_METHODS or (func is torch.Tensor.type and len(args) == 1 and not kwargs)
+        if not tells and func not in _PROPERTIES:
             for tensor in tensors_in((args, kwargs or {})):
                 if isinstance(tensor, AbsentParameter):
                     is_property = func.__name__ in ("__get__", "__set__")
@@ -276,7 +278,10 @@ class FlatSlot(Slot):
 
     def forget_unsharded(self) -> None:
         """See `Slot.forget_unsharded`."""
-        self._faces, self.accumulated, self.was_unsharded = [], None, False
+        dtypes = {face.dtype for face in self._faces}
+        self._faces = []
+        if self.accumulated is not None and self.accumulated.dtype in dtypes:
+            self.accumulated = self.accumulated.to(self.buffer.dtype)
 
     # -- Unsharded gradients
 
@@ -403,10 +408,12 @@ class FlatSlot(Slot):
 
     def _keep_changes(self, run: torch.Tensor) -> None:
         for part, view in zip(self.parts, self.views(run), strict=True):
-            module = part.places[0].module()
-            value = module._parameters.get(part.places[0].name) if module is not None else None
-            if value is None or value.shape != view.shape:
+            found = [place.registry.get(place.name) for place in part.places if place.exists]
+            value = found[0] if found else None
+            if value is None or value.shape != view.shape or any(other is not value for other in found):
                 now = "was removed" if value is None else f"was replaced by one of shape {tuple(value.shape)}"
+                if value is not None and value.shape == view.shape:
+                    now = f"which has {len(found)} names, was removed or replaced at some of them"
                 raise StateError(
                     f"parameter {part.name!r}{self._of_unit()}, of shape {part.shape}, {now} inside "
                     "summon_full_params: change modules before they are wrapped"
@@ -560,17 +567,19 @@ class FlatShards(Shards):
 
     def _adopt(self, position: int, slots: Sequence[FlatSlot]) -> bool:
         old = self.buffers[position]
-        untouched = True
-        for slot in slots:
-            current = slot.registered()
-            if current.numel() != slot.local.numel():
+        untouched, registered = True, [slot.registered() for slot in slots]
+        for slot, current in zip(slots, registered, strict=True):
+            if current.shape != slot.local.shape:
                 raise StateError(
                     f"parameter {slot.name!r} of unit {self.unit_name!r}, {slot.local.numel()} elements of this rank, "
-                    f"was replaced by one of {current.numel()}: write values into it, or load a state dict"
+                    f"was replaced by one of shape {tuple(current.shape)}: write values into it, or load a state dict"
                 )
+        for slot, current in zip(slots, registered, strict=True):
             untouched &= current is slot.sharded and current.data_ptr() == slot.local.data_ptr()
             untouched &= current.dtype == old.local.dtype and current.device == old.local.device
-            slot.sharded = current
+            if current is not slot.sharded:
+                remember_successor(slot.sharded, self.reference, self.slots.index(slot))
+                slot.sharded = current
         if untouched:
             return False
         dtype = self._only_dtype({slot.sharded.dtype for slot in slots})

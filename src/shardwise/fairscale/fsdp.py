@@ -788,9 +788,11 @@ class FullyShardedDataParallel(nn.Module):
         self._has_cast_buffers = False
         if self._own is not None:
             self._own.adopt_registered()
-            if not self.mixed_precision and (dtype := self._own.slots[0].sharded.dtype) != self.compute_dtype:
-                follows = self.buffer_dtype == self.compute_dtype
-                self._compute_dtype, self._buffer_dtype = dtype, dtype if follows else self.buffer_dtype
+        if not self.mixed_precision:
+            # Without parameters of its own it has buffers all the same.
+            like = fn(torch.empty(0, dtype=self.compute_dtype)) if self._own is None else self._own.slots[0].sharded
+            follows = self.buffer_dtype == self.compute_dtype
+            self._compute_dtype, self._buffer_dtype = like.dtype, like.dtype if follows else self.buffer_dtype
         return self
 
     def extra_repr(self) -> str:

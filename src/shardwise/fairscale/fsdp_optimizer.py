@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ..core.comm import Comm
 from ..core.flat import FlatPart, FlatSlot
+from .fsdp_parameters import clean, under
 
 if TYPE_CHECKING:
     from .fsdp import FullyShardedDataParallel
@@ -64,7 +65,7 @@ def gather_optimizer_state(
     failure: Exception | None = None
     try:
         members = [_slots_of_group(group, slots) for group in optimizer.param_groups]
-        _check_order(root, optimizer)
+        _check_order(_in_parameters_order(root, instances), optimizer)
         held = _state_by_parameter(optimizer)
     except Exception as error:
         failure = error
@@ -78,15 +79,33 @@ def gather_optimizer_state(
         if own:
             for index, values in enumerate(_gather_slot(slot, own, receives)):
                 state[numbers[id(slot), index]] = values
-    groups = [
-        {
-            **{key: copy.deepcopy(value) for key, value in group.items() if key != "params"},
-            "params": sorted(numbers[id(slot), index] for _, slot in pairs for index in range(len(slot.parts))),
-        }
-        for group, pairs in zip(optimizer.param_groups, members, strict=True)
-    ]
+    named = _part_names(root, numbers, slots.values())
+    groups = []
+    for group, pairs in zip(optimizer.param_groups, members, strict=True):
+        chosen = sorted(numbers[id(slot), index] for _, slot in pairs for index in range(len(slot.parts)))
+        names = {"param_names": [named[number] for number in chosen]} if "param_names" in group else {}
+        groups.append({**_settings_of(group), **names, "params": chosen})
     others = {key: value for key, value in optimizer.state_dict().items() if key not in ("state", "param_groups")}
     return {**copy.deepcopy(others), "state": dict(sorted(state.items())), "param_groups": groups}
+
+
+def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of what a param group says of all its parameters together."""
+    return {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _part_names(
+    root: FullyShardedDataParallel,
+    numbers: Mapping[tuple[int, int], int],
+    slots: Iterable[tuple[FullyShardedDataParallel, FlatSlot]],
+) -> dict[int, str]:
+    """Names in the model without wrappers of the parameters with these ``numbers``."""
+    paths = {id(module): clean(path) for path, module in root.named_modules()}
+    return {
+        numbers[id(slot), index]: under(paths[id(instance)], part.name)
+        for instance, slot in slots
+        for index, part in enumerate(slot.parts)
+    }
 
 
 def _slots_of_group(
@@ -101,13 +120,13 @@ def _slots_of_group(
     return [slots[id(parameter)] for parameter in group["params"]]
 
 
-def _check_order(root: FullyShardedDataParallel, optimizer: Optimizer) -> None:
-    """Refuse another order than the module's: state is matched with parameters by order alone.
+def _check_order(in_order: Sequence[FlatSlot], optimizer: Optimizer) -> None:
+    """Refuse another order than the module's, ``in_order``: state is matched with parameters by order alone.
 
     Raises:
         ValueError: for a param group with another order than the module.
     """
-    positions = {id(parameter): position for position, parameter in enumerate(root.parameters())}
+    positions = {id(slot.sharded): position for position, slot in enumerate(in_order)}
     for index, group in enumerate(optimizer.param_groups):
         own = [positions[id(parameter)] for parameter in group["params"]]
         if own != sorted(own):
@@ -233,8 +252,7 @@ def shard_optimizer_state(
     position = 0
     for index, group in enumerate(full["param_groups"]):
         members = [slot for slot in in_order if _belongs(slot, numbers[id(slot)], set(group["params"]), index)]
-        own = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-        groups.append({**own, "params": list(range(position, position + len(members)))})
+        groups.append({**_settings_of(group), "params": list(range(position, position + len(members)))})
         for slot in members:
             values = [full["state"].get(number, {}) for number in _by_part(slot, parts)]
             if any(values):

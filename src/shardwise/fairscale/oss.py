@@ -137,6 +137,15 @@ class OSS(Optimizer):
         return dict(zip(self._parameters(), itertools.chain.from_iterable(self._owners), strict=True))
 
     @property
+    def _device(self) -> torch.device:
+        """That small things are communicated on: of the first parameter, if there is one yet."""
+        first = next(iter(self._parameters()), None)
+        if first is not None:
+            return first.device
+        assert self.group is not None
+        return Comm(self.group).host_device
+
+    @property
     def dealt(self) -> int:
         """Number of parameters."""
         return sum(map(len, self._owners))
@@ -272,22 +281,23 @@ class OSS(Optimizer):
         return [parameter for parameter in mine if id(parameter) in chosen]
 
     def _total_norm(self, counted: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-        owners = self.owners()
+        owners, device = self.owners(), self._device
+        if not owners:
+            return torch.zeros((), device=device)
         number = {id(parameter): index for index, parameter in enumerate(owners)}
-        first = next(iter(owners))
         wide = any(parameter.dtype == torch.float64 for parameter in owners)
         # The norm that stands for a parameter that does not count, and leaves the total as it is.
         neutral = math.inf if norm_type < 0 else 0.0
         vector = torch.tensor(
             [neutral if owner == self.rank else 0.0 for owner in owners.values()],
             dtype=torch.float64 if wide else torch.float32,
-            device=first.device,
+            device=device,
         )
         if counted:
             norms = [norm.to(vector) for norm in _norms([_dense_gradient(p) for p in counted], norm_type)]
             vector[[number[id(parameter)] for parameter in counted]] = torch.stack(norms)
         if self.world_size > 1:
-            self._comm(first.device).all_reduce_now(vector)
+            self._comm(device).all_reduce_now(vector)
         total: torch.Tensor = torch.linalg.vector_norm(vector, norm_type)
         return total
 
@@ -322,8 +332,7 @@ class OSS(Optimizer):
     def _exchange_states(self, own: dict[Any, Any], recipient: int) -> dict[Any, Any]:
         """All ranks' states on ``recipient`` (-1: everywhere). Large tensors are sent one by one, small ones with the
         description of the state."""
-        device = self._parameters()[0].device
-        comm = self._comm(device)
+        comm = self._comm(self._device)
         large: list[torch.Tensor] = []
 
         def describe(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -325,6 +326,7 @@ class GradientHooks:
     def __init__(self, reducer: OwnerReducer, keeps_local: bool, has_local: bool):
         self.reducer, self.keeps_local, self.has_local = reducer, keeps_local, has_local
         self._backward: int | None = None
+        self._end_of_backward: Callable[[], Any] = _nothing
         me = weakref.ref(self)
         device = reducer.parameters[0].device
         # A leaf that gets a gradient when a backward starts from the model's outputs, whichever parameters it reaches.
@@ -369,12 +371,17 @@ class GradientHooks:
 
     def begin(self) -> None:
         """Note that a backward runs in this thread. Unless gradients stay local, it ends with a complete reduction."""
+        # Autograd drops what it was to call at the end of a backward that failed.
+        if self._backward is not None and self._end_of_backward() is None:
+            self.recover()
         if self.keeps_local:
             self.has_local = True
         elif self._backward is None:
             self._backward = backward_number()
             self.reducer.begin()
-            queue_end_of_backward(self._end)
+            end = functools.partial(self._end)
+            self._end_of_backward = weakref.ref(end)
+            queue_end_of_backward(end)
 
     def before_accumulation(self, index: int) -> None:
         """Autograd is about to add to an owned parameter's gradient."""
