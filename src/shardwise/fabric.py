@@ -5,6 +5,7 @@ Importing this module registers the strategy as ``shardwise``, with Fabric of bo
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -32,6 +33,7 @@ from .checkpoint.ranks import saving_ranks
 from .checkpoint.safetensors import load_safetensors
 from .core.module import register_fsdp_forward_method, unit_of
 from .core.parameter import successor_of
+from .core.tree import map_tensors
 from .grad import clip_grad_norm_
 from .init import init_on_meta, materialize
 from .lightning_common.arguments import checked_state_dict_type
@@ -318,7 +320,8 @@ class _FabricStrategy(ProcessesStrategy):
             return
         with ranks.together():
             if ranks.is_first:
-                write_file(path, {name: (sharded if name in sharded else rest)[name] for name in state})
+                content = {name: (sharded if name in sharded else rest)[name] for name in state}
+                write_file(path, functools.partial(torch.save, content))
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
@@ -388,7 +391,8 @@ class _FabricStrategy(ProcessesStrategy):
             elif isinstance(item, Optimizer):
                 load_full_optimizer_state(item, value)
             else:
-                _fill(state, name, value)
+                # Not mapped any more: the program may write its next checkpoint into the same file.
+                _fill(state, name, map_tensors(value, torch.clone))
         return checkpoint
 
     def _load_directory(self, path: Path, state: Any, *, strict: bool, weights_only: bool | None) -> dict[str, Any]:

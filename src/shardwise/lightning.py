@@ -6,6 +6,7 @@ Importing this module registers the strategy as ``shardwise`` and ``ddp_fully_sh
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -24,6 +25,7 @@ from torch.optim.swa_utils import AveragedModel
 from .adapters.whole import gather_in
 from .adapters.wrapping import Policy, show_shards, without_gradient_sync
 from .arguments import check_arguments, documented
+from .checkpoint.atomic import is_url
 from .checkpoint.full_state import full_state_dict
 from .checkpoint.model_state import model_state
 from .checkpoint.names import parameter_names
@@ -41,6 +43,7 @@ from .lightning_common.files import (
     read_file,
     target_of,
     write_directory,
+    write_file,
 )
 from .lightning_common.namespaces import StrategyClasses
 from .lightning_common.optimizers import (
@@ -343,9 +346,13 @@ class _TrainerStrategy(ProcessesStrategy):
         if self.state_dict_type == "full":
             # Callbacks may have added sharded tensors, such as averages.
             checkpoint = gather_in(checkpoint, keeps=self.is_global_zero)
+            write = functools.partial(super().save_checkpoint, checkpoint, storage_options=storage_options)
             with saving_ranks().together():
-                prepare_file(path, self.is_global_zero)
-                super().save_checkpoint(checkpoint, path, storage_options)
+                if not self._uses_files(path):
+                    prepare_file(path, self.is_global_zero)
+                    write(path)
+                elif self.is_global_zero:
+                    write_file(target_of(path), write)
             return
         if storage_options is not None:
             raise TypeError("storage_options are for the CheckpointIO plugin, which sharded checkpoints do not use")
@@ -378,11 +385,15 @@ class _TrainerStrategy(ProcessesStrategy):
             if self._saved.has("optimizer_0"):
                 checkpoint.setdefault("optimizer_states", [])
             return checkpoint
-        default = self.namespace.of_fabric("plugins.io.torch_io", "TorchCheckpointIO")
-        if type(self.checkpoint_io) is default and kind is not Kind.NOTHING:
+        if self._uses_files(path) and kind is not Kind.NOTHING:
             return read_file(Path(path), weights_only=weights_only)
         loaded: dict[str, Any] = super().load_checkpoint(path, weights_only)
         return loaded
+
+    def _uses_files(self, path: Any) -> bool:
+        """Whether a full checkpoint at ``path`` is a file that `torch.load` can map, not what a plugin makes of it."""
+        default = self.namespace.of_fabric("plugins.io.torch_io", "TorchCheckpointIO")
+        return type(self.checkpoint_io) is default and not is_url(path)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Give the module the weights of a checkpoint."""

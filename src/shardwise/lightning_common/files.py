@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -108,8 +108,10 @@ def _read_own(path: Path, weights_only: bool | None) -> dict[str, Any]:
     return loaded
 
 
-def write_file(path: Path, content: Any) -> None:
-    """`torch.save` that leaves what was at ``path`` until the new file is complete; for one rank.
+def write_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Let ``write`` make a file, and leave what was at ``path`` until it is complete; for one rank.
+
+    The old file is never written into: tensors that `read_file` returned may still be mapped from it.
 
     Raises:
         IsADirectoryError: if there is a directory that is not a checkpoint.
@@ -118,7 +120,7 @@ def write_file(path: Path, content: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.unfinished")
     try:
-        torch.save(content, draft)
+        write(draft)
         _take_place_of(path, draft)
     finally:
         draft.unlink(missing_ok=True)
