@@ -7,6 +7,7 @@ Importing this module registers the strategy as ``shardwise`` and ``ddp_fully_sh
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -330,6 +331,8 @@ class _TrainerStrategy(ProcessesStrategy):
             With ``state_dict_type="full"`` as one process would have it, on rank 0; with "sharded" by parameter names.
         """
         optimizer = getattr(optimizer, "_optimizer", optimizer)
+        if not self._own_optimizers():
+            return optimizer.state_dict()  # the stand-in's, which is empty
         if self.state_dict_type == "full":
             return full_optimizer_state(optimizer, keeps=self.is_global_zero)
         return optimizer_state([optimizer], parameter_names(self.lightning_module))
@@ -382,8 +385,9 @@ class _TrainerStrategy(ProcessesStrategy):
             checkpoint = self._saved.metadata()
             # Lightning looks whether these keys are there; the values are read later.
             checkpoint.setdefault("state_dict", {})
-            if self._saved.has("optimizer_0"):
-                checkpoint.setdefault("optimizer_states", [])
+            count = next(index for index in itertools.count() if not self._saved.has(f"optimizer_{index}"))
+            if count or not self._own_optimizers():
+                checkpoint.setdefault("optimizer_states", [{}] * count)
             return checkpoint
         if self._uses_files(path) and kind is not Kind.NOTHING:
             return read_file(Path(path), weights_only=weights_only)
@@ -410,16 +414,19 @@ class _TrainerStrategy(ProcessesStrategy):
         Raises:
             RuntimeError: if it has the state of another number of optimizers.
         """
+        saved, optimizers = self._saved, self._own_optimizers()
+        if not optimizers:
+            return
         states = checkpoint["optimizer_states"]
+        if len(states) != len(optimizers):
+            raise RuntimeError(
+                f"there are {len(optimizers)} optimizers, and the checkpoint has the state of {len(states)}: resume "
+                "with as many as it was saved with"
+            )
         self._add_param_groups_again()
-        for index, optimizer in enumerate(self.optimizers):
-            if self._saved is not None:
-                self._saved.load_optimizer(f"optimizer_{index}", optimizer, self.lightning_module)
-            elif len(states) != len(self.optimizers):
-                raise RuntimeError(
-                    f"there are {len(self.optimizers)} optimizers, and the checkpoint has the state of {len(states)}: "
-                    "resume with as many as it was saved with"
-                )
+        for index, optimizer in enumerate(optimizers):
+            if saved is not None:
+                saved.load_optimizer(f"optimizer_{index}", optimizer, self.lightning_module)
             else:
                 load_full_optimizer_state(optimizer, states[index])
 

@@ -1223,8 +1223,54 @@ def file_replaced(directory: Path) -> None:
     assert {float(state["step"]) for state in used.optimizers[0].state.values()} == {4.0}
 
 
+class Fixed(Module):
+    """Is not trained."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        return None
+
+
+class TwoParts(Module):
+    """``count`` of two optimizers, stepped by hand."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.automatic_optimization, self.count = False, count
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        used = self.optimizers()
+        for optimizer in used if isinstance(used, list) else [used]:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        parts = list(self.net[0].parameters()), list(self.net[3].parameters())
+        return [torch.optim.AdamW(part) for part in parts[: self.count]]
+
+
+def other_numbers_of_optimizers(directory: Path) -> None:
+    for kind in ("full", "sharded"):
+        path = directory / f"none_{kind}.ckpt"
+        used = trainer(directory, ours(state_dict_type=kind), max_epochs=1)
+        used.fit(Fixed(), loader(True))
+        used.save_checkpoint(path)
+        again = trainer(directory, ours(state_dict_type=kind))
+        again.fit(Fixed(), loader(True), ckpt_path=path)
+        assert again.current_epoch == 2
+        used = trainer(directory, ours(state_dict_type=kind), max_epochs=1)
+        used.fit(TwoParts(2), loader(True))
+        used.save_checkpoint(path)
+        with raises(RuntimeError, "1 optimizers", "state of 2"):
+            trainer(directory, ours(state_dict_type=kind)).fit(TwoParts(1), loader(True), ckpt_path=path)
+
+
 CASES = (
     file_replaced,
+    other_numbers_of_optimizers,
     fit_by_both_names,
     all_hooks,
     every_stage,
