@@ -548,6 +548,18 @@ def test_optimizers_with_more_in_their_state_dict() -> None:
             save(directory / "two", model=model, optimizer=[optimizer, again])
 
 
+@on_ranks(2)
+def test_buffers_that_differ_in_shape() -> None:
+    rank = dist.get_rank()
+    model = sharded()
+    model.register_buffer("queue", torch.arange(3.0 + rank))
+    with shared_directory() as directory:
+        save(directory, model=model)
+        model.queue.zero_()
+        load(directory, model=model)
+        assert torch.equal(model.queue, torch.arange(3.0 + rank))
+
+
 @on_ranks(4)
 def test_random_numbers_at_another_world_size() -> None:
     names: list[Any] = [tempfile.mkdtemp()]
