@@ -5,7 +5,6 @@ Importing this module registers the strategy as ``shardwise``, with Fabric of bo
 
 from __future__ import annotations
 
-import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -43,6 +42,7 @@ from .lightning_common.files import (
     agreed_kind,
     read_file,
     refuse_directory,
+    save_file,
     target_of,
     write_directory,
     write_file,
@@ -289,6 +289,7 @@ class _FabricStrategy(ProcessesStrategy):
                 it. Rank 0 decides.
 
         Raises:
+            CheckpointError: on all ranks, if it cannot be written.
             IsADirectoryError: if a file is to replace a directory that is not a checkpoint.
             TypeError: for ``storage_options``, and naming an item with sharded modules or optimizers inside.
         """
@@ -321,7 +322,7 @@ class _FabricStrategy(ProcessesStrategy):
         with ranks.together():
             if ranks.is_first:
                 content = {name: (sharded if name in sharded else rest)[name] for name in state}
-                write_file(path, functools.partial(torch.save, content))
+                write_file(path, lambda draft: save_file(draft, content))
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None

@@ -7,7 +7,9 @@ import copy
 import gc
 import importlib
 import json
+import resource
 import shutil
+import signal
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -26,6 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 pytest.importorskip("lightning")
 
 import shardwise
+from shardwise import CheckpointError, CorruptFileError
 from shardwise.adapters.whole import gather_in
 from tests.adapters.lightning_ranks import check_in_ranks
 
@@ -601,6 +604,34 @@ def links(directory: Path) -> None:
     assert not [entry.name for entry in directory.iterdir() if entry.name.startswith((".link", ".target"))]
 
 
+def failing_disks(directory: Path) -> None:
+    """A file that cannot be written whole, and one of those beside the tensors that was changed, are named."""
+    for kind in ("full", "sharded"):
+        used, path = by_block(state_dict_type=kind), directory / f"failing_{kind}"
+        model = used.setup(make_net())
+        used.save(path, {"model": model, "step": 1})
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        try:
+            if used.is_global_zero:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (700, limit[1]))
+            with pytest.raises(CheckpointError, match=rf"{path.name}.unfinished failed: .*File too large"):
+                used.save(path, {"model": model, "step": 2})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        state = {"step": 0}
+        used.load(path, state)
+        assert state == {"step": 1}
+    used.barrier()
+    if used.is_global_zero:
+        damaged = bytearray((path / "meta.pt").read_bytes())
+        damaged[damaged.index(b"step")] ^= 1
+        (path / "meta.pt").write_bytes(damaged)
+    used.barrier()
+    with pytest.raises(CorruptFileError, match=r"meta\.pt is damaged"):
+        used.load(path, state)
+
+
 def hosts_with_files_of_their_own(directory: Path) -> None:
     """What only one rank finds, or does not find, is the same error on all."""
     from shardwise.checkpoint.integrity import CheckpointError
@@ -1073,6 +1104,7 @@ CASES = (
     postponed_loads,
     other_objects,
     links,
+    failing_disks,
     hosts_with_files_of_their_own,
     clipping,
     accumulation,

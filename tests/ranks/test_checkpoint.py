@@ -560,9 +560,7 @@ def test_a_parameter_in_two_optimizers() -> None:
     with shared_directory() as directory:
         save(directory, model=model, optimizer=[first, second])  # only the first has state
         second.step()
-        with pytest.raises(
-            ValueError, match=r"two optimizers, one of them AdamW, have state of"
-        ):
+        with pytest.raises(ValueError, match=r"two optimizers, one of them AdamW, have state of"):
             save(directory, model=model, optimizer=[first, second])
 
 
