@@ -492,6 +492,20 @@ def filters(directory: Path) -> None:
         used.barrier()
 
 
+def ranks_that_differ(directory: Path) -> None:
+    """Rank 0 decides what is filtered; names that only one rank saves are an error on all, not a wait for ever."""
+    for kind in ("full", "sharded"):
+        used, path = by_block(state_dict_type=kind), directory / f"differ_{kind}"
+        model, is_first = used.setup(make_net()), used.is_global_zero
+        given = {"model": model, "more": {"a": 1, "b": 2} if is_first else None}
+        used.save(path, given, filter={"more": lambda name, _: name == "a"} if is_first else None)
+        state: dict[str, Any] = {"more": None}
+        used.load(path, state)
+        assert state == {"more": {"a": 1}}
+        with pytest.raises(ValueError, match="ranks differ in what they save"):
+            used.save(path, {"model": model, **({"step": 1} if is_first else {})})
+
+
 def postponed_loads(directory: Path) -> None:
     """What is loaded from directories into models on the meta device is there once they are set up, as a part of
     another model or in parts, and is not replaced by random values where it cannot be read."""
@@ -1101,6 +1115,7 @@ CASES = (
     raw_files,
     only_own_rows,
     filters,
+    ranks_that_differ,
     postponed_loads,
     other_objects,
     links,
