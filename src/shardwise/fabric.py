@@ -32,6 +32,7 @@ from .checkpoint.ranks import saving_ranks
 from .checkpoint.safetensors import load_safetensors
 from .core.module import register_fsdp_forward_method, unit_of
 from .core.parameter import successor_of
+from .core.tree import map_tensors
 from .grad import clip_grad_norm_
 from .init import init_on_meta, materialize
 from .lightning_common.arguments import checked_state_dict_type
@@ -41,6 +42,7 @@ from .lightning_common.files import (
     agreed_kind,
     read_file,
     refuse_directory,
+    save_file,
     target_of,
     write_directory,
     write_file,
@@ -287,8 +289,10 @@ class _FabricStrategy(ProcessesStrategy):
                 it. Rank 0 decides.
 
         Raises:
+            CheckpointError: on all ranks, if it cannot be written.
             IsADirectoryError: if a file is to replace a directory that is not a checkpoint.
             TypeError: for ``storage_options``, and naming an item with sharded modules or optimizers inside.
+            ValueError: if ranks differ in the names, or in their order.
         """
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} does not use a CheckpointIO, so it takes no storage_options")
@@ -296,6 +300,10 @@ class _FabricStrategy(ProcessesStrategy):
         is_full = self.state_dict_type == "full"
         models = _models_in(state)
         ranks, sharded, rest = saving_ranks(), dict[str, Any](), dict[str, Any]()
+        described = ranks.exchange((list(state), list(chosen)))
+        to_filter = described[0][1]
+        if other := next((names for names, _ in described if names != described[0][0]), None):
+            raise ValueError(f"ranks differ in what they save: {described[0][0]} and {other}, which must be the same")
         with ranks.together():
             if is_full:
                 refuse_directory(path)
@@ -309,8 +317,8 @@ class _FabricStrategy(ProcessesStrategy):
             elif isinstance(item, Optimizer):
                 sharded[name] = self.get_optimizer_state(item) if is_full else _by_names(item, models)
             target = sharded if name in sharded else rest
-            if name in chosen and isinstance(target[name], dict):
-                target[name] = _filtered(target[name], chosen[name])
+            if name in to_filter:
+                target[name] = _filtered(target[name], chosen.get(name))
         # Other objects, such as averages, may have sharded tensors in their state.
         rest = gather_in(rest, keeps=self.is_global_zero)
         if not is_full:
@@ -318,7 +326,8 @@ class _FabricStrategy(ProcessesStrategy):
             return
         with ranks.together():
             if ranks.is_first:
-                write_file(path, {name: (sharded if name in sharded else rest)[name] for name in state})
+                content = {name: (sharded if name in sharded else rest)[name] for name in state}
+                write_file(path, lambda draft: save_file(draft, content))
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
@@ -388,7 +397,8 @@ class _FabricStrategy(ProcessesStrategy):
             elif isinstance(item, Optimizer):
                 load_full_optimizer_state(item, value)
             else:
-                _fill(state, name, value)
+                # Not mapped any more: the program may write its next checkpoint into the same file.
+                _fill(state, name, map_tensors(value, torch.clone))
         return checkpoint
 
     def _load_directory(self, path: Path, state: Any, *, strict: bool, weights_only: bool | None) -> dict[str, Any]:
@@ -486,12 +496,15 @@ def _refuse_sharded_inside(name: str, value: Any) -> None:
         _refuse_sharded_inside(name, item)
 
 
-def _filtered(tree: dict[str, Any], wanted: Callable[[str, Any], bool]) -> dict[str, Any]:
-    """The items that rank 0 wants, on all ranks."""
-    ranks, chosen = saving_ranks(), list[str]()
-    with ranks.together():  # other ranks have none of a full state dict, so only rank 0's call may fail
-        chosen = [name for name, value in tree.items() if wanted(name, value)]
-    names = set(ranks.exchange(chosen)[0])
+def _filtered(tree: Any, wanted: Callable[[str, Any], bool] | None) -> Any:
+    """The items of a dict that rank 0 wants, on all ranks; what is no dict there as it is."""
+    ranks, names = saving_ranks(), None
+    with ranks.together():
+        if ranks.is_first and wanted is not None and isinstance(tree, dict):
+            names = [name for name, value in tree.items() if wanted(name, value)]
+    names = ranks.exchange(names)[0]  # of rank 0
+    if names is None or not isinstance(tree, dict):
+        return tree
     return {name: value for name, value in tree.items() if name in names}
 
 

@@ -6,6 +6,8 @@ Importing this module registers the strategy as ``shardwise`` and ``ddp_fully_sh
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -24,6 +26,7 @@ from torch.optim.swa_utils import AveragedModel
 from .adapters.whole import gather_in
 from .adapters.wrapping import Policy, show_shards, without_gradient_sync
 from .arguments import check_arguments, documented
+from .checkpoint.atomic import is_url
 from .checkpoint.full_state import full_state_dict
 from .checkpoint.model_state import model_state
 from .checkpoint.names import parameter_names
@@ -41,6 +44,7 @@ from .lightning_common.files import (
     read_file,
     target_of,
     write_directory,
+    write_file,
 )
 from .lightning_common.namespaces import StrategyClasses
 from .lightning_common.optimizers import (
@@ -327,6 +331,8 @@ class _TrainerStrategy(ProcessesStrategy):
             With ``state_dict_type="full"`` as one process would have it, on rank 0; with "sharded" by parameter names.
         """
         optimizer = getattr(optimizer, "_optimizer", optimizer)
+        if not self._own_optimizers():
+            return optimizer.state_dict()  # the stand-in's, which is empty
         if self.state_dict_type == "full":
             return full_optimizer_state(optimizer, keeps=self.is_global_zero)
         return optimizer_state([optimizer], parameter_names(self.lightning_module))
@@ -343,9 +349,13 @@ class _TrainerStrategy(ProcessesStrategy):
         if self.state_dict_type == "full":
             # Callbacks may have added sharded tensors, such as averages.
             checkpoint = gather_in(checkpoint, keeps=self.is_global_zero)
+            write = functools.partial(super().save_checkpoint, checkpoint, storage_options=storage_options)
             with saving_ranks().together():
-                prepare_file(path, self.is_global_zero)
-                super().save_checkpoint(checkpoint, path, storage_options)
+                if not self._uses_files(path):
+                    prepare_file(path, self.is_global_zero)
+                    write(path)
+                elif self.is_global_zero:
+                    write_file(target_of(path), write)
             return
         if storage_options is not None:
             raise TypeError("storage_options are for the CheckpointIO plugin, which sharded checkpoints do not use")
@@ -375,14 +385,19 @@ class _TrainerStrategy(ProcessesStrategy):
             checkpoint = self._saved.metadata()
             # Lightning looks whether these keys are there; the values are read later.
             checkpoint.setdefault("state_dict", {})
-            if self._saved.has("optimizer_0"):
-                checkpoint.setdefault("optimizer_states", [])
+            count = next(index for index in itertools.count() if not self._saved.has(f"optimizer_{index}"))
+            if count or not self._own_optimizers():
+                checkpoint.setdefault("optimizer_states", [{}] * count)
             return checkpoint
-        default = self.namespace.of_fabric("plugins.io.torch_io", "TorchCheckpointIO")
-        if type(self.checkpoint_io) is default and kind is not Kind.NOTHING:
+        if self._uses_files(path) and kind is not Kind.NOTHING:
             return read_file(Path(path), weights_only=weights_only)
         loaded: dict[str, Any] = super().load_checkpoint(path, weights_only)
         return loaded
+
+    def _uses_files(self, path: Any) -> bool:
+        """Whether a full checkpoint at ``path`` is a file that `torch.load` can map, not what a plugin makes of it."""
+        default = self.namespace.of_fabric("plugins.io.torch_io", "TorchCheckpointIO")
+        return type(self.checkpoint_io) is default and not is_url(path)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Give the module the weights of a checkpoint."""
@@ -399,16 +414,19 @@ class _TrainerStrategy(ProcessesStrategy):
         Raises:
             RuntimeError: if it has the state of another number of optimizers.
         """
+        saved, optimizers = self._saved, self._own_optimizers()
+        if not optimizers:
+            return
         states = checkpoint["optimizer_states"]
+        if len(states) != len(optimizers):
+            raise RuntimeError(
+                f"there are {len(optimizers)} optimizers, and the checkpoint has the state of {len(states)}: resume "
+                "with as many as it was saved with"
+            )
         self._add_param_groups_again()
-        for index, optimizer in enumerate(self.optimizers):
-            if self._saved is not None:
-                self._saved.load_optimizer(f"optimizer_{index}", optimizer, self.lightning_module)
-            elif len(states) != len(self.optimizers):
-                raise RuntimeError(
-                    f"there are {len(self.optimizers)} optimizers, and the checkpoint has the state of {len(states)}: "
-                    "resume with as many as it was saved with"
-                )
+        for index, optimizer in enumerate(optimizers):
+            if saved is not None:
+                saved.load_optimizer(f"optimizer_{index}", optimizer, self.lightning_module)
             else:
                 load_full_optimizer_state(optimizer, states[index])
 

@@ -7,7 +7,9 @@ import copy
 import gc
 import importlib
 import json
+import resource
 import shutil
+import signal
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -26,6 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 pytest.importorskip("lightning")
 
 import shardwise
+from shardwise import CheckpointError, CorruptFileError
 from shardwise.adapters.whole import gather_in
 from tests.adapters.lightning_ranks import check_in_ranks
 
@@ -489,6 +492,20 @@ def filters(directory: Path) -> None:
         used.barrier()
 
 
+def ranks_that_differ(directory: Path) -> None:
+    """Rank 0 decides what is filtered; names that only one rank saves are an error on all, not a wait for ever."""
+    for kind in ("full", "sharded"):
+        used, path = by_block(state_dict_type=kind), directory / f"differ_{kind}"
+        model, is_first = used.setup(make_net()), used.is_global_zero
+        given = {"model": model, "more": {"a": 1, "b": 2} if is_first else None}
+        used.save(path, given, filter={"more": lambda name, _: name == "a"} if is_first else None)
+        state: dict[str, Any] = {"more": None}
+        used.load(path, state)
+        assert state == {"more": {"a": 1}}
+        with pytest.raises(ValueError, match="ranks differ in what they save"):
+            used.save(path, {"model": model, **({"step": 1} if is_first else {})})
+
+
 def postponed_loads(directory: Path) -> None:
     """What is loaded from directories into models on the meta device is there once they are set up, as a part of
     another model or in parts, and is not replaced by random values where it cannot be read."""
@@ -599,6 +616,34 @@ def links(directory: Path) -> None:
             with pytest.raises(ValueError, match="memory://here is a URL"):
                 use("memory://here", {"model": model})
     assert not [entry.name for entry in directory.iterdir() if entry.name.startswith((".link", ".target"))]
+
+
+def failing_disks(directory: Path) -> None:
+    """A file that cannot be written whole, and one of those beside the tensors that was changed, are named."""
+    for kind in ("full", "sharded"):
+        used, path = by_block(state_dict_type=kind), directory / f"failing_{kind}"
+        model = used.setup(make_net())
+        used.save(path, {"model": model, "step": 1})
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        try:
+            if used.is_global_zero:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (700, limit[1]))
+            with pytest.raises(CheckpointError, match=rf"{path.name}.unfinished failed: .*File too large"):
+                used.save(path, {"model": model, "step": 2})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        state = {"step": 0}
+        used.load(path, state)
+        assert state == {"step": 1}
+    used.barrier()
+    if used.is_global_zero:
+        damaged = bytearray((path / "meta.pt").read_bytes())
+        damaged[damaged.index(b"step")] ^= 1
+        (path / "meta.pt").write_bytes(damaged)
+    used.barrier()
+    with pytest.raises(CorruptFileError, match=r"meta\.pt is damaged"):
+        used.load(path, state)
 
 
 def hosts_with_files_of_their_own(directory: Path) -> None:
@@ -1070,9 +1115,11 @@ CASES = (
     raw_files,
     only_own_rows,
     filters,
+    ranks_that_differ,
     postponed_loads,
     other_objects,
     links,
+    failing_disks,
     hosts_with_files_of_their_own,
     clipping,
     accumulation,

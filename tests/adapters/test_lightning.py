@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -1185,7 +1186,91 @@ def hooks(directory: Path) -> None:
     assert float(again.steps) == len(module.losses)
 
 
+class Remembering(Module):
+    """Has a tensor in its checkpoints that is no parameter."""
+
+    def __init__(self, length: int = 0) -> None:
+        super().__init__()
+        self.memory = torch.arange(float(length))
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["memory"] = self.memory
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.memory = checkpoint["memory"]
+
+
+def file_replaced(directory: Path) -> None:
+    """A run that goes on from a file may save into that file, also where Lightning, whose drafts are in the system's
+    temporary directory, would copy its draft over the file that the run has mapped."""
+    path = directory / "last.ckpt"
+    first = trainer(directory, ours(), max_steps=3)
+    first.fit(Remembering(10_000), loader(True))
+    first.save_checkpoint(path)
+    before = path.stat().st_ino
+    module, used = Remembering(), trainer(directory, ours(), max_steps=4)
+    used.fit(module, loader(True), ckpt_path=path)
+    assert len(module.memory) == 10_000
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shutil.move", shutil.copyfile)  # as between file systems
+        used.save_checkpoint(path, weights_only=True)
+    assert path.stat().st_ino != before
+    assert module.memory.equal(torch.arange(10_000.0))
+    used.save_checkpoint(path)
+    dist.barrier()
+    path.write_bytes(bytes(path.stat().st_size))  # by another program
+    dist.barrier()
+    assert {float(state["step"]) for state in used.optimizers[0].state.values()} == {4.0}
+
+
+class Fixed(Module):
+    """Is not trained."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        return None
+
+
+class TwoParts(Module):
+    """``count`` of two optimizers, stepped by hand."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.automatic_optimization, self.count = False, count
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        used = self.optimizers()
+        for optimizer in used if isinstance(used, list) else [used]:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        parts = list(self.net[0].parameters()), list(self.net[3].parameters())
+        return [torch.optim.AdamW(part) for part in parts[: self.count]]
+
+
+def other_numbers_of_optimizers(directory: Path) -> None:
+    for kind in ("full", "sharded"):
+        path = directory / f"none_{kind}.ckpt"
+        used = trainer(directory, ours(state_dict_type=kind), max_epochs=1)
+        used.fit(Fixed(), loader(True))
+        used.save_checkpoint(path)
+        again = trainer(directory, ours(state_dict_type=kind))
+        again.fit(Fixed(), loader(True), ckpt_path=path)
+        assert again.current_epoch == 2
+        used = trainer(directory, ours(state_dict_type=kind), max_epochs=1)
+        used.fit(TwoParts(2), loader(True))
+        used.save_checkpoint(path)
+        with raises(RuntimeError, "1 optimizers", "state of 2"):
+            trainer(directory, ours(state_dict_type=kind)).fit(TwoParts(1), loader(True), ckpt_path=path)
+
+
 CASES = (
+    file_replaced,
+    other_numbers_of_optimizers,
     fit_by_both_names,
     all_hooks,
     every_stage,

@@ -548,6 +548,34 @@ def test_optimizers_with_more_in_their_state_dict() -> None:
             save(directory / "two", model=model, optimizer=[optimizer, again])
 
 
+@on_ranks(2)
+def test_a_parameter_in_two_optimizers() -> None:
+    """One name has one state in a checkpoint: that of the other optimizer would be lost."""
+    model = sharded()
+    parameters = list(model.parameters())
+    first, second = torch.optim.AdamW(parameters, lr=0.1), torch.optim.AdamW(parameters[:1], lr=0.2)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    first.step()
+    with shared_directory() as directory:
+        save(directory, model=model, optimizer=[first, second])  # only the first has state
+        second.step()
+        with pytest.raises(ValueError, match=r"two optimizers, one of them AdamW, have state of"):
+            save(directory, model=model, optimizer=[first, second])
+
+
+@on_ranks(2)
+def test_buffers_that_differ_in_shape() -> None:
+    rank = dist.get_rank()
+    model = sharded()
+    model.register_buffer("queue", torch.arange(3.0 + rank))
+    with shared_directory() as directory:
+        save(directory, model=model)
+        model.queue.zero_()
+        load(directory, model=model)
+        assert torch.equal(model.queue, torch.arange(3.0 + rank))
+
+
 @on_ranks(4)
 def test_random_numbers_at_another_world_size() -> None:
     names: list[Any] = [tempfile.mkdtemp()]

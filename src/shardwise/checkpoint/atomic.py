@@ -57,12 +57,17 @@ def path_of(directory: str | os.PathLike[str]) -> Path:
     return Path(os.path.abspath(directory))
 
 
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether ``path`` is a URL."""
+    return bool(_URL.fullmatch(str(path)))
+
+
 def refuse_url(path: str | os.PathLike[str]) -> None:
     """
     Raises:
         ValueError: for a URL, which would be taken for a directory of that name on this machine.
     """
-    if _URL.fullmatch(str(path)):
+    if is_url(path):
         raise ValueError(f"{path} is a URL: give the path of a directory that all ranks see")
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 from xxhash import xxh3_64, xxh3_64_intdigest
@@ -155,6 +155,27 @@ class SummingStream(io.RawIOBase):
 
     def fileno(self) -> int:
         return self._file.fileno()
+
+
+@contextmanager
+def summed(path: str | os.PathLike[str], mode: str, advance: Callable[[int], None]) -> Iterator[SummingStream]:
+    """A file that is opened for writing.
+
+    Args:
+        path: of the file.
+        mode: as of `open`.
+        advance: called with the number of bytes written.
+
+    Raises:
+        OSError: what kept it from being written, also where torch's serialization raised something else for it.
+    """
+    with cast(BinaryIO, open(path, mode)) as file, SummingStream(file, advance) as stream:
+        try:
+            yield stream
+        except Exception as error:
+            if stream.error is None or stream.error is error:
+                raise
+            raise stream.error from error
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,12 +96,16 @@ class SavedModel:
         """Keys of what is loaded."""
         return [self._prefix + name for name in self.names]
 
-    def misfit(self) -> Misfit:
-        """Where the checkpoint differs from the model."""
+    def misfit(self, own: Callable[[str], str] = str) -> Misfit:
+        """Where the checkpoint differs from the model.
+
+        Args:
+            own: from a key to that of this rank's own value, which may have another shape.
+        """
         known, tensors = set(self.names), self._model.tensors
         missing = [name for name in self._model.names if name not in known]
         unexpected = [name for name in self._saved if name not in self._model.keys]
-        texts = (_misfit(name, tensors.get(name), self._kinds[self._prefix + name]) for name in self.names)
+        texts = (_misfit(name, tensors.get(name), self._kinds[own(self._prefix + name)]) for name in self.names)
         return Misfit(missing, unexpected, [text for text in texts if text])
 
     def _loaded(self) -> list[Weight]:

@@ -45,8 +45,8 @@ def optimizer_state(optimizers: Sequence[Optimizer], names: Names) -> dict[str, 
     dicts have.
 
     Raises:
-        ValueError: naming the optimizer, if it has parameters that the model does not have; or the key that two of them
-            have beside state and param groups.
+        ValueError: naming the optimizer, if it has parameters that the model does not have; or the parameter that two
+            of them have state of, or the key that both have beside state and param groups.
     """
     state: dict[Any, Any] = {}
     groups: list[dict[str, Any]] = []
@@ -65,7 +65,13 @@ def optimizer_state(optimizers: Sequence[Optimizer], names: Names) -> dict[str, 
             own_names = _names_of(optimizer, group[PARAMETERS], names)
             name_of.update(zip(packed[PARAMETERS], own_names, strict=True))
             groups.append({**packed, PARAMETERS: own_names})
-        state.update({name_of.get(key, key): value for key, value in own[STATE].items()})
+        named = {name_of.get(key, key): value for key, value in own[STATE].items()}
+        if both := [name for name in named if name in state]:
+            raise ValueError(
+                f"two optimizers, one of them {type(optimizer).__name__}, have state of {listed(both)}, of which only "
+                "one can be saved: save the optimizers in checkpoints of their own"
+            )
+        state.update(named)
     return {STATE: state, GROUPS: groups, **others}
 
 

@@ -69,7 +69,7 @@ class Restoring:
     @property
     def misfit(self) -> Misfit:
         """Where the model differs from the saved one."""
-        return self._model.misfit() if self._model is not None else Misfit()
+        return self._model.misfit(self._own) if self._model is not None else Misfit()
 
     def _own(self, key: str) -> str:
         """Where this rank's own value of ``key`` is stored: ``key`` itself, unless ranks differed in it."""

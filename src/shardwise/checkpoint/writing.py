@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path as FilePath
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from .atomic import DCP_METADATA
-from .integrity import CheckpointError, FileSum, Manifest, SummingStream, is_plain, raw, sum_file
+from .integrity import CheckpointError, FileSum, Manifest, is_plain, raw, sum_file, summed
 from .names import listed
 from .objects import Path, Pickled
 from .ranks import SavingRanks
@@ -84,13 +84,8 @@ class _SummingFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        with cast(BinaryIO, open(path, mode)) as file, SummingStream(file, self._advance) as stream:
-            try:
-                yield stream
-            except Exception as error:
-                if stream.error is None or stream.error is error:
-                    raise
-                raise stream.error from error
+        with summed(path, mode, self._advance) as stream:
+            yield stream
         self.sums[os.path.basename(path)] = stream.sum
 
 

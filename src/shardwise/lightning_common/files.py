@@ -9,17 +9,17 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from ..checkpoint.atomic import DCP_METADATA, MANIFEST, path_of, sync_directory
-from ..checkpoint.integrity import Manifest
+from ..checkpoint.integrity import FileSum, Manifest, summed
 from ..checkpoint.model_state import SavedModel, check_fit
 from ..checkpoint.names import parameter_names
 from ..checkpoint.objects import leaves, pickled
@@ -108,8 +108,10 @@ def _read_own(path: Path, weights_only: bool | None) -> dict[str, Any]:
     return loaded
 
 
-def write_file(path: Path, content: Any) -> None:
-    """`torch.save` that leaves what was at ``path`` until the new file is complete; for one rank.
+def write_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Let ``write`` make a file, and leave what was at ``path`` until it is complete; for one rank.
+
+    The old file is never written into: tensors that `read_file` returned may still be mapped from it.
 
     Raises:
         IsADirectoryError: if there is a directory that is not a checkpoint.
@@ -118,10 +120,23 @@ def write_file(path: Path, content: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.unfinished")
     try:
-        torch.save(content, draft)
+        write(draft)
         _take_place_of(path, draft)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def save_file(path: Path, content: Any) -> FileSum:
+    """`torch.save` that ends when the file is on the disk; gives its checksums.
+
+    Raises:
+        CheckpointError: naming the file, if it cannot be written.
+    """
+    with naming(path), summed(path, "wb", lambda _: None) as stream:
+        torch.save(content, cast(IO[bytes], stream))
+        stream.flush()
+        os.fsync(stream.fileno())
+    return stream.sum
 
 
 def _take_place_of(path: Path, draft: Path) -> None:
@@ -166,7 +181,7 @@ def write_directory(path: Path, sharded: Mapping[str, Any], rest: Mapping[str, A
             manifest = write_leaves(draft, items, ranks, lambda _: None)
             with ranks.together(), naming(path):
                 if manifest is not None:
-                    torch.save(dict(rest), draft / METADATA)
+                    manifest.files[METADATA] = save_file(draft / METADATA, dict(rest))
                     manifest.write(draft)
                     sync_directory(draft)
                     _take_place_of(path, draft)
