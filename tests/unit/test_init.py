@@ -150,6 +150,17 @@ def generators(m: Any) -> None:
     m.g = nn.Parameter(torch.bernoulli(torch.full((9,), 0.5)) + torch.normal(torch.zeros(9), torch.ones(9)))
 
 
+def generators_in_one_state(m: Any) -> None:
+    # The program's generator starts from 3, or from 8.
+    first, second, third = (torch.Generator().manual_seed(seed) for seed in (3, 8, 8))
+    m.a, m.b = nn.Parameter(torch.randn(17, generator=first)), nn.Parameter(torch.rand(3))
+    m.c, m.d = nn.Parameter(torch.randn(17, generator=second)), nn.Parameter(torch.rand(3, generator=third))
+    m.e, m.f = nn.Parameter(torch.rand(2, generator=second)), nn.Parameter(torch.rand(2, generator=third))
+    copied = second.clone_state()
+    m.g, m.h = nn.Parameter(torch.rand(5, generator=copied)), nn.Parameter(torch.randn(20, generator=second))
+    m.i, m.j = nn.Parameter(torch.rand(5, generator=copied)), nn.Parameter(torch.rand(3))
+
+
 def dtypes(m: Any) -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -224,7 +235,10 @@ def parametrized(m: Any) -> None:
     m.b = parametrizations.spectral_norm(nn.Linear(3, 4))
 
 
-CONSTRUCTORS = [initializers, between_parameters, buffers, generators, dtypes, ways_around_operators, conjugates, loads]
+CONSTRUCTORS = [
+    *(initializers, between_parameters, buffers, generators, generators_in_one_state, dtypes),
+    *(ways_around_operators, conjugates, loads),
+]
 
 
 @pytest.mark.parametrize("build", [*CONSTRUCTORS, dry_run, parametrized], ids=lambda build: build.__name__)

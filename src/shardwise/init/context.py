@@ -75,7 +75,7 @@ def recording(recorder: Recorder, entry: Position | None = None) -> Iterator[Non
             position = entry
         recorder.record.entry.append(position)
         recorder.marked_devices.add(generator.device)
-        leave_mark(generator, position)
+        leave_mark(generator, position, str(generator.device))
     _thread.recorder = recorder
     is_complete = False
     try:

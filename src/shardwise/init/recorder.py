@@ -242,7 +242,8 @@ class Recorder(OperatorMode):
         generator = given[0] if given else default_generator(device)
         op.before = position_of(generator, is_entry=not given and generator.device not in self.marked_devices)
         after = Position(generator.device, previous=op.before, draw=op)
-        leave_mark(generator, after)
+        # Of generators that were passed there may be many, and they may outlive this record.
+        leave_mark(generator, after, len(self.record.positions), self.record.serial if given else None)
         self.record.positions += [op.before, after]
         if given:
             self.record.generators[after.start] = generator

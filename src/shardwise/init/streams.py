@@ -103,11 +103,17 @@ def marked_position(generator: torch.Generator) -> Position | None:
     return _marked.get(digest(generator.get_state()))
 
 
-def leave_mark(generator: torch.Generator, position: Position) -> None:
-    """Put ``generator`` into a state of its own that stands for ``position``, without drawing anything."""
+def leave_mark(generator: torch.Generator, position: Position, *parts: object) -> None:
+    """Put ``generator`` into a state of its own that stands for ``position``, without drawing anything.
+
+    Args:
+        generator: any.
+        position: where it is from now on.
+        parts: what tells the mark from those of other generators that were in the same state (seeded alike, or copied).
+    """
     # The same on every rank and in every run where the states before are the same.
     before = generator.get_state()
-    mark = seeded_state(generator.device, int.from_bytes(digest(before)[:7], "little"))
+    mark = seeded_state(generator.device, derived_seed(digest(before), *parts))
     if generator.device.type == "cpu":
         mark[:8] = before[:8]  # what `torch.initial_seed` tells
     generator.set_state(mark)
