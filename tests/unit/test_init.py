@@ -161,6 +161,18 @@ def generators_in_one_state(m: Any) -> None:
     m.i, m.j = nn.Parameter(torch.rand(5, generator=copied)), nn.Parameter(torch.rand(3))
 
 
+def deep_copies(m: Any) -> None:
+    m.original = nn.Linear(2, 2)
+    table = torch.randn(4, 3)
+    m.original.table, m.original.row, m.original.turned = nn.Buffer(table), nn.Buffer(table[1]), nn.Buffer(table.t())
+    m.original.table.axes = ["rows"]
+    m.original.bias.grad = torch.ones(2)
+    m.copied = copy.deepcopy(m.original)
+    m.copied.row.fill_(7)
+    m.copied.table.axes.append("columns")
+    m.axes = [*m.original.table.axes, *m.copied.table.axes]
+
+
 def dtypes(m: Any) -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -236,7 +248,7 @@ def parametrized(m: Any) -> None:
 
 
 CONSTRUCTORS = [
-    *(initializers, between_parameters, buffers, generators, generators_in_one_state, dtypes),
+    *(initializers, between_parameters, buffers, generators, generators_in_one_state, deep_copies, dtypes),
     *(ways_around_operators, conjugates, loads),
 ]
 

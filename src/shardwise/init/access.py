@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..core.device import truncated_normal_code
 from ..core.tree import tensors_in
+from .record import View
 from .recorder import Recorder
 
 
@@ -66,14 +67,13 @@ def _address(recorder: Recorder, func: Any, tensor: torch.Tensor) -> int:
     return ((view.storage + 1) << 48) + view.offset * view.dtype.itemsize
 
 
-def _deep_copy(recorder: Recorder, func: Any, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
-    """`copy.deepcopy` copies memory; for a hollow tensor it is recorded as `clone`."""
-    if id(tensor) not in memo:
-        copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-        copy.__class__ = type(tensor)
-        copy.__dict__.update(tensor.__dict__)
-        memo[id(tensor)] = copy
-    copied: torch.Tensor = memo[id(tensor)]
+def _deep_copy(recorder: Recorder, func: Any, tensor: torch.Tensor, memo: dict[Any, Any]) -> torch.Tensor:
+    """As torch does it; but the copy of the memory, which tensors on one storage share, is recorded as `clone`."""
+    storage, copies = tensor.untyped_storage(), memo.setdefault("torch", {})
+    if tensor.is_leaf and storage._cdata not in copies:
+        nbytes = recorder.record.memory[recorder.view_of(tensor).storage].nbytes
+        copies[storage._cdata] = View(0, torch.uint8, (nbytes,), (1,), 0).on(storage).clone().untyped_storage()
+    copied: torch.Tensor = func(tensor, memo)
     return copied
 
 
