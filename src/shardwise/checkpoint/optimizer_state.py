@@ -308,8 +308,16 @@ def _undo_casts(optimizer: Optimizer, state: Mapping[Any, Any]) -> None:
     for parameter, saved in state.items():
         current = optimizer.state.get(parameter, {}) if isinstance(parameter, torch.Tensor) else {}
         for key, value in saved.items() if isinstance(saved, Mapping) else ():
-            now = current.get(key)
-            if not isinstance(value, torch.Tensor) or not isinstance(now, torch.Tensor) or key == "step":
-                continue
-            if now.dtype != value.dtype and now.shape == value.shape:
-                current[key] = value.to(now.device)
+            if key in current and key != "step":
+                current[key] = _in_dtypes_of(value, current[key])
+
+
+def _in_dtypes_of(saved: Any, now: Any) -> Any:
+    """``now`` with the saved values of tensors that have another dtype in ``saved``."""
+    if isinstance(saved, torch.Tensor) and isinstance(now, torch.Tensor):
+        return saved.to(now.device) if now.dtype != saved.dtype and now.shape == saved.shape else now
+    if type(saved) is type(now) is dict and saved.keys() == now.keys():
+        return {key: _in_dtypes_of(saved[key], value) for key, value in now.items()}
+    if type(saved) is type(now) and isinstance(now, (list, tuple)) and len(saved) == len(now):
+        return type(now)(map(_in_dtypes_of, saved, now))
+    return now
