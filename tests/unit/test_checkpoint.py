@@ -38,8 +38,10 @@ from shardwise.checkpoint import CheckpointError, CorruptFileError, latest, load
 from shardwise.checkpoint.asynchronous import background
 from shardwise.checkpoint.atomic import Draft
 from shardwise.checkpoint.integrity import BLOCK, Manifest, RunningSum, SummingStream, find_damage
+from shardwise.checkpoint.model_state import model_state
 from shardwise.checkpoint.objects import leaves, pickled, tree_of, unpickled, warn_of_unsafe
 from shardwise.checkpoint.reading import _MetadataUnpickler
+from shardwise.lightning_common.files import SavedDirectory, write_directory
 
 
 def make(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -478,6 +480,7 @@ def test_settings_of_param_groups(tmp_path: Path) -> None:
     model = make()
     first, second = list(model[0].parameters()), list(model[2].parameters())
     groups = [{"params": first, "lr": torch.tensor(0.25), "name": "first", "more": [1, {"a": 2}]}, {"params": second}]
+    groups[0]["steps"] = {0: 0.1, 1000: {"then": {}}}
     optimizer = AdamW(groups, lr=0.1, capturable=False, amsgrad=True)
     optimizer.add_param_group({"params": []})
     train(model, optimizer)
@@ -659,6 +662,35 @@ def equal_bytes(a: nn.Module, b: nn.Module) -> bool:
     )
 
 
+class WithExtra(nn.Linear):
+    """With extra state of any kind."""
+
+    def __init__(self, extra: Any = None):
+        super().__init__(3, 2)
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+@pytest.mark.parametrize("extra", [{"a": 1, "b": {"c": torch.arange(3)}}, [1, {"a": 2}], {}, {0: 1}])
+def test_extra_state_that_is_stored_item_by_item(tmp_path: Path, extra: Any) -> None:
+    """By torch, and in the sharded checkpoints of Lightning."""
+    model, plain, sharded = WithExtra(extra), WithExtra(), WithExtra()
+    if extra and 0 not in extra:  # which torch does not store
+        dcp.save({"some": {"net": model.state_dict()}}, checkpoint_id=tmp_path / "plain")
+        load(tmp_path / "plain", model=plain)
+        assert str(plain.extra) == str(extra)
+        assert torch.equal(plain.weight, model.weight)
+    write_directory(tmp_path / "sharded", {"model": model_state(model)}, {})
+    SavedDirectory(tmp_path / "sharded", weights_only=True).load_model("model", sharded, strict=True)
+    assert str(sharded.extra) == str(extra)
+    assert torch.equal(sharded.weight, model.weight)
+
+
 def test_names_without_wrappers(tmp_path: Path) -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -819,9 +851,9 @@ def test_metadata_that_runs_code_is_refused(tmp_path: Path) -> None:
 
 
 def test_trees_and_their_leaves() -> None:
-    tree = {"a": {"b": 1, "c": [1, 2]}, "d": [{"e": 2}, [torch.tensor(3)]], "f": (1, {})}
+    tree = {"a": {"b": 1, "c": [1, 2]}, "d": [{"e": 2}, {}, [torch.tensor(3)]], "f": (1, {}), "g": {4: {"h": {}}}}
     found = list(leaves(tree))
-    assert [path for path, _ in found] == [("a", "b"), ("a", "c"), ("d", 0, "e"), ("d", 1, 0), ("f",)]
+    assert [path for path, _ in found] == [("a", "b"), ("a", "c"), ("d", 0, "e"), ("d", 1), ("d", 2, 0), ("f",), ("g",)]
     assert tree_of(found) == tree
 
 

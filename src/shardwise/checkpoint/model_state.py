@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from .matching import convertible
 from .names import listed
+from .objects import tree_of
 from .reading import StoredData
 from .weights import Weight, weights_of
 
@@ -77,15 +78,21 @@ class SavedModel:
 
     def __init__(self, stored: StoredData, model: nn.Module, preferred: str):
         self._model, self._kinds = weights_of(model, asked_by="load", plain_names=True), stored.kinds
-        self._prefix = _best_prefix(self._model.names, self._kinds, preferred)
-        self.names = [name for name in self._model.names if self._prefix + name in self._kinds]
+        self.prefix = _best_prefix(list(self._model.tensors) or self._model.names, self._kinds, preferred)
+        """What stands before its names in the checkpoint."""
+        split = {name: stored.below(f"{self.prefix}{name}.") for name in self._model.objects}
+        self._split = {name: parts for name, parts in split.items() if parts and self.prefix + name not in self._kinds}
+        """Extra state, dicts and lists, that `torch.distributed.checkpoint` stored item by item: where each item is."""
+        self.names = [name for name in self._model.names if self.prefix + name in self._kinds or name in self._split]
         """Names that the model and the checkpoint both have."""
         if self._model.names and not self.names:
             raise ValueError(
                 f"the checkpoint has no model; it has {stored.tops()}, and {listed(self._model.names)} were looked for"
             )
         # Without a prefix, the other keys need not be names of a model.
-        self._saved = [key[len(self._prefix) :] for key in stored.below(self._prefix)] if self._prefix else []
+        parts = {key for parts in self._split.values() for key in parts}
+        below = [key for key in stored.below(self.prefix) if key not in parts] if self.prefix else []
+        self._saved = [key[len(self.prefix) :] for key in below if key.startswith(self.prefix)]
 
     @property
     def device(self) -> torch.device:
@@ -94,7 +101,7 @@ class SavedModel:
 
     def keys(self) -> list[str]:
         """Keys of what is loaded."""
-        return [self._prefix + name for name in self.names]
+        return [key for name in self.names for key in self._split.get(name, [self.prefix + name])]
 
     def misfit(self, own: Callable[[str], str] = str) -> Misfit:
         """Where the checkpoint differs from the model.
@@ -103,9 +110,10 @@ class SavedModel:
             own: from a key to that of this rank's own value, which may have another shape.
         """
         known, tensors = set(self.names), self._model.tensors
+        whole = [name for name in self.names if name not in self._split]
         missing = [name for name in self._model.names if name not in known]
         unexpected = [name for name in self._saved if name not in self._model.keys]
-        texts = (_misfit(name, tensors.get(name), self._kinds[own(self._prefix + name)]) for name in self.names)
+        texts = (_misfit(name, tensors.get(name), self._kinds[own(self.prefix + name)]) for name in whole)
         return Misfit(missing, unexpected, [text for text in texts if text])
 
     def _loaded(self) -> list[Weight]:
@@ -118,7 +126,11 @@ class SavedModel:
         for weight in self._loaded():
             weight.prepare_memory(self._model.device)
         tensors = {name: weight.value for weight in self._model.weights for name in weight.names}
-        return {self._prefix + name: tensors[name] for name in self.names if name in tensors}
+        found = {self.prefix + name: tensors[name] for name in self.names if name in tensors}
+        for key in (key for parts in self._split.values() for key in parts):
+            if isinstance(kind := self._kinds[key], TensorStorageMetadata):
+                found[key] = torch.empty(kind.size, dtype=kind.properties.dtype, device="cpu")
+        return found
 
     @torch.no_grad()
     def load(self, values: Mapping[str, Any]) -> None:
@@ -128,7 +140,9 @@ class SavedModel:
         # For modules with a load hook of their own; tensors were read into the model's memory already.
         module = self._model.model
         state = module.state_dict()
-        state.update({self._model.keys[name]: values[self._prefix + name] for name in self.names})
+        for name in self.names:
+            parts = self._split.get(name, {self.prefix + name: ()})
+            state[self._model.keys[name]] = tree_of((path, values[key]) for key, path in parts.items())
         module.load_state_dict(state)
 
 

@@ -236,9 +236,8 @@ class SavedDirectory:
 
     def _model(self, name: str, model: nn.Module) -> SavedModel:
         saved = SavedModel(self._stored, model, f"{name}.")
-        own = [f"{name}.{inner}" for inner in saved.names]
         # Other strategies use other names, so another prefix is fine unless something has this one.
-        if name and saved.keys() != own and self.has(name):
+        if name and saved.prefix != f"{name}." and self.has(name):
             raise ValueError(
                 f"the checkpoint {self._path} has something else than this model under {name!r}: its parameters were "
                 f"found as {saved.keys()[:3]}"
