@@ -41,7 +41,7 @@ from shardwise.checkpoint.integrity import BLOCK, Manifest, RunningSum, SummingS
 from shardwise.checkpoint.model_state import model_state
 from shardwise.checkpoint.objects import leaves, pickled, tree_of, unpickled, warn_of_unsafe
 from shardwise.checkpoint.reading import _MetadataUnpickler
-from shardwise.lightning_common.files import SavedDirectory, write_directory
+from shardwise.lightning_common.files import SavedDirectory, read_file, save_file, write_directory, write_file
 
 
 def make(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -660,6 +660,32 @@ def equal_bytes(a: nn.Module, b: nn.Module) -> bool:
         for x, y in zip((*a.parameters(), *a.buffers()), (*b.parameters(), *b.buffers()), strict=True)
         if x.numel()
     )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere names cannot be exchanged")
+def test_a_checkpoint_of_lightning_is_never_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever a process is killed that replaces one."""
+    path, there = tmp_path / "last", list[bool]()
+    rename = Path.rename
+
+    def write(value: float) -> None:
+        write_directory(path, {"model": {"weight": torch.full((2, 2), value)}}, {"value": value})
+
+    def watched(old: Path, new: Path) -> Path:
+        renamed = rename(old, new)
+        there.append(path.exists())
+        return renamed
+
+    write(1.0)
+    monkeypatch.setattr(Path, "rename", watched)
+    write(2.0)
+    write_file(path, lambda draft: save_file(draft, {"value": 3.0}))
+    assert read_file(path, weights_only=True) == {"value": 3.0}
+    write(4.0)
+    assert SavedDirectory(path, weights_only=True).metadata() == {"value": 4.0}
+    assert there
+    assert all(there)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["last"]
 
 
 class WithExtra(nn.Linear):

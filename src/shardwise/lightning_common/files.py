@@ -6,6 +6,7 @@ state_dict` makes them, and all else is in ``meta.pt``, as Lightning's own strat
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import shutil
@@ -32,6 +33,8 @@ from ..checkpoint.writing import naming, write_leaves
 from ..core.device import not_inference
 
 METADATA = "meta.pt"
+_HERE, _RENAME_EXCHANGE = -100, 2
+"""Of Linux: paths relative to the working directory, and the flag of renameat2."""
 
 
 def is_sharded(path: Path) -> bool:
@@ -143,14 +146,26 @@ def _take_place_of(path: Path, draft: Path) -> None:
     """Rename ``draft`` to ``path``, replacing what is there."""
     doomed = path.with_name(f".{path.name}.deleted")
     shutil.rmtree(doomed, ignore_errors=True)
-    if path.is_dir() or (draft.is_dir() and path.exists()):
+    if not path.is_dir() and not (draft.is_dir() and path.exists()):
+        draft.rename(path)
+    elif _exchanged(draft, path):
+        draft.rename(doomed)
+    else:
         path.rename(doomed)
-    draft.rename(path)
+        draft.rename(path)
     sync_directory(path.parent)
     if doomed.is_dir():
         shutil.rmtree(doomed, ignore_errors=True)
     else:
         doomed.unlink(missing_ok=True)
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Let two paths change names at once, so that nobody, killed or reading, finds one of them missing; return whether
+    the system can do that."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    names = os.fsencode(one), os.fsencode(other)
+    return rename is not None and rename(_HERE, names[0], _HERE, names[1], _RENAME_EXCHANGE) == 0
 
 
 @torch.no_grad()
