@@ -240,6 +240,7 @@ def loads(m: Any) -> None:
 def dry_run(m: Any) -> None:
     m.body = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten())
     m.head = nn.Linear(m.body(torch.randn(2, 3, 6, 6)).shape[1], 2)
+    m.tail = nn.Linear(m.body.eval()(torch.randn(2, 3, 6, 6)).shape[1], 2)
 
 
 def parametrized(m: Any) -> None:
@@ -429,6 +430,14 @@ def branches(m: Any) -> None:
     m.a = nn.Parameter(torch.randn(3))
     m.b = nn.Parameter(torch.zeros(int(1 + (m.a > 0).sum())))
     m.c = nn.Parameter(torch.randn(3) * m.a.abs().max().item())
+
+
+def test_values_of_a_dry_run_in_evaluation() -> None:
+    def build(m: Any) -> None:
+        dry_run(m)
+        m.scale = nn.Parameter(torch.full((2,), m.body.eval()(torch.ones(2, 3, 6, 6)).std().item()))
+
+    assert_same(materialize(on_meta(lambda: Built(build))), built(lambda: Built(build)))
 
 
 def test_values_that_are_used_fix_the_seed() -> None:

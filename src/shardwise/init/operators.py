@@ -59,7 +59,7 @@ class Call:
         values = {**dict(zip((argument.name for argument in arguments), self.args, strict=False)), **self.kwargs}
         changed = [argument.name for argument in arguments if argument.is_write]
         if self.name.endswith("_batch_norm"):  # whose schemas do not say so
-            changed = ["running_mean", "running_var"]
+            changed = ["running_mean", "running_var"] if values["training"] else []
         found = tensors_in([values[name] for name in changed if name in values])
         return list({id(tensor): tensor for tensor in found}.values())
 

@@ -196,13 +196,13 @@ class Replay:
         last = {touched: position for position, op in enumerate(ops) for touched in op.touches}
         values: Values = {}
         for position, op in enumerate(ops):
-            self._run(op, values)
+            self._run(op, values, {storage, *(number for number in op.creates if last[number] > position)})
             for touched in op.touches:
                 if last[touched] == position and touched != storage:
                     values.pop(touched, None)
         sink(values.pop(storage) if storage in values else self._undefined(storage))
 
-    def _run(self, op: Op, values: Values) -> None:
+    def _run(self, op: Op, values: Values, wanted: Collection[int]) -> None:
         for storage in {*op.reads, *op.writes}:
             if storage not in values:
                 values[storage] = self._undefined(storage)
@@ -212,7 +212,8 @@ class Replay:
         if op.before is not None and state is not None:
             self._states.reached(op, state)
         for view, tensor in zip(op.outputs, leaves_of(result), strict=True):
-            if view is not None and tensor is not None:
+            # Others may have another shape than torch says on the meta device, as a batch norm's in evaluation.
+            if view is not None and tensor is not None and view.storage in wanted:
                 values[view.storage] = self._adopt(tensor, view, inputs)
 
     def _undefined(self, storage: int) -> torch.UntypedStorage:
