@@ -565,6 +565,22 @@ def test_a_parameter_in_two_optimizers() -> None:
 
 
 @on_ranks(2)
+def test_sharded_tensors_in_a_tuple() -> None:
+    """They would be pickled with one rank's part, and could not be loaded."""
+    model = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parameter = next(model.parameters())
+    optimizer.state[parameter] = {"pair": (parameter.detach(), None), "list": [parameter.detach()]}
+    with shared_directory() as directory:
+        with pytest.raises(TypeError, match=r"pair cannot be saved, since it has sharded tensors inside of a tuple"):
+            save(directory, model=model, optimizer=optimizer)
+        optimizer.state[parameter].pop("pair")
+        save(directory, model=model, optimizer=optimizer)
+        load(directory, model=model, optimizer=optimizer)
+        assert torch.equal(whole(optimizer.state[parameter]["list"][0]), whole(parameter))
+
+
+@on_ranks(2)
 def test_buffers_that_differ_in_shape() -> None:
     rank = dist.get_rank()
     model = sharded()

@@ -22,6 +22,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoint, safe_globals
 
+from ..core.tree import tensors_in
+
 Path = tuple[str | int, ...]
 """Where a leaf is in a tree of dicts and lists: keys (as strings) and positions."""
 
@@ -44,8 +46,13 @@ def pickled(value: Any, where: str) -> Pickled:
         where: what it is called in messages.
 
     Raises:
-        TypeError: if it cannot be pickled.
+        TypeError: if it cannot be pickled, or has sharded tensors inside, of which it would have this rank's part.
     """
+    if any(isinstance(tensor, DTensor) for tensor in tensors_in(value)):
+        raise TypeError(
+            f"{where} cannot be saved, since it has sharded tensors inside of a {type(value).__name__}: keep them in "
+            "lists, or in dicts whose keys are strings"
+        )
     stream = io.BytesIO()
     try:
         torch.save(value, stream)
