@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
+from .core.annotated import describe
 from .core.context import FSDPCommContext
 from .core.errors import UnsupportedShardError
 from .core.group import ParamGroup
 from .core.hooks import Unit
 from .core.mesh import DataParallelMesh, data_parallel_mesh, smaller_mesh
-from .core.model_parallel import describe
 from .core.module import FSDPModule, become_fsdp_module, unit_of
 from .core.parameter import Place, alias_of, owner_of, successor_of
 from .core.root import is_never_called, make_root, managed_modules
@@ -349,14 +349,13 @@ def _make_groups(
     placement_fn: PlacementFn | None,
 ) -> list[ParamGroup]:
     """One group per mesh, in the order in which parameters ask for them. Raises before any parameter is replaced."""
-    meshes: dict[int, DataParallelMesh] = {}
-    by_mesh: dict[int, list[ManagedParameter]] = {}
+    meshes = {(id(mesh.mesh), ()): mesh, (id(mesh.whole), mesh.axis_names): mesh}
+    by_mesh: dict[DataParallelMesh, list[ManagedParameter]] = {}
     for parameter in parameters:
         own, chosen = mesh, placement_fn(parameter.value) if placement_fn is not None else None
         info = getattr(chosen, "mesh_info", None)
         if chosen is not None and info is not None:
-            chosen = chosen.placement
-            own = mesh if info.mesh is mesh.mesh else data_parallel_mesh(info.mesh, mesh.strategy)
+            chosen, own = chosen.placement, _mesh_of(info, meshes, mesh.strategy)
         parameter.dim = _shard_dim(parameter, chosen, own)
         parameter.keeps_dtype = _keeps_dtype(parameter, policy.precision)
         if policy.reshard_to is not None and isinstance(parameter.value, DTensor):
@@ -365,15 +364,25 @@ def _make_groups(
                 "for reshard_after_forward"
             )
         parameter.parallel = describe(parameter.name, parameter.value, parameter.dim, own)
-        key = id(own.mesh)
-        meshes.setdefault(key, own)
-        by_mesh.setdefault(key, []).append(parameter)
+        by_mesh.setdefault(own, []).append(parameter)
     policies = dict.fromkeys(by_mesh, policy)
     if policy.reshard_to is not None:
         size = policy.reshard_to.shard.size
-        others = {key: own for key, own in meshes.items() if own is not mesh}
-        policies |= {key: replace(policy, reshard_to=smaller_mesh(own, size)) for key, own in others.items()}
-    return [ParamGroup(ParameterShards(by_mesh[key], meshes[key], policies[key])) for key in by_mesh]
+        policies |= {own: replace(policy, reshard_to=smaller_mesh(own, size)) for own in by_mesh if own is not mesh}
+    return [ParamGroup(ParameterShards(members, own, policies[own])) for own, members in by_mesh.items()]
+
+
+def _mesh_of(
+    info: Any, known: dict[tuple[int, tuple[str, ...]], DataParallelMesh], strategy: Placements
+) -> DataParallelMesh:
+    """The ranks that the ``mesh_info`` of a ShardPlacementResult names; those of other parameters if they are
+    ``known``, by the identity of the mesh (equal ones may have other process groups) and the names of its axes."""
+    axes = getattr(info, "dp_mesh_dims", None)
+    mesh = info.mesh if axes is None else info.spmd_mesh
+    key = id(mesh), () if axes is None else (*axes.replicate_names, *axes.shard_names)
+    if key not in known:
+        known[key] = data_parallel_mesh(mesh, strategy, axes)
+    return known[key]
 
 
 def _shard_dim(parameter: ManagedParameter, chosen: Any, mesh: DataParallelMesh) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -293,3 +295,113 @@ def test_a_mesh_for_each_parameter() -> None:
     theirs = wrap(make_transformer(), torch_fully_shard, mesh=whole, shard_placement_fn=place)
     assert ours.norm.weight.device_mesh.size() == 2  # type: ignore[union-attr, operator]
     assert_close(train(ours, dist.get_rank()), train(theirs, dist.get_rank()))
+
+
+@on_ranks(4, names=["dp cp tp", "tp dp cp", "cp tp dp", "dp tp cp"])
+def test_named_axes_in_any_order(names: str) -> None:
+    if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
+        return  # torch 2.11 has no way to say it
+
+    axes = names.split()
+    mesh = init_device_mesh("cpu", tuple(1 if name == "tp" else 2 for name in axes), mesh_dim_names=tuple(axes))
+    placements = [Shard(0) if name == "tp" else Replicate() for name in axes]
+    models = [nn.Linear(8, 6), nn.Linear(8, 6)]
+    value = torch.arange(48.0).view(6, 8)
+    for model, fully_shard in zip(models, (shardwise.fully_shard, torch_fully_shard), strict=True):
+        model.bias = None  # type: ignore[assignment]
+        model.weight = nn.Parameter(distribute_tensor(value, mesh, placements))
+        fully_shard(model, mesh=mesh, dp_mesh_dims=named_axes(shard="dp", replicate="cp"))
+    ours, theirs = (model.weight for model in models)
+    assert isinstance(ours, DTensor)
+    assert isinstance(theirs, DTensor)
+    assert ours.placements == theirs.placements
+    assert torch.equal(ours.to_local(), theirs.to_local())
+    assert torch.equal(ours.full_tensor(), value)
+
+
+@on_ranks(4)
+def test_named_axes_for_each_parameter() -> None:
+    if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
+        return  # torch 2.11 has no way to say it
+
+    from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
+    from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
+
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("outer", "middle", "inner"))
+    axes = named_axes(shard=("outer", "middle"))
+    all_axes, one_axis = (_get_mesh_info(mesh, dims) for dims in (axes, named_axes(shard="outer", replicate="middle")))
+
+    def place(parameter: nn.Parameter) -> Any:
+        return ShardPlacementResult(Shard(0), one_axis if parameter.ndim == 1 else all_axes)
+
+    models = [on_whole_mesh(mesh), on_whole_mesh(mesh)]
+    for model, fully_shard in zip(models, (shardwise.fully_shard, torch_fully_shard), strict=True):
+        fully_shard(model, mesh=mesh, dp_mesh_dims=axes, shard_placement_fn=place)
+    for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+        assert isinstance(ours, DTensor)
+        assert isinstance(theirs, DTensor)
+        assert torch.equal(ours.to_local(), theirs.to_local())
+    rank = mesh["outer"].get_local_rank()
+    assert_close(train(models[0], rank), plain(make_mlp, rank, 2))
+
+
+class AnnotatedMLP(MLP):
+    """An `MLP` of two layers whose axis "tp" cuts the hidden width, by plain tensors that spmd_types annotates.
+
+    Args:
+        mesh: axes "dp" and "tp".
+        last_bias: what the last bias is on "tp": alike with alike gradients ("I"), or with parts of them ("R").
+        is_checked: whether spmd_types checks each operator of forward.
+    """
+
+    def __init__(self, mesh: DeviceMesh, last_bias: str, is_checked: bool):
+        import spmd_types
+
+        super().__init__((8, 16, 12))
+        self.spmd, self.mesh, self.last_bias, self.is_checked = spmd_types, mesh, last_bias, is_checked
+        self.load_state_dict(make_mlp().state_dict())
+        cuts = [spmd_types.S(0), spmd_types.S(0), spmd_types.S(1), getattr(spmd_types, last_bias)]
+        for (name, parameter), cut in zip(list(self.named_parameters()), cuts, strict=True):
+            value = parameter.detach()
+            if isinstance(cut, spmd_types.Shard):
+                value = value.chunk(2, cut.dim)[mesh["tp"].get_local_rank()].clone()
+            own = nn.Parameter(value)
+            spmd_types.assert_type(own, {mesh.get_group("tp"): cut})
+            self.get_submodule(name.rpartition(".")[0])._parameters[name.rpartition(".")[2]] = own
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_checked:
+            return super().__call__(x)  # type: ignore[no-any-return]
+        from spmd_types.checker import typecheck
+
+        dp, tp = (self.mesh.get_group(name) for name in ("dp", "tp"))
+        with self.spmd.set_current_mesh(self.mesh), typecheck():
+            self.spmd.assert_type(x, {dp: self.spmd.V, tp: self.spmd.I})
+            return super().__call__(x)  # type: ignore[no-any-return]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, last = self.layers
+        spmd, tp = self.spmd, self.mesh.get_group("tp")
+        hidden = torch.tanh(F.linear(spmd.convert(x, tp, src=spmd.I, dst=spmd.R), first.weight, first.bias))
+        part = spmd.reinterpret(F.linear(hidden, last.weight), tp, src=spmd.V, dst=spmd.P)
+        if self.last_bias == "R":
+            part = part + spmd.convert(last.bias, tp, src=spmd.R, dst=spmd.P)
+        output = spmd.all_reduce(part, tp, src=spmd.P, dst=spmd.I)
+        return output if self.last_bias == "R" else output + last.bias
+
+
+@on_ranks(4, last_bias=["I", "R"], is_checked=[False, True])
+def test_parameters_annotated_by_spmd_types(last_bias: str, is_checked: bool) -> None:
+    if importlib.util.find_spec("spmd_types") is None or not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
+        return
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = AnnotatedMLP(mesh, last_bias, is_checked)
+    unit = shardwise.fully_shard(model, mesh=mesh, dp_mesh_dims=named_axes(shard="dp"))
+    assert [str(p.placements) for p in unit.parameters()] == [  # type: ignore[attr-defined]
+        "(_StridedShard(dim=0, sf=2), Shard(dim=0))",
+        "(_StridedShard(dim=0, sf=2), Shard(dim=0))",
+        "(Shard(dim=0), Shard(dim=1))",
+        "(Shard(dim=0), Replicate())",
+    ]
+    rank = mesh["dp"].get_local_rank()
+    assert_close(train(unit, rank), plain(make_mlp, rank, 2))

@@ -25,6 +25,7 @@ ORDER = [
     "core.comm",
     "core.mesh",
     "core.model_parallel",
+    "core.annotated",
     "core.buffer",
     "core.gradient",
     "core.whole",

@@ -751,15 +751,21 @@ def requires_grad_outside(tensor: torch.Tensor) -> bool:
 
 
 def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """``function.apply(*args)``; outside of the transforms of `torch.func` it skips what torch prepares for them, which
-    takes longer than the rest."""
+    """``function.apply(*args)`` of a function that gives its tensors back; outside of the transforms of `torch.func` it
+    skips what torch prepares for them, which takes longer than the rest."""
     if in_transforms():
         return function.apply(*args)
-    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+    given = super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+    if (spmd := sys.modules.get("spmd_types")) is not None:
+        tensors = [one for one in args if isinstance(one, torch.Tensor)]
+        for new, old in zip(given, tensors, strict=True):
+            if spmd.has_local_type(old):
+                spmd.assert_type_like(new, old)
+    return given
 
 
 def eager(function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, never traced by `torch.compile`.
+    """``function``, never traced by `torch.compile`, nor checked by the package spmd_types.
 
     Disabling Dynamo for a call costs more than most of our hooks, so it is done only where Dynamo is at work; and it
     is imported by whoever compiles, not by us, since that takes seconds.
@@ -769,7 +775,10 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         if get_eval_frame_callback() is None:  # nobody traces
-            return function(*args, **kwargs)
+            if "spmd_types" not in sys.modules or not (spmd := sys.modules["spmd_types"]).is_type_checking():
+                return function(*args, **kwargs)
+            with spmd.no_typecheck():  # of what is sharded it knows nothing
+                return function(*args, **kwargs)
         if not disabled:
             disabled.append(torch.compiler.disable(function))
         return disabled[0](*args, **kwargs)

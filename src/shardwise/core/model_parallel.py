@@ -37,6 +37,13 @@ class ModelParallel:
         """The whole parameter around its gathered local tensor."""
         return wrap_local(local, self.original)
 
+    def face(self, local: torch.Tensor) -> torch.Tensor:
+        """What is registered while the model computes, around its gathered local tensor."""
+        return self.unsharded(local)
+
+    def annotate(self, face: torch.Tensor) -> None:
+        """Note on the registered parameter what its values do not say: here nothing."""
+
     def local_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Local tensor of an unsharded gradient, laid out as the parameter is; sums over data axes stay partial."""
         assert isinstance(gradient, DTensor)
@@ -99,16 +106,20 @@ def _on_same_mesh(name: str, parameter: Any, dim: int, mesh: DataParallelMesh, w
                 f"parameter {name!r} is placed {spec.placements[axis]} on data-parallel axis {names[axis]!r}, "
                 "which must be Replicate() before fully_shard"
             )
+    own = mesh.placements(dim)
+    if len(mesh.axis_names) == mesh.mesh.ndim:
+        placements = list(spec.placements)
+        for axis in data_axes:
+            placements[axis] = _inner_cut(own[mesh.axis_names.index(names[axis])], spec, range(axis + 1, whole.ndim))
+        return ModelParallel(spec, respec(spec, placements=placements), frozenset(data_axes))
+    # Several axes shard as one, which the mesh of the sharded parameter has in their place.
     parts: list[DeviceMesh] = []
-    placements: list[Placement] = []
+    placements = []
     for axis in range(whole.ndim):
         if axis not in data_axes:
             parts.append(whole[names[axis]])
             placements.append(spec.placements[axis])
         elif mesh.mesh not in parts:
-            own = mesh.placements(dim)
             parts.append(mesh.mesh)
             placements += [*own[:-1], _inner_cut(own[-1], spec, range(axis + 1, whole.ndim))]
-    if len(placements) == whole.ndim and len(mesh.axis_names) == mesh.mesh.ndim:
-        return ModelParallel(spec, respec(spec, placements=placements), frozenset(data_axes))
     return ModelParallel(spec, respec(spec, join_meshes(parts), placements), frozenset(data_axes))

@@ -86,8 +86,10 @@ class Slot:
         with not_inference():
             value = self.buffer.full_view(self.index)
             if self.parallel is not None:
-                value = self.parallel.unsharded(value)
+                value = self.parallel.face(value)
             self.unsharded = nn.Parameter(value, requires_grad=self.sharded.requires_grad)
+            if self.parallel is not None:
+                self.parallel.annotate(self.unsharded)
             if gradients is not None:
                 self.unsharded.grad_dtype = gradients
         self.was_unsharded = True
