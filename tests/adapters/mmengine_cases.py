@@ -20,15 +20,17 @@ from mmengine.config import ConfigDict
 from mmengine.hooks import CheckpointHook, EMAHook, Hook, RuntimeInfoHook
 from mmengine.hooks.test_time_aug_hook import PrepareTTAHook
 from mmengine.model import BaseModel, BaseTTAModel
-from mmengine.optim import ApexOptimWrapper, OptimWrapper, OptimWrapperDict
+from mmengine.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper, OptimWrapperDict
 from mmengine.registry import MODEL_WRAPPERS, MODELS
 from mmengine.runner import FlexibleRunner, Runner
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 
+from shardwise import clip_grad_norm_
 from shardwise.core.errors import StateError
 from shardwise.core.module import unit_of
+from shardwise.grad_scaler import ShardedGradScaler
 from shardwise.mmengine import MMFullyShardedDataParallel
 from shardwise.optim import FlatOptimizer
 from tests.adapters.mmengine_runs import (
@@ -272,6 +274,13 @@ def like_amp(directory: Path) -> None:
         expected = run(replicated, directory / f"amp_ddp_{number}", optim_wrapper=optim)
         assert len(expected["norms"]) == (6 if "clip_grad" in extra else 0)
         check_like(run(sharded, directory / f"amp_{number}", "plain", optim_wrapper=optim), expected)
+    wrapper = MMFullyShardedDataParallel(Toy(), auto_wrap_policy=LINEAR)
+    optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
+    wrapper.train_step(BATCH, OptimWrapper(optimizer))
+    scaled = AmpOptimWrapper(optimizer=optimizer, dtype="bfloat16", clip_grad={"max_norm": 0.5})
+    wrapper.train_step(BATCH, scaled)
+    assert isinstance(scaled.loss_scaler, ShardedGradScaler)  # whatever the optimizer was in before
+    assert scaled.clip_func is clip_grad_norm_
 
 
 def refuses_apex(directory: Path) -> None:
