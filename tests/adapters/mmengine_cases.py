@@ -503,6 +503,19 @@ def hooks_that_fail(directory: Path) -> None:
         assert isinstance(runner.model.module.state_dict()["net.0.weight"], DTensor)
 
 
+def one_model_in_two_runners(directory: Path) -> None:
+    """The second one's wrapper finds units, and their `init_weights` replaced already."""
+    results = []
+    for make in (replicated, sharded):
+        torch.manual_seed(8)
+        model = Toy()
+        for number in (1, 2):
+            runner = make("clipped", directory / f"again_{number}_{make.__name__}", model=model)
+            results.append(outcome(runner, train(runner)))
+    for found, wanted in zip(results[2:], results, strict=False):
+        check_like({**found, "norms": found["norms"] or wanted["norms"]}, wanted)
+
+
 def other_wrappers(directory: Path) -> None:
     """`ShardwiseStrategy` with another wrapper, which it would save wrongly."""
     strategy = {"type": "ShardwiseStrategy", "model_wrapper": {"type": "MMDistributedDataParallel"}}
@@ -623,6 +636,7 @@ TWO = (
     whole_without_names,
     saves_before_it_runs,
     hooks_that_fail,
+    one_model_in_two_runners,
     other_wrappers,
     exempt_from_precision,
 )

@@ -129,7 +129,8 @@ def init_weights_whole(model: nn.Module) -> None:
     The method is replaced on the instance, where `Runner` finds it by its name; the model's class stays as it is.
     """
     original = getattr(model, "init_weights", None)
-    if not callable(original):
+    # A second Runner may wrap the same model.
+    if not callable(original) or _is_own(original):
         return
 
     # Weak, since the model holds `init_weights`. A function that was set on the instance is not bound to it.
