@@ -481,6 +481,8 @@ def whole_without_names(directory: Path) -> None:
 def saves_before_it_runs(directory: Path) -> None:
     work = directory / "early"
     runner = sharded("clipped", work)
+    with pytest.raises(TypeError, match="optim_wrapper should be an `OptimWrapper`"):
+        runner.save_checkpoint(str(work), "earlier.pth")
     runner.optim_wrapper = runner.build_optim_wrapper(runner.optim_wrapper)
     runner._init_model_weights()
     runner.save_checkpoint(str(work), "early.pth", save_param_scheduler=False)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mmengine.dist import is_main_process
+from mmengine.optim import BaseOptimWrapper
 from mmengine.runner import FlexibleRunner, Runner
 
 from .optimizers import prepare_optim_wrapper
@@ -62,7 +63,9 @@ def _save_checkpoint(runner: Any, save: Callable[..., None], *args: Any, **kwarg
     model = sharded_model(runner.model)
     assert model is not None
     saves_optimizer = kwargs.get("save_optimizer", args[3] if len(args) > 3 else True)
-    optim_wrapper = runner.optim_wrapper if saves_optimizer else None
+    # Before the run it is a config, which the Runner's own method refuses.
+    is_built = isinstance(runner.optim_wrapper, BaseOptimWrapper)
+    optim_wrapper = runner.optim_wrapper if saves_optimizer and is_built else None
     with whole_states(model, optim_wrapper, runner.hooks), together():
         if is_main_process():
             save(*args, **kwargs)
