@@ -19,7 +19,7 @@ import torch.distributed as dist
 from mmengine.config import ConfigDict
 from mmengine.hooks import CheckpointHook, EMAHook, Hook, RuntimeInfoHook
 from mmengine.hooks.test_time_aug_hook import PrepareTTAHook
-from mmengine.model import BaseModel, BaseTTAModel
+from mmengine.model import BaseModel, BaseTTAModel, ExponentialMovingAverage
 from mmengine.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper, OptimWrapperDict
 from mmengine.registry import MODEL_WRAPPERS, MODELS
 from mmengine.runner import FlexibleRunner, Runner
@@ -505,6 +505,24 @@ def hooks_that_fail(directory: Path) -> None:
         assert isinstance(runner.model.module.state_dict()["net.0.weight"], DTensor)
 
 
+class Adding(Hook):
+    """Saves averages that are not attributes of its own."""
+
+    def before_run(self, runner: Any) -> None:
+        self.averages = {"slow": ExponentialMovingAverage(runner.model.module)}
+
+    def before_save_checkpoint(self, runner: Any, checkpoint: Any) -> None:
+        checkpoint["averages"] = {name: average.state_dict() for name, average in self.averages.items()}
+
+
+def hooks_that_add_shards(directory: Path) -> None:
+    """The file would have the parts of the first rank."""
+    for make in (sharded, flexible):
+        runner = make("plain", directory / f"adding_{make.__name__}", custom_hooks=[Adding()])
+        with pytest.raises(StateError, match=r"checkpoint\['averages'\] has tensors of which"):
+            train(runner)
+
+
 def one_model_in_two_runners(directory: Path) -> None:
     """The second one's wrapper finds units, and their `init_weights` replaced already."""
     results = []
@@ -638,6 +656,7 @@ TWO = (
     whole_without_names,
     saves_before_it_runs,
     hooks_that_fail,
+    hooks_that_add_shards,
     one_model_in_two_runners,
     other_wrappers,
     exempt_from_precision,

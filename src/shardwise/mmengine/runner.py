@@ -12,7 +12,7 @@ from mmengine.optim import BaseOptimWrapper
 from mmengine.runner import FlexibleRunner, Runner
 
 from .optimizers import prepare_optim_wrapper
-from .saving import together, whole_states
+from .saving import refuse_shards, together, whole_states
 from .strategy import ShardwiseStrategy
 from .wrapper import sharded_model
 
@@ -29,6 +29,7 @@ def prepare_runner(runner: Any) -> None:
     if "save_checkpoint" in runner.__dict__:
         return
     runner.save_checkpoint = functools.partial(_save_checkpoint, runner, runner.save_checkpoint)
+    runner.call_hook = functools.partial(_call_hook, runner.call_hook)
     runner.resume = functools.partial(_resume, runner.resume)
     runner.build_optim_wrapper = functools.partial(_build_optim_wrapper, runner.build_optim_wrapper)
     runner._init_model_weights = functools.partial(_init_model_weights, runner)
@@ -39,6 +40,12 @@ def _init_model_weights(runner: Any) -> None:
     model: Any = sharded_model(runner.model)
     if hasattr(model, "init_weights"):
         model.init_weights()
+
+
+def _call_hook(call: Callable[..., None], fn_name: str, **kwargs: Any) -> None:
+    call(fn_name, **kwargs)
+    if fn_name == "before_save_checkpoint":
+        refuse_shards(kwargs["checkpoint"])
 
 
 def _build_optim_wrapper(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
