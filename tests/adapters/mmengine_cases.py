@@ -6,6 +6,7 @@ import copy
 import functools
 import os
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -523,6 +524,24 @@ def hooks_that_add_shards(directory: Path) -> None:
             train(runner)
 
 
+class Parts(nn.Module):
+    """A wrapper around a model of which a part is sharded."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module: Any = module
+        self.module.net = MMFullyShardedDataParallel(self.module.net)
+
+
+def sharded_parts(directory: Path) -> None:
+    """`Runner` saves on one process, which has its shards only."""
+    MODEL_WRAPPERS.register_module(module=Parts, force=True)
+    runner = _configured({"model_wrapper_cfg": {"type": "Parts"}}, "plain", directory / "parts")
+    refused = pytest.raises(StateError, match=r"checkpoint\['state_dict'\] has tensors of which")
+    with refused if dist.get_rank() == 0 else nullcontext():
+        runner.save_checkpoint(str(directory), "parts.pth", save_optimizer=False, save_param_scheduler=False)
+
+
 def one_model_in_two_runners(directory: Path) -> None:
     """The second one's wrapper finds units, and their `init_weights` replaced already."""
     results = []
@@ -657,6 +676,7 @@ TWO = (
     saves_before_it_runs,
     hooks_that_fail,
     hooks_that_add_shards,
+    sharded_parts,
     one_model_in_two_runners,
     other_wrappers,
     exempt_from_precision,

@@ -88,6 +88,9 @@ def _preparing(original: Callable[..., Any]) -> Callable[..., Any]:
         wrapped = original(self, *args, **kwargs)
         if sharded_model(wrapped) is not None:
             prepare_runner(self)
+        elif any(sharded_model(module) is not None for module in wrapped.modules()):
+            # Another wrapper, of parts: the Runner saves what one process has.
+            self.call_hook = functools.partial(_call_hook, self.call_hook)
         return wrapped
 
     return wrap_model

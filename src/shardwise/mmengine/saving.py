@@ -69,9 +69,9 @@ def refuse_shards(checkpoint: Mapping[str, Any]) -> None:
     for name, value in checkpoint.items():
         if any(isinstance(tensor, DTensor) for tensor in tensors_in(value)):
             raise StateError(
-                f"checkpoint[{name!r}] has tensors of which this process has a part: only the states of the model, of "
-                "its optimizers, and of averages that are attributes of hooks are whole in before_save_checkpoint; "
-                "gather others before, on all ranks"
+                f"checkpoint[{name!r}] has tensors of which this process has a part. Where the Runner's model is an "
+                "MMFullyShardedDataParallel, its state, that of its optimizers, and those of averages that are "
+                "attributes of hooks are whole here; gather others before, on all ranks"
             )
 
 

@@ -88,7 +88,7 @@ class MMFullyShardedDataParallel(nn.Module):
         init_weights_whole(module)
         copy_sharded(module)
         self.module = module
-        self.register_load_state_dict_pre_hook(_take_models_names)
+        self.register_load_state_dict_pre_hook(_take_models_names)  # type: ignore[no-untyped-call]
         self._syncs_gradients = True
 
     def __getattr__(self, name: str) -> Any:
