@@ -151,6 +151,33 @@ class Restructured(Toy):
         self.change(self)
 
 
+class Filtered(Toy):
+    """Saves less than it has, and more, by other names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].register_state_dict_post_hook(lambda module, state, prefix, _: state.update(made=torch.ones(2)))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state = super().state_dict(*args, **kwargs)
+        state["renamed"] = state.pop("net.2.weight")
+        return {name: value for name, value in state.items() if not name.startswith("net.3")}
+
+
+def initializes_what_is_not_saved(directory: Path) -> None:
+    torch.manual_seed(1)
+    plain = Filtered()
+    wrapper = MMFullyShardedDataParallel(copy.deepcopy(plain), auto_wrap_policy=LINEAR)
+    with torch.no_grad():
+        wrapper(torch.ones(1, 7))
+    for model in (plain, wrapper.module):
+        torch.manual_seed(9 + (dist.get_rank() if model is not plain else 0))  # the first rank's count
+        model.init_weights()
+    for name, parameter in wrapper.module.named_parameters():
+        assert isinstance(parameter, DTensor)
+        assert torch.equal(parameter.full_tensor(), plain.get_parameter(name)), name
+
+
 def freezes_when_initialized(directory: Path) -> None:
     """As in a teacher whose weights are copied there; the first rank's choice counts. Modules may be copied."""
 
@@ -659,6 +686,7 @@ def hybrid_in_groups(directory: Path) -> None:
 
 TWO = (
     initializes_by_class,
+    initializes_what_is_not_saved,
     freezes_when_initialized,
     keeps_its_structure_when_initialized,
     compiles,
