@@ -6,6 +6,7 @@ import copy
 import functools
 import os
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,18 @@ import torch.distributed as dist
 from mmengine.config import ConfigDict
 from mmengine.hooks import CheckpointHook, EMAHook, Hook, RuntimeInfoHook
 from mmengine.hooks.test_time_aug_hook import PrepareTTAHook
-from mmengine.model import BaseModel, BaseTTAModel
-from mmengine.optim import ApexOptimWrapper, OptimWrapper, OptimWrapperDict
+from mmengine.model import BaseModel, BaseTTAModel, ExponentialMovingAverage
+from mmengine.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper, OptimWrapperDict
 from mmengine.registry import MODEL_WRAPPERS, MODELS
 from mmengine.runner import FlexibleRunner, Runner
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 
+from shardwise import clip_grad_norm_
 from shardwise.core.errors import StateError
 from shardwise.core.module import unit_of
+from shardwise.grad_scaler import ShardedGradScaler
 from shardwise.mmengine import MMFullyShardedDataParallel
 from shardwise.optim import FlatOptimizer
 from tests.adapters.mmengine_runs import (
@@ -146,6 +149,33 @@ class Restructured(Toy):
     def init_weights(self) -> None:
         super().init_weights()
         self.change(self)
+
+
+class Filtered(Toy):
+    """Saves less than it has, and more, by other names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].register_state_dict_post_hook(lambda module, state, prefix, _: state.update(made=torch.ones(2)))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state = super().state_dict(*args, **kwargs)
+        state["renamed"] = state.pop("net.2.weight")
+        return {name: value for name, value in state.items() if not name.startswith("net.3")}
+
+
+def initializes_what_is_not_saved(directory: Path) -> None:
+    torch.manual_seed(1)
+    plain = Filtered()
+    wrapper = MMFullyShardedDataParallel(copy.deepcopy(plain), auto_wrap_policy=LINEAR)
+    with torch.no_grad():
+        wrapper(torch.ones(1, 7))
+    for model in (plain, wrapper.module):
+        torch.manual_seed(9 + (dist.get_rank() if model is not plain else 0))  # the first rank's count
+        model.init_weights()
+    for name, parameter in wrapper.module.named_parameters():
+        assert isinstance(parameter, DTensor)
+        assert torch.equal(parameter.full_tensor(), plain.get_parameter(name)), name
 
 
 def freezes_when_initialized(directory: Path) -> None:
@@ -272,6 +302,13 @@ def like_amp(directory: Path) -> None:
         expected = run(replicated, directory / f"amp_ddp_{number}", optim_wrapper=optim)
         assert len(expected["norms"]) == (6 if "clip_grad" in extra else 0)
         check_like(run(sharded, directory / f"amp_{number}", "plain", optim_wrapper=optim), expected)
+    wrapper = MMFullyShardedDataParallel(Toy(), auto_wrap_policy=LINEAR)
+    optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
+    wrapper.train_step(BATCH, OptimWrapper(optimizer))
+    scaled = AmpOptimWrapper(optimizer=optimizer, dtype="bfloat16", clip_grad={"max_norm": 0.5})
+    wrapper.train_step(BATCH, scaled)
+    assert isinstance(scaled.loss_scaler, ShardedGradScaler)  # whatever the optimizer was in before
+    assert scaled.clip_func is clip_grad_norm_
 
 
 def refuses_apex(directory: Path) -> None:
@@ -472,6 +509,8 @@ def whole_without_names(directory: Path) -> None:
 def saves_before_it_runs(directory: Path) -> None:
     work = directory / "early"
     runner = sharded("clipped", work)
+    with pytest.raises(TypeError, match="optim_wrapper should be an `OptimWrapper`"):
+        runner.save_checkpoint(str(work), "earlier.pth")
     runner.optim_wrapper = runner.build_optim_wrapper(runner.optim_wrapper)
     runner._init_model_weights()
     runner.save_checkpoint(str(work), "early.pth", save_param_scheduler=False)
@@ -492,6 +531,55 @@ def hooks_that_fail(directory: Path) -> None:
         with pytest.raises(ZeroDivisionError, match="no luck"):
             train(runner)
         assert isinstance(runner.model.module.state_dict()["net.0.weight"], DTensor)
+
+
+class Adding(Hook):
+    """Saves averages that are not attributes of its own."""
+
+    def before_run(self, runner: Any) -> None:
+        self.averages = {"slow": ExponentialMovingAverage(runner.model.module)}
+
+    def before_save_checkpoint(self, runner: Any, checkpoint: Any) -> None:
+        checkpoint["averages"] = {name: average.state_dict() for name, average in self.averages.items()}
+
+
+def hooks_that_add_shards(directory: Path) -> None:
+    """The file would have the parts of the first rank."""
+    for make in (sharded, flexible):
+        runner = make("plain", directory / f"adding_{make.__name__}", custom_hooks=[Adding()])
+        with pytest.raises(StateError, match=r"checkpoint\['averages'\] has tensors of which"):
+            train(runner)
+
+
+class Parts(nn.Module):
+    """A wrapper around a model of which a part is sharded."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module: Any = module
+        self.module.net = MMFullyShardedDataParallel(self.module.net)
+
+
+def sharded_parts(directory: Path) -> None:
+    """`Runner` saves on one process, which has its shards only."""
+    MODEL_WRAPPERS.register_module(module=Parts, force=True)
+    runner = _configured({"model_wrapper_cfg": {"type": "Parts"}}, "plain", directory / "parts")
+    refused = pytest.raises(StateError, match=r"checkpoint\['state_dict'\] has tensors of which")
+    with refused if dist.get_rank() == 0 else nullcontext():
+        runner.save_checkpoint(str(directory), "parts.pth", save_optimizer=False, save_param_scheduler=False)
+
+
+def one_model_in_two_runners(directory: Path) -> None:
+    """The second one's wrapper finds units, and their `init_weights` replaced already."""
+    results = []
+    for make in (replicated, sharded):
+        torch.manual_seed(8)
+        model = Toy()
+        for number in (1, 2):
+            runner = make("clipped", directory / f"again_{number}_{make.__name__}", model=model)
+            results.append(outcome(runner, train(runner)))
+    for found, wanted in zip(results[2:], results, strict=False):
+        check_like({**found, "norms": found["norms"] or wanted["norms"]}, wanted)
 
 
 def other_wrappers(directory: Path) -> None:
@@ -598,6 +686,7 @@ def hybrid_in_groups(directory: Path) -> None:
 
 TWO = (
     initializes_by_class,
+    initializes_what_is_not_saved,
     freezes_when_initialized,
     keeps_its_structure_when_initialized,
     compiles,
@@ -614,6 +703,9 @@ TWO = (
     whole_without_names,
     saves_before_it_runs,
     hooks_that_fail,
+    hooks_that_add_shards,
+    sharded_parts,
+    one_model_in_two_runners,
     other_wrappers,
     exempt_from_precision,
 )

@@ -608,6 +608,35 @@ def test_changes_inside_of_summon(flat: bool) -> None:
         assert model.state_dict()["0.weight"].eq(7).all()
 
 
+@on_ranks(2, flat=FLAT)
+def test_frozen_inside_of_summon(flat: bool) -> None:
+    """Joined parameters only together."""
+    model = nested(plain_model(), flat)
+    inner = model.module[1]
+
+    def train() -> set[str]:
+        before, optimizer = model.state_dict(), torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.zero_grad()
+        error_of(model(INPUTS[0])).backward()
+        optimizer.step()
+        return {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+
+    everything = train()
+    with inner.summon_full_params(volatile=True):
+        inner.requires_grad_(False)  # dropped
+    assert train() == everything
+    with inner.summon_full_params():
+        inner.requires_grad_(False)
+    assert train() == {name for name in everything if not name.startswith("1.")} != everything
+    with model.summon_full_params():
+        inner.requires_grad_(True)
+    assert train() == everything
+    refused = pytest.raises(StateError, match=r"'0.weight' was frozen .* and '0.bias', which is joined to it, was not")
+    with refused if flat else contextlib.nullcontext(), model.summon_full_params():
+        model.module[0].weight.requires_grad_(False)
+    assert train() == everything - ({"0.weight"} if not flat else set())
+
+
 @on_ranks(2)
 def test_containers_of_parameters_are_printed() -> None:
     model = FSDP(nn.ModuleList([nn.ParameterDict({"a": torch.ones(3)}), nn.ParameterList([torch.ones(3)])]))

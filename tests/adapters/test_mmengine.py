@@ -639,6 +639,16 @@ def loads_whole_tensors(directory: Path) -> None:
     check_same(shardwise.full_state_dict(wrapper.module, rank0_only=False), dict(plain.state_dict()))
     with pytest.raises(RuntimeError, match="size mismatch"):
         wrapper.load_state_dict({**plain.state_dict(), "net.0.bias": torch.zeros(3)})
+    # Also as a part of a module that is not wrapped.
+    around, saved = (
+        nn.Sequential(wrapper, nn.Linear(3, 3)),
+        copy.deepcopy(nn.Sequential(plain, nn.Linear(3, 3)).state_dict()),
+    )
+    for state in (saved, around.state_dict()):
+        around.load_state_dict(state)
+        check_same(shardwise.full_state_dict(around, rank0_only=False), dict(saved))
+    with pytest.raises(RuntimeError, match=r'Unexpected key.*"0.net.4.bias"'):
+        around.load_state_dict({**saved, "0.net.4.bias": torch.zeros(3)})
     # An optimizer made from the parameters before they were sharded, and loaded.
     model = Toy()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)

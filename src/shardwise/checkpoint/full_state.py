@@ -64,7 +64,6 @@ class _Description:
     dtype: torch.dtype
 
 
-@torch.no_grad()
 def load_full_state_dict(model: nn.Module, sd: Mapping[str, Any] | None, *, broadcast_from_rank0: bool = True) -> None:
     """Load a state dict with whole plain tensors; all ranks that hold the model call this.
 
@@ -83,7 +82,13 @@ def load_full_state_dict(model: nn.Module, sd: Mapping[str, Any] | None, *, broa
             not whole tensors, together; on all ranks.
         TypeError: if ``sd`` is not a dict.
     """
-    loading = weights_of(model, asked_by="load_full_state_dict", of_world=broadcast_from_rank0).with_extra_as_objects()
+    loading = weights_of(model, asked_by="load_full_state_dict", of_world=broadcast_from_rank0)
+    load_weights(loading.with_extra_as_objects(), sd, broadcast_from_rank0=broadcast_from_rank0)
+
+
+@torch.no_grad()
+def load_weights(loading: ModelWeights, sd: Mapping[str, Any] | None, *, broadcast_from_rank0: bool = True) -> None:
+    """What `load_full_state_dict` does, for ``loading``, which has extra state among its objects."""
     peers = loading.peers
     has_values = peers.is_first or not broadcast_from_rank0
     with peers.together():

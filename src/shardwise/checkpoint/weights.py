@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -280,7 +280,12 @@ class ModelWeights:
 
 
 def weights_of(
-    model: nn.Module, *, asked_by: str = "save", plain_names: bool = False, of_world: bool = False
+    model: nn.Module,
+    *,
+    asked_by: str = "save",
+    plain_names: bool = False,
+    of_world: bool = False,
+    state_of: Callable[[nn.Module], Mapping[str, Any]] | None = None,
 ) -> ModelWeights:
     """Find the tensors of ``model``'s state dict.
 
@@ -290,6 +295,7 @@ def weights_of(
         plain_names: whether names are those of the model as it was written, without wrappers around its modules;
             otherwise they are the keys of its state dict.
         of_world: whether a plain model belongs to all ranks together; otherwise to this process alone.
+        state_of: gives what to take for the state dict of the model, with its own parameters; None for that itself.
 
     Raises:
         TypeError: if it is not a module.
@@ -305,7 +311,7 @@ def weights_of(
             sites[id(site.get())].append(site)
     weights: dict[int, Weight] = {}
     objects: dict[str, tuple[nn.Module | None, Any]] = {}
-    state = model.state_dict(keep_vars=True)
+    state = model.state_dict(keep_vars=True) if state_of is None else state_of(model)
     named = state_names(model, state) if plain_names else {key: key for key in state}
     for name, key in named.items():
         value, extra_of = state[key], _owner_of_extra_state(model, key)

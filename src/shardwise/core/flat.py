@@ -407,6 +407,7 @@ class FlatSlot(Slot):
             self._register_sharded()
 
     def _keep_changes(self, run: torch.Tensor) -> None:
+        trained: dict[bool, str] = {}
         for part, view in zip(self.parts, self.views(run), strict=True):
             found = [place.registry.get(place.name) for place in part.places if place.exists]
             value = found[0] if found else None
@@ -420,6 +421,13 @@ class FlatSlot(Slot):
                 )
             if value.data_ptr() != view.data_ptr():  # replaced, not written
                 view.copy_(value)
+            trained.setdefault(value.requires_grad, part.name)
+        if len(trained) > 1:
+            raise StateError(
+                f"{trained[False]!r} was frozen inside summon_full_params{self._of_unit()} and {trained[True]!r}, "
+                "which is joined to it, was not: freeze both, wrap with flatten_parameters=False, or freeze before that"
+            )
+        self.sharded.requires_grad_(True in trained)
         length = self.local.numel()
         self.local.copy_(run.narrow(0, self.buffer.comm.rank * length, length))
 

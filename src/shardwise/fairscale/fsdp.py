@@ -486,7 +486,8 @@ class FullyShardedDataParallel(nn.Module):
     def summon_full_params(self, recurse: bool = True, volatile: bool = False) -> Iterator[None]:
         """Whole parameters in the dtype of the shards, under their own names; a collective.
 
-        A rank keeps what it writes into its own part of them. Forward and backward cannot run inside.
+        A rank keeps what it writes into its own part of them; what it freezes, all have to. Forward and backward cannot
+        run inside.
 
         Args:
             recurse: whether to include the instances inside.
@@ -494,7 +495,7 @@ class FullyShardedDataParallel(nn.Module):
 
         Raises:
             ValueError: if an instance is not idle; at the end, if a parameter was removed, or replaced by one of
-                another shape.
+                another shape, or if some of those that are joined were frozen and others were not.
         """
         with contextlib.ExitStack() as stack:
             for instance in get_fsdp_instances(self) if recurse else [self]:

@@ -34,18 +34,18 @@ def prepare_optim_wrapper(optim_wrapper: Any) -> None:
             raise TypeError(
                 "ApexOptimWrapper replaces the parameters by its own, which are not sharded: use AmpOptimWrapper"
             )
-        optimizer = getattr(wrapper, "optimizer", None)
-        if not isinstance(optimizer, Optimizer) or getattr(optimizer, PREPARED, False):
-            continue
-        setattr(optimizer, PREPARED, True)
-        repoint(optimizer)
-        _cut_own_state(optimizer)
-        optimizer.register_load_state_dict_pre_hook(cut_state)
+        # Of each wrapper, whatever its optimizer was in before.
         if isinstance(wrapper, OptimWrapper) and getattr(wrapper, "clip_func", None) is torch.nn.utils.clip_grad_norm_:
             # The same norm, by one collective instead of one for each parameter.
             wrapper.clip_func = clip_grad_norm_
         if isinstance(wrapper, AmpOptimWrapper):
             wrapper.loss_scaler = sharded_scaler(wrapper.loss_scaler)
+        optimizer = getattr(wrapper, "optimizer", None)
+        if isinstance(optimizer, Optimizer) and not getattr(optimizer, PREPARED, False):
+            setattr(optimizer, PREPARED, True)
+            repoint(optimizer)
+            _cut_own_state(optimizer)
+            optimizer.register_load_state_dict_pre_hook(cut_state)
 
 
 def _wrappers_in(optim_wrapper: Any) -> Iterator[BaseOptimWrapper]:

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 from mmengine.dist import is_main_process
+from mmengine.optim import BaseOptimWrapper
 from mmengine.runner import FlexibleRunner, Runner
 
 from .optimizers import prepare_optim_wrapper
-from .saving import together, whole_states
+from .saving import refuse_shards, together, whole_states
 from .strategy import ShardwiseStrategy
 from .wrapper import sharded_model
 
@@ -28,6 +29,7 @@ def prepare_runner(runner: Any) -> None:
     if "save_checkpoint" in runner.__dict__:
         return
     runner.save_checkpoint = functools.partial(_save_checkpoint, runner, runner.save_checkpoint)
+    runner.call_hook = functools.partial(_call_hook, runner.call_hook)
     runner.resume = functools.partial(_resume, runner.resume)
     runner.build_optim_wrapper = functools.partial(_build_optim_wrapper, runner.build_optim_wrapper)
     runner._init_model_weights = functools.partial(_init_model_weights, runner)
@@ -38,6 +40,12 @@ def _init_model_weights(runner: Any) -> None:
     model: Any = sharded_model(runner.model)
     if hasattr(model, "init_weights"):
         model.init_weights()
+
+
+def _call_hook(call: Callable[..., None], fn_name: str, **kwargs: Any) -> None:
+    call(fn_name, **kwargs)
+    if fn_name == "before_save_checkpoint":
+        refuse_shards(kwargs["checkpoint"])
 
 
 def _build_optim_wrapper(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -62,7 +70,9 @@ def _save_checkpoint(runner: Any, save: Callable[..., None], *args: Any, **kwarg
     model = sharded_model(runner.model)
     assert model is not None
     saves_optimizer = kwargs.get("save_optimizer", args[3] if len(args) > 3 else True)
-    optim_wrapper = runner.optim_wrapper if saves_optimizer else None
+    # Before the run it is a config, which the Runner's own method refuses.
+    is_built = isinstance(runner.optim_wrapper, BaseOptimWrapper)
+    optim_wrapper = runner.optim_wrapper if saves_optimizer and is_built else None
     with whole_states(model, optim_wrapper, runner.hooks), together():
         if is_main_process():
             save(*args, **kwargs)
@@ -78,6 +88,9 @@ def _preparing(original: Callable[..., Any]) -> Callable[..., Any]:
         wrapped = original(self, *args, **kwargs)
         if sharded_model(wrapped) is not None:
             prepare_runner(self)
+        elif any(sharded_model(module) is not None for module in wrapped.modules()):
+            # Another wrapper, of parts: the Runner saves what one process has.
+            self.call_hook = functools.partial(_call_hook, self.call_hook)
         return wrapped
 
     return wrap_model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor
 from ..adapters.whole import gather_in
 from ..checkpoint.full_state import full_state_dict
 from ..checkpoint.peers import Peers, world_mesh
+from ..core.errors import StateError
+from ..core.tree import tensors_in
 from .whole import answering
 
 
@@ -56,6 +58,21 @@ def whole_states(model: nn.Module, optim_wrapper: Any, hooks: Iterable[Any]) -> 
 def _sharded_modules(hooks: Iterable[Any]) -> list[nn.Module]:
     found = [value for hook in hooks for value in vars(hook).values() if isinstance(value, nn.Module)]
     return [module for module in found if any(isinstance(parameter, DTensor) for parameter in module.parameters())]
+
+
+def refuse_shards(checkpoint: Mapping[str, Any]) -> None:
+    """For a checkpoint that hooks have added to, on the main process alone.
+
+    Raises:
+        StateError: naming an entry with sharded tensors, of which the file would have the main process's part only.
+    """
+    for name, value in checkpoint.items():
+        if any(isinstance(tensor, DTensor) for tensor in tensors_in(value)):
+            raise StateError(
+                f"checkpoint[{name!r}] has tensors of which this process has a part. Where the Runner's model is an "
+                "MMFullyShardedDataParallel, its state, that of its optimizers, and those of averages that are "
+                "attributes of hooks are whole here; gather others before, on all ranks"
+            )
 
 
 def together() -> Any:

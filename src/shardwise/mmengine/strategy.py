@@ -18,7 +18,7 @@ from torch import nn
 
 from .optimizers import prepare_optim_wrapper
 from .processes import init_process_group
-from .saving import together, whole_states
+from .saving import refuse_shards, together, whole_states
 from .wrapper import NAME, sharded_model
 
 
@@ -45,6 +45,12 @@ def _make_average(hook: Any, has_model: Any) -> None:
 
 def _skip_once(hook: Any, runner: Any) -> None:
     del hook.before_run
+
+
+def _call_and_check(callback: Callable[[dict[str, Any]], Any] | None, checkpoint: dict[str, Any]) -> None:
+    if callback is not None:
+        callback(checkpoint)
+    refuse_shards(checkpoint)
 
 
 @STRATEGIES.register_module()
@@ -141,5 +147,5 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]  # MMEngine has no t
                     save_optimizer=save_optimizer,
                     save_param_scheduler=save_param_scheduler,
                     extra_ckpt=extra_ckpt,
-                    callback=callback,
+                    callback=functools.partial(_call_and_check, callback),
                 )

@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..checkpoint.full_state import load_full_state_dict
+from ..checkpoint.full_state import load_weights
 from ..checkpoint.weights import ModelWeights, Weight, weights_of
 from ..core.errors import StateError
 from ..core.module import FSDPModule, class_before_sharding, unit_of
@@ -47,7 +48,7 @@ def whole_parameters(model: nn.Module) -> Iterator[None]:
         ValueError: listing parameters whose shapes were changed inside; nothing is loaded then.
         Exception: what was raised inside, on all ranks.
     """
-    weights = weights_of(model)
+    weights = weights_of(model, state_of=_registered)
     weights.check_values()
     sharded = [weight for weight in weights.weights if isinstance(weight.tensor, DTensor) and weight.sites]
     with _as_before_sharding(model):
@@ -58,7 +59,7 @@ def whole_parameters(model: nn.Module) -> Iterator[None]:
                     site.put(whole)
             with weights.peers.together():
                 yield
-                given = model.state_dict()
+                given = {name: tensor.detach() for name, tensor in _registered(model).items()}
                 _refuse_moved(model, weights, sharded, given)
             trained = weights.peers.exchange([weight.sites[0].get().requires_grad for weight in sharded])[0]
         finally:
@@ -67,13 +68,23 @@ def whole_parameters(model: nn.Module) -> Iterator[None]:
                     site.put(weight.tensor)
     for weight, is_trained in zip(sharded, trained, strict=True):
         weight.tensor.requires_grad_(is_trained)
-    load_full_state_dict(model, given)
+    load_weights(weights_of(model, state_of=_registered), given)
+
+
+def _registered(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What is in the state dict of ``model``, apart from what it or its hooks change there for saving."""
+    return {
+        f"{path}.{name}" if path else name: tensor
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None and name not in module._non_persistent_buffers_set
+    }
 
 
 def _refuse_moved(model: nn.Module, weights: ModelWeights, sharded: Sequence[Weight], given: Mapping[str, Any]) -> None:
     """
     Raises:
-        StateError: listing what is in the state dict ``given`` and was not in that of ``weights``, or the other way
+        StateError: listing what is registered in ``given`` and was not in that of ``weights``, or the other way
             round, and ``sharded`` parameters that are no longer each one parameter, where they were.
     """
     changed = {*(given.keys() ^ weights.keys.keys())}
@@ -129,7 +140,8 @@ def init_weights_whole(model: nn.Module) -> None:
     The method is replaced on the instance, where `Runner` finds it by its name; the model's class stays as it is.
     """
     original = getattr(model, "init_weights", None)
-    if not callable(original):
+    # A second Runner may wrap the same model.
+    if not callable(original) or _is_own(original):
         return
 
     # Weak, since the model holds `init_weights`. A function that was set on the instance is not bound to it.

@@ -88,6 +88,7 @@ class MMFullyShardedDataParallel(nn.Module):
         init_weights_whole(module)
         copy_sharded(module)
         self.module = module
+        self.register_load_state_dict_pre_hook(_take_models_names)  # type: ignore[no-untyped-call]
         self._syncs_gradients = True
 
     def __getattr__(self, name: str) -> Any:
@@ -212,6 +213,13 @@ def _cast_buffers(model: nn.Module, precision: Precision) -> None:
             for buffer in module.buffers(recurse=False):
                 if buffer.is_floating_point():
                     buffer.data = buffer.to(precision.buffers)
+
+
+def _take_models_names(wrapper: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """For `load_state_dict` of a module around ``wrapper``, whose `state_dict` has the model's names too."""
+    for name in wrapper.state_dict():
+        if prefix + name in state_dict:
+            state_dict[f"{prefix}module.{name}"] = state_dict.pop(prefix + name)
 
 
 def sharded_model(model: Any) -> nn.Module | None:
