@@ -409,8 +409,7 @@ class Run:
         )
         if fits and all(gradients[member.index] is None for member in self._absent):
             return
-        self._absent = [member for member in self.members if gradients[member.index] is None]
-        self.pieces = []
+        self.pieces, self._absent = [], list(self.members)  # if a state is refused, the next step asks again
         for members in self._cut(gradients, states):
             piece = Piece(members, states)
             piece.adopt_state()
@@ -419,6 +418,7 @@ class Run:
             taken = piece.take(gradients)
             assert taken
             self.pieces.append(piece)
+        self._absent = [member for member in self.members if gradients[member.index] is None]
 
     def _cut(self, gradients: Sequence[torch.Tensor | None], states: States) -> list[list[Member]]:
         """Members with gradients, cut where they cannot be stepped as one."""
