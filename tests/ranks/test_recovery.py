@@ -216,6 +216,33 @@ def test_backward_after_a_failed_one_without_a_forward_between() -> None:
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
 
 
+@on_ranks(2, by_hand=[False, True])
+def test_exception_at_the_end_of_backward(by_hand: bool) -> None:
+    """What was still being reduced was added to the gradients of the next step."""
+    torch.manual_seed(1)
+    plain = stack(Layer(), Layer(), Layer())
+    model: Any = wrap(copy.deepcopy(plain), shardwise.fully_shard)
+    model.set_reduce_scatter_max_input_buffers(8)
+    model.set_manual_backward_finalization(by_hand)
+
+    def step(number: int) -> None:
+        model.set_requires_gradient_sync(not by_hand)
+        step_once(model, number, 0)
+        model.set_requires_gradient_sync(True)
+        if by_hand:
+            model.finalize_backward()
+
+    handle = model.layers[1].gate.register_post_accumulate_grad_hook(_raise)
+    with pytest.raises(PlannedError):
+        step(70)
+    handle.remove()
+    model.zero_grad()
+    step(0)
+    step_once(plain, 0, 0)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
 @on_ranks(2, failure=list(FAILURES), preset=["ddp", "zero1", "zero2"])
 def test_exception_with_other_presets(failure: str, preset: str) -> None:
     torch.manual_seed(1)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -179,7 +180,7 @@ class FSDPCommContext:
 
     @eager
     def _end_of_backward(self) -> None:
-        with label("FSDP::root_post_backward_callback", ""), torch.no_grad():
+        with label("FSDP::root_post_backward_callback", ""), torch.no_grad(), self._ending():
             creates_graph, self._creates_graph = self._creates_graph, False
             self._end_is_queued = False
             self.forward_root = None
@@ -199,6 +200,15 @@ class FSDPCommContext:
                 self.order.end_backward()
             self.rest()
 
+    @contextlib.contextmanager
+    def _ending(self) -> Iterator[None]:
+        """A backward or an iteration ends inside, where what users hooked on gradients may raise."""
+        try:
+            yield
+        except BaseException:
+            self._end_is_queued = True  # it did not come to its end
+            raise
+
     def _finish_reductions(self) -> None:
         while self._reductions:
             self._finish_oldest()
@@ -216,7 +226,7 @@ class FSDPCommContext:
         """Reshard ``units``, of ``iteration``, and start to reduce what backward passes left of their gradients."""
         iteration.is_finishing = True
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._ending():
                 for unit in units:
                     unit.end_of_backward()
         finally:
@@ -224,7 +234,7 @@ class FSDPCommContext:
 
     def finish_iteration(self, units: Iterable[Unit]) -> None:
         """Wait for the reductions under way, and end the iteration of ``units``."""
-        with torch.no_grad():
+        with torch.no_grad(), self._ending():
             self._finish_reductions()
         self._end_iteration(units)
         self.rest()
