@@ -216,6 +216,37 @@ def test_backward_after_a_failed_one_without_a_forward_between() -> None:
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
 
 
+class FailsOnce:
+    """An all-gather that can be told to fail."""
+
+    fails = False
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool) -> None:
+        if self.fails:
+            self.fails = False
+            raise PlannedError
+        dist.all_gather_into_tensor(output_tensor, input_tensor.clone(), group=group)
+
+
+@on_ranks(2, preset=["zero2", "zero3"])
+def test_exception_in_the_first_gather_of_values(preset: str) -> None:
+    """Where parameters stay gathered, memory that was never filled seemed to have them."""
+    torch.manual_seed(1)
+    plain, gather = stack(Layer(), Layer()), FailsOnce()
+    model: Any = wrap(copy.deepcopy(plain), shardwise.fully_shard, placements=preset)
+    model.layers[1].set_custom_all_gather(gather)
+    for factor in (1.0, 1.5):
+        for parameter in [*model.parameters(), *plain.parameters()]:
+            parameter.data.mul_(factor)
+        gather.fails = True
+        with pytest.raises(PlannedError):
+            step_once(model, 0, 0)
+        torch.testing.assert_close(step_once(model, 1, 0), step_once(plain, 1, 0))
+
+
 @on_ranks(2, by_hand=[False, True])
 def test_exception_at_the_end_of_backward(by_hand: bool) -> None:
     """What was still being reduced was added to the gradients of the next step."""

@@ -162,6 +162,7 @@ class ParamGroup:
     @labelled("FSDP::all_gather")
     @outside_transforms
     def _submit_gather(self, lane: Lane) -> None:
+        self._is_kept = False  # should the gather fail
         self.shards.note_gather()
         if self.shards.borrowed:
             self.shards.take_borrowed()
