@@ -235,6 +235,63 @@ def test_containers_keep_their_types_and_identity(kind: str) -> None:
         assert output.missing is None
 
 
+class Adds(Layer):
+    """Adds what it finds to a container that its caller gave it."""
+
+    def forward(self, x: torch.Tensor, found: Any) -> torch.Tensor:  # type: ignore[override]
+        y: torch.Tensor = super().forward(x)
+        if isinstance(found, list):
+            found.append(y.square())
+        elif isinstance(found, dict):
+            found["left"] = found["left"] + y.square()
+        else:
+            found.left = found.left + y.square()
+        return y
+
+
+class Collects(nn.Module):
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind, self.layers = kind, nn.ModuleList([Adds(), Adds(), Adds()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        zero = torch.zeros(())
+        found: Any = {"list": [zero], "dict": {"left": zero}, "record": Record(zero, zero)}[self.kind]
+        for layer in self.layers:
+            x = layer(x, found)
+        return x + (sum(found) if self.kind == "list" else found["left"] if self.kind == "dict" else found.left)
+
+
+@on_ranks(2, kind=["list", "dict", "record"], cast=[False, True])
+def test_containers_that_forward_changes(kind: str, cast: bool) -> None:
+    """All but the first layer changed copies, in silence; so do FSDP2's."""
+    dtype = torch.float32 if cast else None
+    options = {"mp_policy": shardwise.MixedPrecisionPolicy(param_dtype=dtype)}
+    check(lambda: Collects(kind), against_torch=False, steps=2, **options)
+
+
+class Doubles(Layer):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        z: torch.Tensor = super().forward(x.mul_(2)) * y
+        return z if x is y else z * 0
+
+
+class GivesTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Doubles()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        return self.layers[1](x, x)  # type: ignore[no-any-return]
+
+
+@on_ranks(2)
+def test_one_tensor_given_twice() -> None:
+    """Forward got two, and gradients were lost in silence where it changed one of them; so they are with FSDP2."""
+    check(GivesTwice, against_torch=False, steps=2)
+
+
 class Nothing(nn.Module):
     """Takes part in forward, gives None."""
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict, deque, namedtuple
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.core.tree import cast_floating, map_tensors, opaque_types, tensors_requiring_grad
+from shardwise.core.tree import Replacement, casting, map_tensors, opaque_types, tensors_requiring_grad
 
 Pair = namedtuple("Pair", "left right")
 
@@ -74,6 +74,82 @@ def test_only_tensors_that_require_grad_are_found_in_order() -> None:
 
 def test_cast_leaves_integers() -> None:
     x, y = torch.ones(1), torch.ones(1, dtype=torch.long)
-    cast = cast_floating(([x], {"k": y}), torch.bfloat16)
+    cast = map_tensors(([x], {"k": y}), casting(torch.bfloat16))
     assert cast[0][0].dtype is torch.bfloat16
     assert cast[1]["k"] is y
+
+
+class _Fields(NamedTuple):
+    value: Any
+    other: int
+
+
+class OwnConstructor(_Fields):
+    """A named tuple that is made in another way than torch's trees make them."""
+
+    def __new__(cls, value: Any) -> OwnConstructor:
+        return super().__new__(cls, value, 3)
+
+
+class MarkedList(list[Any]):
+    mark = ""
+
+
+class MarkedTuple(tuple[Any, ...]):
+    mark = ""
+
+
+@dataclasses.dataclass
+class Node:
+    value: Any
+    parent: Any = None
+    late: Any = dataclasses.field(init=False)
+    """Nothing yet."""
+
+
+def test_containers_are_not_made_by_their_constructors() -> None:
+    x = torch.ones(2)
+    values = OwnConstructor(x), MarkedList([x]), MarkedTuple([x])
+    values[1].mark = values[2].mark = "kept"
+    named, marked, fixed = map_tensors(values, lambda t: t * 2)
+    assert torch.equal(named.value, x * 2)
+    assert named.other == 3
+    assert (type(named), type(marked), type(fixed)) == (OwnConstructor, MarkedList, MarkedTuple)
+    assert marked.mark == fixed.mark == "kept"
+
+
+def test_what_is_met_again_is_replaced_by_the_same() -> None:
+    x, y = torch.ones(2), torch.zeros(2)
+    shared = [x, y]
+    first, second, (third, fourth) = map_tensors((x, shared, [shared, x]), lambda t: t + 1)
+    assert first is second[0] is third[0] is fourth
+    assert second is third
+    node = Node(x)
+    node.parent = [node]  # contains itself
+    assert torch.equal(map_tensors(node, lambda t: t * 2).value, x * 2)
+    assert tensors_requiring_grad(node) == []
+
+
+def test_what_changes_in_copies_is_given_back() -> None:
+    x, y, z = torch.ones(2), torch.zeros(2), torch.full((2,), 5.0)
+    given = {"list": [x, y], "dict": {"x": x, "gone": 1}, "node": Node(x), "tuple": ([x],), "same": [x]}
+    own = dict(given)
+    replacement = Replacement(lambda t: t * 2)
+    copied = replacement.of(given)
+    replacement.give_back()
+    assert all(given[name] is own[name] for name in own)
+    assert given["list"][0] is x  # type: ignore[index]
+    copied["list"].insert(0, z)
+    copied["dict"]["late"] = copied["list"][1]
+    del copied["dict"]["gone"]
+    copied["node"].value, copied["node"].late = None, copied["list"]
+    copied["tuple"][0].clear()
+    replacement.give_back()
+    assert all(given[name] is own[name] for name in own)
+    assert [*map(id, given["list"])] == [*map(id, (z, x, y))]  # type: ignore[call-overload]
+    assert {**given["dict"]}.keys() == {"x", "late"}  # type: ignore[dict-item]
+    assert given["dict"]["late"] is given["dict"]["x"] is x  # type: ignore[index]
+    assert given["node"].value is None  # type: ignore[attr-defined]
+    assert given["node"].late is given["list"]  # type: ignore[attr-defined]
+    assert given["tuple"] == ([],)
+    assert given["same"][0] is x  # type: ignore[index]

@@ -35,7 +35,7 @@ from .iteration import Iteration
 from .parameter import owner_of
 from .slot import GroupOptions
 from .step import end_steps
-from .tree import cast_floating, map_tensors, opaque_types, tensors_requiring_grad
+from .tree import Replacement, casting, map_tensors, opaque_types, tensors_requiring_grad
 
 
 class Phase(Enum):
@@ -90,6 +90,8 @@ class Unit:
         self._modules = [weakref.ref(module) for module in modules]
         self._to_run: set[int] = set()
         self._inside: list[int] = []
+        self._replacements: list[list[Replacement]] = []
+        """Of the arguments of each of those calls."""
         self._passed: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         self._computes_backward = False
         self._is_checked = False
@@ -147,7 +149,7 @@ class Unit:
         if self.phase is Phase.PRE_BACKWARD:
             if in_backward():  # recomputation of a checkpointed forward
                 self.unshard_again()
-                return self._cast_inputs(args, kwargs)
+                return self._cast_inputs(args, kwargs, [])
             context.recover_from_aborted_backward()
         if self._opaque:
             self._refuse_unannounced()
@@ -168,13 +170,15 @@ class Unit:
                 context.queue_end_of_backward()
             elif context.forward_root is None:
                 args, kwargs = self._enter_pass(context, args, kwargs)
+        replacements: list[Replacement] = []
         if self.precision.param_dtype is not None:
-            args, kwargs = self._cast_inputs(args, kwargs)
+            args, kwargs = self._cast_inputs(args, kwargs, replacements)
         for group in self.groups:
             group.unshard(context.gather_lane, for_backward=self._recomputes)
         self._inside.append(id(module))
+        self._replacements.append(replacements)
         if is_first and torch.is_grad_enabled():
-            args, kwargs = self._register_post_backward(context, args, kwargs)
+            args, kwargs = self._register_post_backward(context, args, kwargs, replacements)
         if is_first and not self._recomputes:
             # Before the wait, so that a link that all wait for is never idle.
             self._prefetch_for_forward(context)
@@ -254,8 +258,7 @@ class Unit:
         """Reshard, let the output announce backward."""
         if self.phase is Phase.PRE_BACKWARD:
             return self._cast_output(output)
-        if id(module) in self._inside:
-            self._inside.remove(id(module))
+        self._leave_call(module)
         self._to_run.discard(id(module))
         if self._to_run or self._inside:  # others of the unit's modules have yet to run, or it called itself
             return self._cast_output(output)
@@ -271,6 +274,13 @@ class Unit:
         if context.forward_root is None:
             context.rest()
         return output if self.precision.output_dtype is None else self._cast_output(output)
+
+    def _leave_call(self, module: nn.Module) -> None:
+        """What forward changed in containers that it was given becomes the caller's."""
+        if id(module) in self._inside:
+            self._inside.remove(id(module))
+            for replacement in reversed(self._replacements.pop()):
+                replacement.give_back()
 
     @labelled("FSDP::post_forward")
     def _leave_forward(self, context: FSDPCommContext, output: Any) -> Any:
@@ -329,8 +339,7 @@ class Unit:
         """Forward raised: what it began is over, so that the next one starts anew."""
         if self.phase is Phase.PRE_BACKWARD:
             return  # checkpointing stops a recomputation by an exception when it has what it needs
-        if id(module) in self._inside:
-            self._inside.remove(id(module))
+        self._leave_call(module)
         if self._inside:
             return
         self._forget_forward()
@@ -345,7 +354,7 @@ class Unit:
     def complete_forward(self, output: Any) -> Any:
         """Finish the forward of a unit of several modules of which not all ran; ``output`` is the root's."""
         if self._to_run and self.phase is Phase.FORWARD and self.context is not None:
-            self._to_run, self._inside = set(), []
+            self._to_run, self._inside, self._replacements = set(), [], []
             output = self._leave_forward(self.context, output)
         return output
 
@@ -356,23 +365,26 @@ class Unit:
                 if group.is_gathering:
                     group.reshard()
 
-    def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _cast_inputs(self, args: Any, kwargs: Any, replacements: list[Replacement]) -> tuple[Any, Any]:
         dtype = self.precision.param_dtype
         if dtype is None or not self.precision.cast_forward_inputs:
             return args, kwargs
         with label("FSDP::cast_forward_inputs", self.name):
-            return cast_floating((args, kwargs), dtype)  # type: ignore[no-any-return]
+            replacements.append(Replacement(casting(dtype)))
+            return replacements[-1].of((args, kwargs))  # type: ignore[no-any-return]
 
     def _cast_output(self, output: Any) -> Any:
         dtype = self.precision.output_dtype
         if dtype is None:
             return output
         with label("FSDP::cast_forward_outputs", self.name):
-            return cast_floating(output, dtype)
+            return map_tensors(output, casting(dtype))
 
     # -- Registration with autograd
 
-    def _register_post_backward(self, context: FSDPCommContext, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _register_post_backward(
+        self, context: FSDPCommContext, args: Any, kwargs: Any, replacements: list[Replacement]
+    ) -> tuple[Any, Any]:
         inputs = tensors_requiring_grad((args, kwargs))
         forward_pass = context.passes
         if self._recomputes:
@@ -387,7 +399,8 @@ class Unit:
             self._nodes.setdefault(forward_pass, weakref.ref(node))
         self._passed = [(old, new, old._version) for old, new in zip(inputs, aliases, strict=True)]
         replaced = iter(aliases)
-        return map_tensors((args, kwargs), lambda t: next(replaced) if t.requires_grad else t)  # type: ignore[no-any-return]
+        replacements.append(Replacement(lambda tensor: next(replaced) if tensor.requires_grad else tensor))
+        return replacements[-1].of((args, kwargs))  # type: ignore[no-any-return]
 
     def _return_changed_inputs(self) -> None:
         """Inputs that forward modified in place: the caller's tensors get the history of what they now hold."""
@@ -568,7 +581,8 @@ class Unit:
 
     def _forget_forward(self) -> None:
         self._differentiated.clear()
-        self._to_run, self._inside, self._passed, self.phase = set(), [], [], Phase.IDLE
+        self._to_run, self._inside, self._replacements = set(), [], []
+        self._passed, self.phase = [], Phase.IDLE
 
     def forget_calls(self) -> None:
         """The iteration's last backward is over: forwards that took no part in it are not waited for, but those whose

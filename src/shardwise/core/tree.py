@@ -13,35 +13,106 @@ import torch
 
 from .device import parts_of
 
+_LEAVES = (str, bytes, int, float, complex, bool, type(None), Enum, torch.dtype, torch.device, torch.layout, type)
+"""Types of values that have no tensors inside."""
+
+
+class Replacement:
+    """Tensors inside nested values, replaced by what a function gives for each; see `map_tensors`.
+
+    Args:
+        function: of a tensor.
+    """
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]):
+        self._function = function
+        self._done: dict[int, tuple[Any, Any]] = {}
+        """What was met, by its id, and what takes its place."""
+        self._copies: list[tuple[Any, Any]] = []
+        """Containers that code may change, and what takes their places; the inner ones first."""
+
+    def of(self, value: Any) -> Any:
+        """``value`` with its tensors replaced."""
+        if (done := self._done.get(id(value))) is not None:
+            return done[1]
+        if isinstance(value, torch.Tensor):
+            new = self._function(value)
+        elif isinstance(value, _LEAVES):
+            return value
+        else:
+            self._done[id(value)] = value, value  # a container may contain itself
+            new = self._of_parts(value)
+        self._done[id(value)] = value, new
+        return new
+
+    def _of_parts(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            items = {key: self.of(item) for key, item in value.items()}
+            return value if _same(items.values(), value.values()) else self._note(value, _rebuilt_dict(value, items))
+        if isinstance(value, (list, tuple)):
+            parts = [*map(self.of, value)]
+            if _same(parts, value):
+                return value
+            return (
+                _rebuilt_tuple(value, parts) if isinstance(value, tuple) else self._note(value, _filled(value, parts))
+            )
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+            old = [getattr(value, name) for name in names]
+            new = [*map(self.of, old)]
+            if _same(new, old):
+                return value
+            return self._note(value, _rebuilt_dataclass(value, dict(zip(names, new, strict=True))))
+        if (registered := parts_of(value)) is not None:
+            old, rebuild = registered
+            new = [*map(self.of, old)]
+            return value if _same(new, old) else rebuild(new)
+        return value
+
+    def _note(self, value: Any, copied: Any) -> Any:
+        self._copies.append((value, copied))
+        return copied
+
+    def give_back(self) -> None:
+        """What was since added to, replaced in and removed from the lists, dicts and dataclasses that took the places
+        of others, now is so in those others."""
+        if not self._copies:
+            return
+        origins = {id(new): old for old, new in self._done.values()}
+        for old, copied in self._copies:
+            if isinstance(copied, list):
+                parts = [origins.get(id(part), part) for part in copied]
+                if len(parts) != len(old) or not _same(parts, old):
+                    old[:] = parts
+                continue
+            held, set_, delete = _accessors(old)
+            items = {key: origins.get(id(item), item) for key, item in _accessors(copied)[0].items()}
+            for key, item in items.items():
+                if key not in held or held[key] is not item:
+                    set_(old, key, item)
+            for key in held.keys() - items.keys():
+                delete(old, key)
+
+
+def _accessors(value: Any) -> tuple[dict[Any, Any], Callable[..., Any], Callable[..., Any]]:
+    """The items of a dict or the attributes of another object, as they are now, and what sets and deletes one."""
+    if isinstance(value, dict):
+        return {**value}, operator.setitem, operator.delitem
+    names = vars(value) if hasattr(value, "__dict__") else [field.name for field in dataclasses.fields(value)]
+    return (
+        {name: getattr(value, name) for name in names if hasattr(value, name)},
+        object.__setattr__,
+        object.__delattr__,
+    )
+
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``value`` with ``function`` of each tensor in it; depth first, in order.
+    """``value`` with ``function`` of each tensor in it, depth first; of one that is there several times only once.
 
     Looks into dicts, lists, tuples, named tuples, dataclasses and what is registered with torch's trees. What does not
     change stays the same object, and containers keep their type.
     """
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        if not value:
-            return value
-        items = {key: map_tensors(item, function) for key, item in value.items()}
-        return value if _same(items.values(), value.values()) else _rebuilt_dict(value, items)
-    if isinstance(value, (list, tuple)):
-        parts = [map_tensors(item, function) for item in value]
-        if _same(parts, value):
-            return value
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value)]
-        old = [getattr(value, name) for name in names]
-        new = [map_tensors(item, function) for item in old]
-        return value if _same(new, old) else _rebuilt_dataclass(value, dict(zip(names, new, strict=True)))
-    if (registered := parts_of(value)) is not None:
-        old, rebuild = registered
-        new = [map_tensors(item, function) for item in old]
-        return value if _same(new, old) else rebuild(new)
-    return value
+    return function(value) if isinstance(value, torch.Tensor) else Replacement(function).of(value)
 
 
 def _same(new: Any, old: Any) -> bool:
@@ -55,6 +126,24 @@ def _rebuilt_dict(value: dict[Any, Any], items: dict[Any, Any]) -> Any:
     rebuilt = copy.copy(value)
     for key, item in items.items():
         rebuilt[key] = item
+    return rebuilt
+
+
+def _filled(value: list[Any], parts: list[Any]) -> list[Any]:
+    if type(value) is list:
+        return parts
+    rebuilt = copy.copy(value)
+    rebuilt[:] = parts
+    return rebuilt
+
+
+def _rebuilt_tuple(value: tuple[Any, ...], parts: list[Any]) -> Any:
+    if type(value) is tuple or hasattr(value, "n_sequence_fields"):  # what operators return, such as `max`
+        return type(value)(parts)
+    # Not by its class, whose constructor may take other arguments.
+    rebuilt = tuple.__new__(type(value), parts)
+    if hasattr(value, "__dict__"):
+        rebuilt.__dict__.update(vars(value))
     return rebuilt
 
 
@@ -92,17 +181,14 @@ def tensors_requiring_grad(value: Any) -> list[torch.Tensor]:
     return found
 
 
-def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with its floating-point tensors in ``dtype``."""
-    return map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
-
-
-_PLAIN = (str, bytes, int, float, complex, bool, type(None), Enum, torch.dtype, torch.device, torch.layout, type)
+def casting(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that casts floating-point tensors to ``dtype``, and gives others as they are."""
+    return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def opaque_types(value: Any) -> list[type]:
     """Types of objects in ``value`` that may hold tensors which `map_tensors` does not find."""
-    if isinstance(value, (*_PLAIN, torch.Tensor)):
+    if isinstance(value, (*_LEAVES, torch.Tensor)):
         return []
     if isinstance(value, dict):
         return [found for item in value.values() for found in opaque_types(item)]

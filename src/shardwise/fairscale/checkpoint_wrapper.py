@@ -83,11 +83,10 @@ class _CheckpointedForward:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         tensors: list[torch.Tensor] = []
-        place = torch.empty(0)
 
         def take(tensor: torch.Tensor) -> torch.Tensor:
             tensors.append(tensor)
-            return place
+            return torch.empty(0)  # another for each
 
         # All tensors become arguments of their own: torch keeps the random states of their devices, and offloading
         # frees only tensors that are not also held here.
