@@ -216,6 +216,18 @@ def test_backward_after_a_failed_one_without_a_forward_between() -> None:
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
 
 
+@on_ranks(2)
+def test_exception_between_the_modules_of_a_unit() -> None:
+    """Those of the module that had run stayed registered unsharded, so that what was written into them was lost."""
+    model: Any = fragile_stack()
+    shardwise.fully_shard([model.layers[0], model.layers[2]])
+    shardwise.fully_shard(model)
+    model.layers[1].where = "before"
+    with pytest.raises(PlannedError):
+        step_once(model, 0, 0)
+    assert_resharded(model)
+
+
 class FailsOnce:
     """An all-gather that can be told to fail."""
 

@@ -359,8 +359,12 @@ class Unit:
         return output
 
     def drop_prefetched(self) -> None:
-        """Free parameters that were gathered for a forward that did not come."""
-        if self.phase is Phase.IDLE:
+        """Free parameters that were gathered for a forward that did not come, or not of all modules of the unit."""
+        if self._to_run and not self._inside:
+            self._forget_forward()
+            for group in self.groups:
+                group.reshard()
+        elif self.phase is Phase.IDLE:
             for group in self.groups:
                 if group.is_gathering:
                     group.reshard()
