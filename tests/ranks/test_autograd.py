@@ -1437,7 +1437,8 @@ def test_attention_units(whole_layer: bool) -> None:
         loss.backward()
         return loss
 
-    check(lambda: Attention(whole_layer), run)
+    # With FSDP2 the three tensors are not one, for which attention has another order of sums.
+    check(lambda: Attention(whole_layer), run, bitwise=whole_layer)
 
 
 @on_ranks(2)
