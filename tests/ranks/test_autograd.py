@@ -1181,7 +1181,9 @@ class UsesATable(nn.Module):
 @on_ranks(2, view=[True, False], preset=["zero2", "zero3"])
 def test_output_is_a_parameter(view: bool, preset: str) -> None:
     """It outlives the unit's reshard. (FSDP2 lets the process die.)"""
-    check(lambda: UsesATable(view), against_torch=False, placements=preset)
+    model: Any = check(lambda: UsesATable(view), against_torch=False, placements=preset)
+    faces = [face for slot in model.layers[1]._unit.groups[0].slots for face in slot.faces]
+    assert not any(face._backward_hooks for face in faces)  # one more for each forward
 
 
 class Box:

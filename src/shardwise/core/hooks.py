@@ -415,17 +415,18 @@ class Unit:
 
     def _register_pre_backward(self, output: Any) -> tuple[Any, bool]:
         tensors = tensors_requiring_grad(output)
-        for tensor in tensors:
-            if not is_view(tensor):
+        take_hooks = [not (is_view(tensor) or tensor.is_leaf) for tensor in tensors]
+        for tensor, takes_hook in zip(tensors, take_hooks, strict=True):
+            if takes_hook:
                 tensor.register_hook(self._pre_backward_hook)
-        if in_transforms() or any(map(is_view, tensors)):
-            # A hook on a view is lost when the view is modified in place, and a transform's tensor takes none. One
-            # function for each: autograd would give one for all zeros for those that got no gradient, and so gradients
-            # to what nothing used.
+        if in_transforms() or not all(take_hooks):
+            # A hook on a view is lost when the view is modified in place, one on a leaf stays for ever, and a
+            # transform's tensor takes none. One function for each: autograd would give one for all zeros for those that
+            # got no gradient, and so gradients to what nothing used.
             def announce(tensor: torch.Tensor) -> torch.Tensor:
                 if not tensor.requires_grad and requires_grad_outside(tensor):
                     tensors.append(tensor)
-                elif not (tensor.requires_grad and is_view(tensor)):
+                elif not (tensor.requires_grad and (is_view(tensor) or tensor.is_leaf)):
                     return tensor
                 return apply_function(_PreBackward, self, None, tensor)[0]  # type: ignore[no-any-return]
 
