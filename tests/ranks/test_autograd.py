@@ -270,6 +270,30 @@ def test_containers_that_forward_changes(kind: str, cast: bool) -> None:
     check(lambda: Collects(kind), against_torch=False, steps=2, **options)
 
 
+class Writes(Layer):
+    """Returns nothing."""
+
+    def forward(self, state: dict[str, torch.Tensor]) -> None:  # type: ignore[override]
+        state["x"] = super().forward(state["x"]).view(-1, WIDTH)
+
+
+class ReadsWhatIsWritten(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layers = Layer(), nn.ModuleList([Writes(), Writes(), Writes()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = {"x": self.first(x)}
+        for layer in self.layers:
+            layer(state)
+        return state["x"]
+
+
+@on_ranks(2, reshard=[False, True])
+def test_outputs_that_are_only_in_a_container_that_was_given(reshard: bool) -> None:
+    check(ReadsWhatIsWritten, against_torch=False, steps=2, reshard_after_forward=reshard)
+
+
 class Doubles(Layer):
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         z: torch.Tensor = super().forward(x.mul_(2)) * y

@@ -136,7 +136,7 @@ def test_what_changes_in_copies_is_given_back() -> None:
     own = dict(given)
     replacement = Replacement(lambda t: t * 2)
     copied = replacement.of(given)
-    replacement.give_back()
+    replacement.give_back(lambda item: item)
     assert all(given[name] is own[name] for name in own)
     assert given["list"][0] is x  # type: ignore[index]
     copied["list"].insert(0, z)
@@ -144,7 +144,7 @@ def test_what_changes_in_copies_is_given_back() -> None:
     del copied["dict"]["gone"]
     copied["node"].value, copied["node"].late = None, copied["list"]
     copied["tuple"][0].clear()
-    replacement.give_back()
+    replacement.give_back(lambda item: item)
     assert all(given[name] is own[name] for name in own)
     assert [*map(id, given["list"])] == [*map(id, (z, x, y))]  # type: ignore[call-overload]
     assert {**given["dict"]}.keys() == {"x", "late"}  # type: ignore[dict-item]

@@ -276,11 +276,11 @@ class Unit:
         return output if self.precision.output_dtype is None else self._cast_output(output)
 
     def _leave_call(self, module: nn.Module) -> None:
-        """What forward changed in containers that it was given becomes the caller's."""
+        """What forward changed in containers that it was given becomes the caller's, as outputs do."""
         if id(module) in self._inside:
             self._inside.remove(id(module))
             for replacement in reversed(self._replacements.pop()):
-                replacement.give_back()
+                replacement.give_back(self._announce)
 
     @labelled("FSDP::post_forward")
     def _leave_forward(self, context: FSDPCommContext, output: Any) -> Any:
@@ -412,6 +412,9 @@ class Unit:
         for tensor, alias, version in passed:
             if tensor._version != version:
                 take_history(tensor, alias)
+
+    def _announce(self, output: Any) -> Any:
+        return self._register_pre_backward(output)[0] if torch.is_grad_enabled() else output
 
     def _register_pre_backward(self, output: Any) -> tuple[Any, bool]:
         tensors = tensors_requiring_grad(output)

@@ -73,23 +73,30 @@ class Replacement:
         self._copies.append((value, copied))
         return copied
 
-    def give_back(self) -> None:
+    def give_back(self, announce: Callable[[Any], Any]) -> None:
         """What was since added to, replaced in and removed from the lists, dicts and dataclasses that took the places
-        of others, now is so in those others."""
+        of others, now is so in those others.
+
+        Args:
+            announce: gives what is put there in the place of something new.
+        """
         if not self._copies:
             return
         origins = {id(new): old for old, new in self._done.values()}
+
+        def given(item: Any) -> Any:
+            return origins[id(item)] if id(item) in origins else announce(item)
+
         for old, copied in self._copies:
             if isinstance(copied, list):
-                parts = [origins.get(id(part), part) for part in copied]
-                if len(parts) != len(old) or not _same(parts, old):
-                    old[:] = parts
+                if [*map(id, old)] != [id(origins.get(id(item), item)) for item in copied]:
+                    old[:] = [*map(given, copied)]
                 continue
             held, set_, delete = _accessors(old)
-            items = {key: origins.get(id(item), item) for key, item in _accessors(copied)[0].items()}
+            items = _accessors(copied)[0]
             for key, item in items.items():
-                if key not in held or held[key] is not item:
-                    set_(old, key, item)
+                if key not in held or held[key] is not origins.get(id(item), item):
+                    set_(old, key, given(item))
             for key in held.keys() - items.keys():
                 delete(old, key)
 
