@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from shardwise import Placements, fully_shard
 from shardwise.core.device import local_of
 from shardwise.core.errors import StateError
-from shardwise.core.parameter import ShardedParameter
+from shardwise.core.parameter import ShardedParameter, SteppedParameter
 
 from ..models import inputs_for
 from .test_memory import Collectives, build
@@ -64,7 +63,7 @@ def test_parameters_are_plain_in_a_step_and_themselves_after_it(fake_mesh: Mesh,
             optimizer.step()
         except KeyError:
             assert fails
-        assert set(optimizer.met) == {DTensor}
+        assert set(optimizer.met) == {SteppedParameter}
         assert types_of(model) == {ShardedParameter}
         for parameter, value in zip(model.parameters(), before, strict=True):
             torch.testing.assert_close(parameter.to_local(), value if parameter is frozen else value / 2)
@@ -85,7 +84,7 @@ def test_a_closure_meets_parameters_as_they_are(fake_mesh: Mesh) -> None:
 
     for arguments, named in (((closure,), {}), ((), {"closure": closure})):
         assert isinstance(optimizer.step(*arguments, **named), torch.Tensor)
-        assert set(optimizer.met) == {DTensor}
+        assert set(optimizer.met) == {SteppedParameter}
         assert types_of(model) == {ShardedParameter}
 
 
@@ -141,10 +140,10 @@ def test_a_step_within_a_step(fake_mesh: Mesh) -> None:
     class Outer(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             inner.step()
-            assert types_of(model) == {DTensor}
+            assert types_of(model) == {SteppedParameter}
 
     Outer(model.parameters(), lr=0.1).step()
-    assert set(inner.met) == {DTensor}
+    assert set(inner.met) == {SteppedParameter}
     assert types_of(model) == {ShardedParameter}
 
 
@@ -175,3 +174,29 @@ def test_a_step_keeps_nothing_alive(fake_mesh: Mesh, kind: type[torch.optim.Opti
             assert not any(gradient() is not None for gradient in gradients)
     finally:
         gc.enable()
+
+
+class Resets(torch.optim.SGD):
+    """Puts back the values from before its step, as sharpness-aware optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        with torch.no_grad():
+            old = [parameter.data.clone() for parameter in parameters]
+            if closure is not None:
+                closure()
+            for parameter, value in zip(parameters, old, strict=True):
+                parameter.add_(1.0)
+                parameter.data = value
+
+
+@pytest.mark.parametrize("closure", [None, int])
+def test_a_step_may_replace_data(fake_mesh: Mesh, closure: Any) -> None:
+    """It went to the DTensor and not to its local tensor, in silence, as with FSDP2."""
+    model = build(fake_mesh(2))
+    model(inputs_for(model, 0)).sum().backward()
+    before = [parameter.to_local().detach().clone() for parameter in model.parameters()]
+    Resets(model.parameters(), lr=0.1).step(closure)
+    for parameter, value in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(parameter.to_local(), value)
+    model(inputs_for(model, 0)).sum().backward()

@@ -71,6 +71,12 @@ class TracedParameter(DTensor):
         return wrap_local(local_of(whole), spec_of(whole), cls, whole.requires_grad)
 
 
+class SteppedParameter(TracedParameter):
+    """The registered parameter while an optimizer not of torch writes it: a DTensor whose data it may replace."""
+
+    data = property(_DATA, lambda parameter, value: _replace_data(parameter, value))
+
+
 class ShardedParameter(TracedParameter):
     """The registered parameter between uses: an ordinary DTensor that explains itself.
 
@@ -157,6 +163,7 @@ def _viewed_by(tensor: torch.Tensor) -> ShardedParameter | None:
 
 
 step_by_foreach(TracedParameter)
+step_by_foreach(SteppedParameter)
 step_by_foreach(ShardedParameter)
 step_by_foreach(ShardedView)
 
@@ -206,7 +213,7 @@ def _replace_data(parameter: DTensor, value: torch.Tensor) -> None:
         )
     value = cast(DTensor, value.detach()).redistribute(placements=parameter.placements)
     with without_torch_function():
-        parameter.data = value
+        _SET_DATA(parameter, value)
         set_local(parameter, complete(local_of(value)), spec_of(value))
     if (owner := owner_of(parameter)) is not None:
         owner.note_write()

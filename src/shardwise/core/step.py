@@ -23,7 +23,7 @@ from .device import (
     wrap_local,
 )
 from .errors import StateError
-from .parameter import ShardedParameter, TracedParameter, name_of_replaced, owner_of
+from .parameter import ShardedParameter, SteppedParameter, TracedParameter, name_of_replaced, owner_of
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {
@@ -129,9 +129,10 @@ class _Step:
         self._plain = written
         if written:
             _running.add(self)
+        # torch dispatches no subclass as fast as its own.
+        own: type[DTensor] = DTensor if type(self._optimizer).__module__.startswith("torch.optim") else SteppedParameter
         for parameter in written:
-            # torch dispatches no subclass as fast as its own.
-            cast(Any, parameter).__class__ = TracedParameter if self._is_traced else DTensor
+            cast(Any, parameter).__class__ = TracedParameter if self._is_traced else own
         for parameter in written if self._is_traced else ():
             parameter.grad = wrap_at_offset(cast(torch.Tensor, parameter.grad))
 
