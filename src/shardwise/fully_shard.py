@@ -306,6 +306,8 @@ def check_cuttable(name: str, parameter: nn.Parameter) -> None:
     Raises:
         ValueError: naming a parameter that cannot be sharded, whatever the mesh.
     """
+    if nn.parameter.is_lazy(parameter):
+        raise ValueError(f"parameter {name!r} has no shape yet: run the lazy modules once, then call fully_shard")
     if parameter.ndim == 0:
         raise ValueError(f"parameter {name!r} is a scalar, which cannot be cut: make it a 1-D tensor of one element")
     if hasattr(parameter, "fsdp_pre_all_gather"):

@@ -106,6 +106,12 @@ def test_scalar_parameter() -> None:
 
 
 @on_ranks(1)
+def test_lazy_parameter() -> None:
+    with refused(ValueError, "'1.weight'", "lazy modules"):
+        fully_shard(nn.Sequential(nn.ReLU(), nn.LazyLinear(3)))
+
+
+@on_ranks(1)
 def test_gradients_of_another_dtype_than_the_parameter() -> None:
     layer = Layer().bfloat16()
     parameter = next(layer.parameters())
