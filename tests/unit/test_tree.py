@@ -118,12 +118,12 @@ def test_containers_are_not_made_by_their_constructors() -> None:
     assert marked.mark == fixed.mark == "kept"
 
 
-def test_what_is_met_again_is_replaced_by_the_same() -> None:
+def test_a_container_that_is_met_again_is_replaced_by_the_same() -> None:
     x, y = torch.ones(2), torch.zeros(2)
     shared = [x, y]
     first, second, (third, fourth) = map_tensors((x, shared, [shared, x]), lambda t: t + 1)
-    assert first is second[0] is third[0] is fourth
     assert second is third
+    assert len({id(first), id(second[0]), id(fourth)}) == 3  # as FSDP2's modules get them
     node = Node(x)
     node.parent = [node]  # contains itself
     assert torch.equal(map_tensors(node, lambda t: t * 2).value, x * 2)

@@ -26,36 +26,41 @@ class Replacement:
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]):
         self._function = function
-        self._done: dict[int, tuple[Any, Any]] = {}
-        """What was met, by its id, and what takes its place."""
+        self._replaced: list[tuple[Any, Any]] = []
+        """What was, and what takes its place."""
+        self._met: dict[int, tuple[Any, Any]] = {}
+        """Containers by their ids, and what takes their places or they themselves."""
         self._copies: list[tuple[Any, Any]] = []
         """Containers that code may change, and what takes their places; the inner ones first."""
 
     def of(self, value: Any) -> Any:
         """``value`` with its tensors replaced."""
-        if (done := self._done.get(id(value))) is not None:
-            return done[1]
         if isinstance(value, torch.Tensor):
-            new = self._function(value)
+            # One that is there several times too: FSDP2 gives modules as many, on which the order of their sums may
+            # depend (attention of a tensor to itself).
+            new: Any = self._function(value)
+        elif isinstance(value, tuple):
+            parts = [*map(self.of, value)]
+            new = value if _same(parts, value) else _rebuilt_tuple(value, parts)
         elif isinstance(value, _LEAVES):
             return value
+        elif (met := self._met.get(id(value))) is not None:
+            return met[1]
         else:
-            self._done[id(value)] = value, value  # a container may contain itself
+            self._met[id(value)] = value, value  # a container may contain itself
             new = self._of_parts(value)
-        self._done[id(value)] = value, new
+            self._met[id(value)] = value, new
+        if new is not value:
+            self._replaced.append((value, new))
         return new
 
     def _of_parts(self, value: Any) -> Any:
         if isinstance(value, dict):
             items = {key: self.of(item) for key, item in value.items()}
             return value if _same(items.values(), value.values()) else self._note(value, _rebuilt_dict(value, items))
-        if isinstance(value, (list, tuple)):
+        if isinstance(value, list):
             parts = [*map(self.of, value)]
-            if _same(parts, value):
-                return value
-            return (
-                _rebuilt_tuple(value, parts) if isinstance(value, tuple) else self._note(value, _filled(value, parts))
-            )
+            return value if _same(parts, value) else self._note(value, _filled(value, parts))
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
             old = [getattr(value, name) for name in names]
@@ -82,7 +87,7 @@ class Replacement:
         """
         if not self._copies:
             return
-        origins = {id(new): old for old, new in self._done.values()}
+        origins = {id(new): old for old, new in self._replaced}
 
         def given(item: Any) -> Any:
             return origins[id(item)] if id(item) in origins else announce(item)
@@ -114,10 +119,10 @@ def _accessors(value: Any) -> tuple[dict[Any, Any], Callable[..., Any], Callable
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``value`` with ``function`` of each tensor in it, depth first; of one that is there several times only once.
+    """``value`` with ``function`` of each tensor in it; depth first, in order.
 
     Looks into dicts, lists, tuples, named tuples, dataclasses and what is registered with torch's trees. What does not
-    change stays the same object, and containers keep their type.
+    change stays the same object, containers keep their type, and one that is there several times stays one.
     """
     return function(value) if isinstance(value, torch.Tensor) else Replacement(function).of(value)
 
