@@ -38,6 +38,7 @@ ORDER = [
     "core.group",
     "core.iteration",
     "core.context",
+    "core.boundary",
     "core.hooks",
     "core.module",
     "core.root",

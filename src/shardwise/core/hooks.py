@@ -14,20 +14,16 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.hooks import RemovableHandle
 
+from .boundary import Call, announce_begin
 from .context import FSDPCommContext
 from .device import (
     Lane,
-    apply_function,
     backward_number,
     eager,
     in_backward,
-    in_transforms,
-    is_view,
     label,
     labelled,
-    requires_grad_outside,
     runs_in_this_backward,
-    take_history,
 )
 from .errors import StateError
 from .group import ParamGroup
@@ -35,7 +31,7 @@ from .iteration import Iteration
 from .parameter import owner_of
 from .slot import GroupOptions
 from .step import end_steps
-from .tree import Replacement, casting, map_tensors, opaque_types, tensors_requiring_grad
+from .tree import casting, map_tensors, opaque_types
 
 
 class Phase(Enum):
@@ -89,10 +85,7 @@ class Unit:
         self.prefetch_backward: list[weakref.ref[Unit]] = []
         self._modules = [weakref.ref(module) for module in modules]
         self._to_run: set[int] = set()
-        self._inside: list[int] = []
-        self._replacements: list[list[Replacement]] = []
-        """Of the arguments of each of those calls."""
-        self._passed: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self._inside: list[Call] = []
         self._computes_backward = False
         self._is_checked = False
         self._opaque = ""
@@ -149,7 +142,8 @@ class Unit:
         if self.phase is Phase.PRE_BACKWARD:
             if in_backward():  # recomputation of a checkpointed forward
                 self.unshard_again()
-                return self._cast_inputs(args, kwargs, [])
+                recomputed: tuple[Any, Any] = self._cast_inputs(Call(id(module)), (args, kwargs))
+                return recomputed
             context.recover_from_aborted_backward()
         if self._opaque:
             self._refuse_unannounced()
@@ -170,21 +164,20 @@ class Unit:
                 context.queue_end_of_backward()
             elif context.forward_root is None:
                 args, kwargs = self._enter_pass(context, args, kwargs)
-        replacements: list[Replacement] = []
+        call, arguments = Call(id(module)), (args, kwargs)
         if self.precision.param_dtype is not None:
-            args, kwargs = self._cast_inputs(args, kwargs, replacements)
+            arguments = self._cast_inputs(call, arguments)
         for group in self.groups:
             group.unshard(context.gather_lane, for_backward=self._recomputes)
-        self._inside.append(id(module))
-        self._replacements.append(replacements)
+        self._inside.append(call)
         if is_first and torch.is_grad_enabled():
-            args, kwargs = self._register_post_backward(context, args, kwargs, replacements)
+            arguments = self._announce_end(context, call, arguments)
         if is_first and not self._recomputes:
             # Before the wait, so that a link that all wait for is never idle.
             self._prefetch_for_forward(context)
         for group in self.groups:
             group.wait_for_unshard()
-        return args, kwargs
+        return arguments
 
     def _check_unsharded(self) -> None:
         """
@@ -276,11 +269,11 @@ class Unit:
         return output if self.precision.output_dtype is None else self._cast_output(output)
 
     def _leave_call(self, module: nn.Module) -> None:
-        """What forward changed in containers that it was given becomes the caller's, as outputs do."""
-        if id(module) in self._inside:
-            self._inside.remove(id(module))
-            for replacement in reversed(self._replacements.pop()):
-                replacement.give_back(self._announce)
+        for call in reversed(self._inside):
+            if call.module == id(module):
+                self._inside.remove(call)
+                call.leave(self)
+                return
 
     @labelled("FSDP::post_forward")
     def _leave_forward(self, context: FSDPCommContext, output: Any) -> Any:
@@ -289,14 +282,11 @@ class Unit:
                 if group.options.reshard_after_forward:
                     output = map_tensors(output, group.kept)
                     group.reshard(after_forward=True)
-        announces = False
-        if torch.is_grad_enabled():
-            self._return_changed_inputs()
-            output, announces = self._register_pre_backward(output)
-            if announces and not self._recomputes:
-                self._positions.append(context.order.record_for_backward(self.reference))
-            if not announces:
-                self._refuse_opaque(output)
+        output, announces = announce_begin(self, output)
+        if announces and not self._recomputes:
+            self._positions.append(context.order.record_for_backward(self.reference))
+        if torch.is_grad_enabled() and not announces:
+            self._refuse_opaque(output)
         for group in () if announces else self.groups:
             # The root kept its parameters for a backward, and there will be none: they serve the next forward.
             if self.reshards_unless_root or not group.shards.sees_writes:
@@ -354,7 +344,7 @@ class Unit:
     def complete_forward(self, output: Any) -> Any:
         """Finish the forward of a unit of several modules of which not all ran; ``output`` is the root's."""
         if self._to_run and self.phase is Phase.FORWARD and self.context is not None:
-            self._to_run, self._inside, self._replacements = set(), [], []
+            self._to_run, self._inside = set(), []
             output = self._leave_forward(self.context, output)
         return output
 
@@ -369,13 +359,12 @@ class Unit:
                 if group.is_gathering:
                     group.reshard()
 
-    def _cast_inputs(self, args: Any, kwargs: Any, replacements: list[Replacement]) -> tuple[Any, Any]:
+    def _cast_inputs(self, call: Call, arguments: Any) -> Any:
         dtype = self.precision.param_dtype
         if dtype is None or not self.precision.cast_forward_inputs:
-            return args, kwargs
+            return arguments
         with label("FSDP::cast_forward_inputs", self.name):
-            replacements.append(Replacement(casting(dtype)))
-            return replacements[-1].of((args, kwargs))  # type: ignore[no-any-return]
+            return call.replace(arguments, casting(dtype))
 
     def _cast_output(self, output: Any) -> Any:
         dtype = self.precision.output_dtype
@@ -384,69 +373,30 @@ class Unit:
         with label("FSDP::cast_forward_outputs", self.name):
             return map_tensors(output, casting(dtype))
 
-    # -- Registration with autograd
-
-    def _register_post_backward(
-        self, context: FSDPCommContext, args: Any, kwargs: Any, replacements: list[Replacement]
-    ) -> tuple[Any, Any]:
-        inputs = tensors_requiring_grad((args, kwargs))
+    def _announce_end(self, context: FSDPCommContext, call: Call, arguments: Any) -> Any:
         forward_pass = context.passes
         if self._recomputes:
             # Backward may go through this call (reentrant checkpointing) or not: nothing else must wait for it.
             self._recomputations += 1
             forward_pass = -self._recomputations
         self._calls[forward_pass] += 1
-        if not inputs:
-            return args, kwargs
-        aliases = apply_function(_PostBackward, self, forward_pass, *inputs)
-        if (node := aliases[0].grad_fn) is not None:  # under a transform of `torch.func` it may be
+        arguments, node = call.announce_end(self, forward_pass, arguments)
+        if node is not None:
             self._nodes.setdefault(forward_pass, weakref.ref(node))
-        self._passed = [(old, new, old._version) for old, new in zip(inputs, aliases, strict=True)]
-        replaced = iter(aliases)
-        replacements.append(Replacement(lambda tensor: next(replaced) if tensor.requires_grad else tensor))
-        return replacements[-1].of((args, kwargs))  # type: ignore[no-any-return]
-
-    def _return_changed_inputs(self) -> None:
-        """Inputs that forward modified in place: the caller's tensors get the history of what they now hold."""
-        passed, self._passed = self._passed, []
-        for tensor, alias, version in passed:
-            if tensor._version != version:
-                take_history(tensor, alias)
-
-    def _announce(self, output: Any) -> Any:
-        return self._register_pre_backward(output)[0] if torch.is_grad_enabled() else output
-
-    def _register_pre_backward(self, output: Any) -> tuple[Any, bool]:
-        tensors = tensors_requiring_grad(output)
-        take_hooks = [not (is_view(tensor) or tensor.is_leaf) for tensor in tensors]
-        for tensor, takes_hook in zip(tensors, take_hooks, strict=True):
-            if takes_hook:
-                tensor.register_hook(self._pre_backward_hook)
-        if in_transforms() or not all(take_hooks):
-            # A hook on a view is lost when the view is modified in place, one on a leaf stays for ever, and a
-            # transform's tensor takes none. One function for each: autograd would give one for all zeros for those that
-            # got no gradient, and so gradients to what nothing used.
-            def announce(tensor: torch.Tensor) -> torch.Tensor:
-                if not tensor.requires_grad and requires_grad_outside(tensor):
-                    tensors.append(tensor)
-                elif not (tensor.requires_grad and (is_view(tensor) or tensor.is_leaf)):
-                    return tensor
-                return apply_function(_PreBackward, self, None, tensor)[0]  # type: ignore[no-any-return]
-
-            output = map_tensors(output, announce)
-        return output, bool(tensors)
+        return arguments
 
     # -- Backward
 
     @eager
-    def _pre_backward_hook(self, gradient: torch.Tensor) -> None:
+    def pre_backward_hook(self, gradient: torch.Tensor) -> None:
+        """Backward has come to an output, whose ``gradient`` this is."""
         self.pre_backward()
 
     def pre_backward(self, call: Any = None) -> None:
         """Gather unless prefetched, prefetch the unit expected next.
 
         Args:
-            call: the `_PostBackward` of the call whose first backward is differentiated, if one is.
+            call: the node at the inputs of the call whose first backward is differentiated, if one is.
         """
         context = self.context
         assert context is not None
@@ -589,8 +539,7 @@ class Unit:
 
     def _forget_forward(self) -> None:
         self._differentiated.clear()
-        self._to_run, self._inside, self._replacements = set(), [], []
-        self._passed, self.phase = [], Phase.IDLE
+        self._to_run, self._inside, self.phase = set(), [], Phase.IDLE
 
     def forget_calls(self) -> None:
         """The iteration's last backward is over: forwards that took no part in it are not waited for, but those whose
@@ -643,58 +592,3 @@ class Unit:
 def _check_arrival(reference: weakref.ref[Unit], _: torch.Tensor) -> None:
     if (unit := reference()) is not None:
         unit.check_arrival()
-
-
-class _Announcing(torch.autograd.Function):
-    """Identity on tensors that tells a unit when backward reaches it, and of what: a forward pass, or a call.
-
-    Also within the transforms of `torch.func`.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(unit: Unit, what: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        # Not the tensors themselves: autograd forbids modifying those in place.
-        return tuple([tensor.detach() for tensor in tensors])
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.unit, ctx.what = inputs[:2]
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, __: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tangents
-
-
-class _PostBackward(_Announcing):
-    """On a unit's inputs: the unit's backward is complete.
-
-    Of all nodes of the unit it was made first, and autograd runs the latest first, so everything that contributes
-    gradients to the unit's parameters is done.
-    """
-
-    @staticmethod
-    @eager
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        ctx.unit.post_backward(ctx.what, ctx)
-        if torch.is_grad_enabled():
-            # Where this backward ends that of its gradients begins.
-            gradients = apply_function(_PreBackward, ctx.unit, ctx, *gradients)
-        return (None, None, *gradients)
-
-
-class _PreBackward(_Announcing):
-    """On a unit's outputs, or on its inputs' gradients: the unit's backward, or that of its backward, begins."""
-
-    @staticmethod
-    @eager
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        ctx.unit.pre_backward(ctx.what)
-        return (None, None, *gradients)
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, __: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        # Backward may come through the tangents alone.
-        announced: tuple[torch.Tensor, ...] = apply_function(_PreBackward, ctx.unit, ctx.what, *tangents)
-        return announced

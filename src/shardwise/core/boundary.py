@@ -1,0 +1,140 @@
+"""What goes into a unit's forward and comes out of it: tensors by which autograd tells of the unit's backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from .device import apply_function, eager, in_transforms, is_view, requires_grad_outside, take_history
+from .tree import Replacement, map_tensors, tensors_requiring_grad
+
+
+class Told(Protocol):
+    """What is told of backward."""
+
+    def pre_backward(self, call: Any = None) -> None:
+        """It begins, or, if ``call`` is given, that of the backward of this node does."""
+
+    def pre_backward_hook(self, gradient: torch.Tensor) -> None:
+        """It begins, with this gradient of an output."""
+
+    def post_backward(self, forward_pass: int, call: Any) -> None:
+        """The gradients of the inputs of a call in this forward pass are complete; ``call`` is its node."""
+
+
+class Call:
+    """One call of a module's forward: what it gets in the place of its arguments.
+
+    Args:
+        module: its id.
+    """
+
+    def __init__(self, module: int):
+        self.module = module
+        self._replacements: list[Replacement] = []
+        self._passed: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+
+    def replace(self, arguments: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        """``arguments`` with ``function`` of each tensor in them."""
+        self._replacements.append(Replacement(function))
+        return self._replacements[-1].of(arguments)
+
+    def announce_end(self, unit: Told, forward_pass: int, arguments: Any) -> tuple[Any, Any]:
+        """``arguments`` that tell ``unit`` when backward has come to them, and the node that will, if one does."""
+        inputs = tensors_requiring_grad(arguments)
+        if not inputs:
+            return arguments, None
+        aliases = apply_function(_PostBackward, unit, forward_pass, *inputs)
+        self._passed = [(old, new, old._version) for old, new in zip(inputs, aliases, strict=True)]
+        left = iter(aliases)
+        replaced = self.replace(arguments, lambda tensor: next(left) if tensor.requires_grad else tensor)
+        return replaced, aliases[0].grad_fn
+
+    def leave(self, unit: Told) -> None:
+        """What forward changed in place in its arguments, tensors and containers, becomes the caller's."""
+        for tensor, alias, version in self._passed:
+            if tensor._version != version:
+                take_history(tensor, alias)
+        for replacement in reversed(self._replacements):
+            replacement.give_back(lambda output: announce_begin(unit, output)[0])
+
+
+def announce_begin(unit: Told, output: Any) -> tuple[Any, bool]:
+    """``output`` that tells ``unit`` when backward comes to it, and whether any of its tensors will."""
+    if not torch.is_grad_enabled():
+        return output, False
+    tensors = tensors_requiring_grad(output)
+    take_hooks = [not (is_view(tensor) or tensor.is_leaf) for tensor in tensors]
+    for tensor, takes_hook in zip(tensors, take_hooks, strict=True):
+        if takes_hook:
+            tensor.register_hook(unit.pre_backward_hook)
+    if in_transforms() or not all(take_hooks):
+        # A hook on a view is lost when the view is modified in place, one on a leaf stays for ever, and a
+        # transform's tensor takes none. One function for each: autograd would give one for all zeros for those that
+        # got no gradient, and so gradients to what nothing used.
+        def announce(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.requires_grad and requires_grad_outside(tensor):
+                tensors.append(tensor)
+            elif not (tensor.requires_grad and (is_view(tensor) or tensor.is_leaf)):
+                return tensor
+            return apply_function(_PreBackward, unit, None, tensor)[0]  # type: ignore[no-any-return]
+
+        output = map_tensors(output, announce)
+    return output, bool(tensors)
+
+
+class _Announcing(torch.autograd.Function):
+    """Identity on tensors that tells a unit when backward reaches it, and of what: a forward pass, or a call.
+
+    Also within the transforms of `torch.func`.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(unit: Told, what: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # Not the tensors themselves: autograd forbids modifying those in place.
+        return tuple([tensor.detach() for tensor in tensors])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.unit, ctx.what = inputs[:2]
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, __: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tangents
+
+
+class _PostBackward(_Announcing):
+    """On a unit's inputs: the unit's backward is complete.
+
+    Of all nodes of the unit it was made first, and autograd runs the latest first, so everything that contributes
+    gradients to the unit's parameters is done.
+    """
+
+    @staticmethod
+    @eager
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        ctx.unit.post_backward(ctx.what, ctx)
+        if torch.is_grad_enabled():
+            # Where this backward ends that of its gradients begins.
+            gradients = apply_function(_PreBackward, ctx.unit, ctx, *gradients)
+        return (None, None, *gradients)
+
+
+class _PreBackward(_Announcing):
+    """On a unit's outputs, or on its inputs' gradients: the unit's backward, or that of its backward, begins."""
+
+    @staticmethod
+    @eager
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        ctx.unit.pre_backward(ctx.what)
+        return (None, None, *gradients)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, __: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # Backward may come through the tangents alone.
+        announced: tuple[torch.Tensor, ...] = apply_function(_PreBackward, ctx.unit, ctx.what, *tangents)
+        return announced
