@@ -9,6 +9,7 @@ import inspect
 import pickle
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -573,6 +574,11 @@ def test_state_dict_options() -> None:
     mixed(inputs_for(ConvNet(), 1).bfloat16())
     assert {b.dtype for b in mixed.buffers() if b.is_floating_point()} == {torch.bfloat16}
     assert {v.dtype for v in mixed.state_dict().values() if v.is_floating_point()} == {torch.float32}
+    others = {"step": torch.ones(2, dtype=torch.bfloat16), "more.weight": torch.ones(1)}
+    for model in (first, mixed):
+        given: dict[str, Any] = OrderedDict(others)
+        model.state_dict(destination=given)
+        assert all(given.get(name) is value for name, value in others.items())  # nothing else of a caller's is touched
     state = FSDP(made(MLP)).state_dict()
     kept = {name: value.clone() for name, value in state.items()}
     gc.collect()

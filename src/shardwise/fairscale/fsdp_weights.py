@@ -25,18 +25,23 @@ def finish_state_dict(module: FullyShardedDataParallel, state_dict: Any, prefix:
     inner = f"{prefix}{INNER}."
     # A local state dict has the shards and buffers that are trained, not copies.
     live = set() if module._gives_local else _addresses_of_buffers(module)
-    for key in [key for key in state_dict if key.startswith(prefix)]:
+    # Not others that start so: without a prefix, all do that a caller's ``destination`` had before.
+    own = {*module._parameters, *module._buffers, *module._modules, "_extra_state"}
+    keys = [key for key in state_dict if key.startswith(prefix) and key.removeprefix(prefix).split(".")[0] in own]
+    names = []
+    for key in keys:
         value = state_dict.pop(key)
         if isinstance(value, torch.Tensor):
             value = _given(module, value, live)
-        state_dict[prefix + key.removeprefix(inner) if key.startswith(inner) else key] = value
+        names.append(prefix + key.removeprefix(inner) if key.startswith(inner) else key)
+        state_dict[names[-1]] = value
     metadata = getattr(state_dict, "_metadata", None)
     if metadata is not None:
         for name in [name for name in metadata if INNER in name]:
             metadata.setdefault(clean(name), {}).update(metadata.pop(name))
     if module.state_dict_on_rank_0_only and module.rank != 0 and not module._gives_local:
-        for key in [key for key in state_dict if key.startswith(prefix)]:
-            del state_dict[key]
+        for name in names:
+            del state_dict[name]
 
 
 def _addresses_of_buffers(module: FullyShardedDataParallel) -> set[int]:
