@@ -961,6 +961,9 @@ def test_wraps_batch_norm_by_itself() -> None:
     loss_of(alone, inputs_for(ConvNet(), 1)).backward()
     assert torch.isfinite(alone.clip_grad_norm_(1.0))
     assert set(alone.state_dict()) == set(made(ConvNet).state_dict())
+    # The groups that its norms were wrapped with are not in the way.
+    torch.testing.assert_close(copy.deepcopy(alone).state_dict(), alone.state_dict(), rtol=0, atol=0)
+    assert get_fsdp_instances(pickle.loads(pickle.dumps(alone)))
 
 
 # -- Errors

@@ -52,8 +52,13 @@ def auto_wrap_bn(
         setattr(member, "wrapper_config", config)  # noqa: B010  (nn.Module types its attributes)
     if not wrap_it:
         return module
-    with enable_wrap(config_auto_wrap_policy, wrapper_cls=FullyShardedDataParallel):
-        return auto_wrap(module)
+    try:
+        with enable_wrap(config_auto_wrap_policy, wrapper_cls=FullyShardedDataParallel):
+            return auto_wrap(module)
+    finally:
+        # It has served, and with a process group in it no module could be copied or pickled.
+        for member in found.values():
+            delattr(member, "wrapper_config")
 
 
 def _default_config(single_rank_pg: bool, process_group: Any) -> dict[str, Any]:
