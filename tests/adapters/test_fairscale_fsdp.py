@@ -1184,3 +1184,20 @@ def test_experts_of_one_rank() -> None:
     before = copy.deepcopy(optimizer.state_dict())
     optimizer.load_state_dict(model.get_shard_from_optim_state_dict(full))
     torch.testing.assert_close(optimizer.state_dict()["state"], before["state"], rtol=0, atol=0)
+
+
+@needs_fairscale
+@on_ranks(2)
+def test_loads_fairscales_shards_of_one_rank() -> None:
+    """They have the shapes of the parameters where those are not joined."""
+    rank = dist.get_rank()
+    alone = [dist.new_group([index]) for index in range(2)][rank]
+    torch.manual_seed(rank)
+    options: dict[str, Any] = {"process_group": alone, "flatten_parameters": False}
+    with fairscale_fsdp() as theirs:
+        saved = theirs(nn.Linear(4, 3), process_group_reduce_scatter=alone, bucket_cap_mb=0, **options)
+        state = saved.local_state_dict()
+    assert state["weight"].shape == (3, 4)
+    model = FSDP(nn.Linear(4, 3), **options)
+    model.load_local_state_dict(state)
+    torch.testing.assert_close(dict(model.state_dict()), dict(state), rtol=0, atol=0)

@@ -93,9 +93,11 @@ def prepare_load(
 ) -> None:
     """Give the entries names with the wrapper, and register whole parameters to write into."""
     module._enter_loading(messages)
-    own = {prefix + run.name for run in module._runs if run.is_joined} if module._gives_local else set()
-    for key in [key for key in state_dict if key.startswith(prefix) and key not in own]:
+    runs = {prefix + run.name: run.is_joined for run in module._runs} if module._gives_local else {}
+    for key in [key for key in state_dict if key.startswith(prefix) and not runs.get(key)]:
         value = state_dict.pop(key)
+        if key in runs and isinstance(value, torch.Tensor):
+            value = value.reshape(-1)  # FairScale's shard of the only rank has the parameter's own shape
         state_dict[f"{prefix}{INNER}.{key.removeprefix(prefix)}"] = value
 
 
