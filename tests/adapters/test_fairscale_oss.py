@@ -574,6 +574,19 @@ def test_clipping_float16_gradients_does_not_overflow() -> None:
 
 
 @on_ranks(2)
+def test_clipping_complex_gradients_does_not_overflow() -> None:
+    """Their norm is above the largest float32."""
+    gradients = [torch.full((3,), 1e150 + 2e150j, dtype=torch.complex128) for _ in range(3)]
+    parameters, plain = ([nn.Parameter(torch.zeros_like(one)) for one in gradients] for _ in range(2))
+    for members in (parameters, plain):
+        for parameter, gradient in zip(members, gradients, strict=True):
+            parameter.grad = gradient.clone()
+    norm = OSS(parameters, optim=SGD, lr=0.1).clip_grad_norm(1.0)
+    torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(plain, 1.0))
+    assert_same([p.grad for p in parameters], [p.grad for p in plain])
+
+
+@on_ranks(2)
 def test_clipping_with_empty_gradients() -> None:
     """torch has no largest element of them; one rank must not fail alone."""
     for dtype in (torch.float16, torch.float32):

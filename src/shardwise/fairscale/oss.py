@@ -285,7 +285,7 @@ class OSS(Optimizer):
         if not owners:
             return torch.zeros((), device=device)
         number = {id(parameter): index for index, parameter in enumerate(owners)}
-        wide = any(parameter.dtype == torch.float64 for parameter in owners)
+        wide = any(parameter.dtype.to_real() == torch.float64 for parameter in owners)
         # The norm that stands for a parameter that does not count, and leaves the total as it is.
         neutral = math.inf if norm_type < 0 else 0.0
         vector = torch.tensor(
