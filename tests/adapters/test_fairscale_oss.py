@@ -330,6 +330,33 @@ def test_partition_and_adding_param_groups() -> None:
     assert oss.owners() == after
 
 
+class Picky(SGD):
+    """Refuses param groups that any optimizer takes."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As an optimizer for matrices only."""
+        if param_group.get("lr", 1) == 0:
+            raise ValueError("no lr")
+        super().add_param_group(param_group)
+
+
+@on_ranks(2)
+def test_a_group_that_the_wrapped_optimizer_refuses_is_not_added() -> None:
+    parameters = [nn.Parameter(torch.ones(3)) for _ in range(5)]
+    oss, plain = OSS(parameters[:2], optim=Picky, lr=0.1), Picky(copy.deepcopy(parameters), lr=0.1)
+    with pytest.raises(ValueError, match="no lr"):
+        oss.add_param_group({"params": parameters[2:4], "lr": 0})
+    assert len(oss.param_groups) == 1
+    oss.add_param_group({"params": parameters[2:]})
+    expected = OSS([{"params": parameters[:2]}, {"params": parameters[2:]}], lr=0.1).owners()
+    assert oss.owners() == expected
+    for step in range(2):
+        for members, stepped in ((parameters, oss), (plain.param_groups[0]["params"], plain)):
+            give_gradients(members, step)
+            stepped.step()
+    assert_same(parameters, plain.param_groups[0]["params"])
+
+
 # -- Memory
 
 

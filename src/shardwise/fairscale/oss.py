@@ -166,13 +166,19 @@ class OSS(Optimizer):
         """
         super().add_param_group(param_group)
         params = self.param_groups[-1]["params"]
-        owners, self._loads = deal([p.numel() for p in params], [p.requires_grad for p in params], self._loads)
+        owners, loads = deal([p.numel() for p in params], [p.requires_grad for p in params], self._loads)
         self._owners.append(owners)
-        self._plan = None
         if "optim" in self.__dict__:
-            self.optim.add_param_group(self._part(self.rank, first=len(self._owners) - 1)[0])
+            try:
+                self.optim.add_param_group(self._part(self.rank, first=len(self._owners) - 1)[0])
+            except BaseException:
+                # It may refuse more than `Optimizer` does; what it does not have must not be here either.
+                self._owners.pop()
+                self.param_groups.pop()
+                raise
             # Only the new group: what was set in the others since the last step is not in `optim` yet.
             _copy_settings(self.optim.param_groups[-1:], self.param_groups[-1:])
+        self._loads, self._plan = loads, None
 
     def refresh_trainable(self) -> None:
         """Note that parameters were frozen or unfrozen. Every step checks by itself, so this need not be called."""
