@@ -816,6 +816,34 @@ def test_gathers_state_of_what_is_no_torch_optimizer(flat: bool) -> None:
     torch.testing.assert_close(got, wanted, rtol=0, atol=0)
 
 
+class _Noting(SGD):
+    """Has state that is no tensor."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Note it."""
+        loss = super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].update(history=[1.0, 2.0], nothing=None, pair=(1, [2]))
+        return loss
+
+
+@on_ranks(2, flat=FLAT)
+def test_state_of_lists_and_nothing(flat: bool) -> None:
+    model = nested(plain_model(), flat)
+    optimizer = _Noting(model.parameters(), lr=0.1, momentum=0.9)
+    error_of(model(INPUTS[dist.get_rank()])).backward()
+    optimizer.step()
+    full = model.gather_full_optim_state_dict(optimizer, recipient_rank=None)
+    for state in full["state"].values():
+        assert (state["history"], state["nothing"], state["pair"]) == ([1.0, 2.0], None, (1, [2]))
+    part = model.get_shard_from_optim_state_dict(full)
+    torch.testing.assert_close(part["state"], {**optimizer.state_dict()["state"]}, rtol=0, atol=0)
+    # As earlier versions of torch saved SGD without momentum.
+    full["state"] = {number: {"momentum_buffer": None} for number in full["state"]}
+    part = model.get_shard_from_optim_state_dict(full)
+    assert all(state == {"momentum_buffer": None} for state in part["state"].values())
+
+
 @on_ranks(2)
 def test_refuses_optimizer_state_of_other_shapes() -> None:
     model = FSDP(nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(1, 1, bias=False)))

@@ -211,18 +211,21 @@ def _gather_slot(slot: FlatSlot, state: Mapping[str, Any], receives: bool) -> It
         return iter(())
     return iter(
         [
-            {key: values[index] if isinstance(values, list) else copy.deepcopy(values) for key, values in whole.items()}
+            {key: values[index] if _has_parts(state[key]) else copy.deepcopy(values) for key, values in whole.items()}
             for index in range(len(slot.parts))
         ]
     )
 
 
+def _has_parts(value: Any) -> bool:
+    """Whether a state is not one for all parameters of a slot. Lists may be, so results do not tell."""
+    return isinstance(value, torch.Tensor) and value.ndim > 0
+
+
 def _gather_value(slot: FlatSlot, key: str, value: Any, receives: bool) -> Any:
     """A list with the part of each parameter, or what they have in common."""
-    if not isinstance(value, torch.Tensor):
-        return copy.deepcopy(value)
-    if value.ndim == 0:
-        return value.detach().cpu().clone()
+    if not _has_parts(value):
+        return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
     if value.shape != slot.sharded.shape:
         raise ValueError(
             f"optimizer state {key!r} of {slot.name!r} has shape {tuple(value.shape)}, where its shard has "
@@ -299,8 +302,9 @@ def _cut_slot(slot: FlatSlot, values: Sequence[Mapping[str, Any]]) -> dict[str, 
     cut: dict[str, Any] = {}
     for key in keys:
         members = [(part, one.get(key)) for part, one in zip(slot.parts, values, strict=True)]
-        first = next(value for _, value in members if value is not None)
-        if not _is_elementwise(key, [(part, value) for part, value in members if value is not None]):
+        there = [(part, value) for part, value in members if value is not None]
+        first: Any = there[0][1] if there else None  # as earlier versions of torch saved SGD's momentum_buffer
+        if not _is_elementwise(key, there):
             first = _own_of(first, slot.buffer.comm.rank)
             cut[key] = first.detach().clone() if isinstance(first, torch.Tensor) else copy.deepcopy(first)
             continue
