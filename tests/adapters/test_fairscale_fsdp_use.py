@@ -823,7 +823,7 @@ class _Noting(SGD):
         """Note it."""
         loss = super().step(closure)
         for parameter in self.param_groups[0]["params"]:
-            self.state[parameter].update(history=[1.0, 2.0], nothing=None, pair=(1, [2]))
+            self.state[parameter].update(history=[1.0, 2.0], nothing=None, pair=(1, [torch.ones(())]))
         return loss
 
 
@@ -835,9 +835,18 @@ def test_state_of_lists_and_nothing(flat: bool) -> None:
     optimizer.step()
     full = model.gather_full_optim_state_dict(optimizer, recipient_rank=None)
     for state in full["state"].values():
-        assert (state["history"], state["nothing"], state["pair"]) == ([1.0, 2.0], None, (1, [2]))
+        assert (state["history"], state["nothing"], state["pair"]) == ([1.0, 2.0], None, (1, [1]))
     part = model.get_shard_from_optim_state_dict(full)
-    torch.testing.assert_close(part["state"], {**optimizer.state_dict()["state"]}, rtol=0, atol=0)
+    torch.testing.assert_close(part["state"], optimizer.state_dict()["state"], rtol=0, atol=0)
+    for state in optimizer.state.values():
+        state["counts"] = [torch.tensor(1), torch.tensor(2)]
+    part = model.get_shard_from_optim_state_dict(model.gather_full_optim_state_dict(optimizer, recipient_rank=None))
+    assert all(state["counts"] == [1, 2] for state in part["state"].values())
+    parameter = optimizer.param_groups[0]["params"][0]
+    optimizer.state[parameter]["pair"] = (1, [torch.ones_like(parameter)])
+    with pytest.raises(ValueError, match=r"'pair' of .* is a tuple with tensors"):
+        model.gather_full_optim_state_dict(optimizer)
+    optimizer.state[parameter].pop("pair")
     # As earlier versions of torch saved SGD without momentum.
     full["state"] = {number: {"momentum_buffer": None} for number in full["state"]}
     part = model.get_shard_from_optim_state_dict(full)

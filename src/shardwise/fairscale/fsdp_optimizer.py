@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ..core.comm import Comm
 from ..core.flat import FlatPart, FlatSlot
+from ..core.tree import tensors_in
 from .fsdp_parameters import clean, under
 
 if TYPE_CHECKING:
@@ -194,14 +195,14 @@ def _check_alike(
 
 def _kinds(slot: FlatSlot, held: Mapping[torch.Tensor, Mapping[str, Any]]) -> dict[str, str]:
     """What each state of a parameter is to `_gather_value`."""
-    return {
-        str(key): "a value"
-        if getattr(value, "ndim", 0) == 0
-        else "elementwise"
-        if value.shape == slot.sharded.shape
-        else "of another shape"
-        for key, value in held.get(slot.sharded, {}).items()
-    }
+    return {str(key): _kind(value, slot.sharded) for key, value in held.get(slot.sharded, {}).items()}
+
+
+def _kind(value: Any, shard: torch.Tensor) -> str:
+    if getattr(value, "ndim", 0):
+        return "elementwise" if value.shape == shard.shape else "of another shape"
+    inside = [] if isinstance(value, torch.Tensor) else tensors_in(value)
+    return "shards in a container" if any(tensor.shape == shard.shape for tensor in inside) else "a value"
 
 
 def _gather_slot(slot: FlatSlot, state: Mapping[str, Any], receives: bool) -> Iterator[dict[str, Any]]:
@@ -224,6 +225,11 @@ def _has_parts(value: Any) -> bool:
 
 def _gather_value(slot: FlatSlot, key: str, value: Any, receives: bool) -> Any:
     """A list with the part of each parameter, or what they have in common."""
+    if _kind(value, slot.sharded) == "shards in a container":
+        raise ValueError(
+            f"optimizer state {key!r} of {slot.name!r} is a {type(value).__name__} with tensors of this rank's "
+            "elements: only those that are states by themselves can be gathered"
+        )
     if not _has_parts(value):
         return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
     if value.shape != slot.sharded.shape:
@@ -242,7 +248,8 @@ def shard_optimizer_state(
     root: FullyShardedDataParallel, instances: Sequence[FullyShardedDataParallel], full: Mapping[str, Any]
 ) -> dict[str, Any]:
     """See `FullyShardedDataParallel.get_shard_from_optim_state_dict`."""
-    parts = _parts_by_instance(instances) if "param_id_map" in full else numbered_parts(root, instances)
+    is_fairscales = "param_id_map" in full
+    parts = _parts_by_instance(instances) if is_fairscales else numbered_parts(root, instances)
     numbers: dict[int, list[int]] = {}
     for number, (slot, _) in enumerate(parts):
         numbers.setdefault(id(slot), []).append(number)
@@ -259,7 +266,7 @@ def shard_optimizer_state(
         for slot in members:
             values = [full["state"].get(number, {}) for number in _by_part(slot, parts)]
             if any(values):
-                state[position] = _cut_slot(slot, values)
+                state[position] = _cut_slot(slot, values, is_fairscales)
             position += 1
     dropped = ("state", "param_groups", "param_id_map", "uncollected_local_ids")
     others = {key: copy.deepcopy(value) for key, value in full.items() if key not in dropped}
@@ -296,7 +303,7 @@ def _belongs(slot: FlatSlot, own: Sequence[int], group: set[int], index: int) ->
     return bool(inside)
 
 
-def _cut_slot(slot: FlatSlot, values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _cut_slot(slot: FlatSlot, values: Sequence[Mapping[str, Any]], is_fairscales: bool) -> dict[str, Any]:
     """This rank's state of ``slot`` from that of each of its parameters."""
     keys = dict.fromkeys(key for one in values for key in one)
     cut: dict[str, Any] = {}
@@ -305,7 +312,7 @@ def _cut_slot(slot: FlatSlot, values: Sequence[Mapping[str, Any]]) -> dict[str, 
         there = [(part, value) for part, value in members if value is not None]
         first: Any = there[0][1] if there else None  # as earlier versions of torch saved SGD's momentum_buffer
         if not _is_elementwise(key, there):
-            first = _own_of(first, slot.buffer.comm.rank)
+            first = _own_of(first, slot.buffer.comm.rank) if is_fairscales else first
             cut[key] = first.detach().clone() if isinstance(first, torch.Tensor) else copy.deepcopy(first)
             continue
         for part, value in members:
