@@ -728,7 +728,7 @@ class FullyShardedDataParallel(nn.Module):
             them in the order of `parameters`.
 
         Raises:
-            ValueError: if it has not as many parameters, or splits parameters that are joined here.
+            ValueError: if it has more parameters, or splits parameters that are joined here.
         """
         return shard_optimizer_state(self, get_fsdp_instances(self), full_optim_state_dict)
 
