@@ -782,6 +782,37 @@ def test_errors_of_one_rank_are_raised_on_all() -> None:
             load(directory / "none", model=model)
 
 
+class Interrupted:
+    """With a state that takes so long that the user interrupts one rank."""
+
+    def __init__(self, rank: int):
+        self.rank = rank
+
+    def state_dict(self) -> dict[str, Any]:
+        if dist.get_rank() == self.rank:
+            raise KeyboardInterrupt
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state_dict()
+
+
+@on_ranks(2)
+def test_an_interrupt_of_one_rank_leaves_the_ranks_in_step() -> None:
+    with shared_directory() as directory:
+        model = sharded()
+        for rank in (0, 1):
+            expected = KeyboardInterrupt if dist.get_rank() == rank else RuntimeError
+            with pytest.raises(expected, match="" if expected is KeyboardInterrupt else "KeyboardInterrupt"):
+                save(directory, model=model, extra=Interrupted(rank))
+            save(directory, model=model, extra=Interrupted(-1))
+            with pytest.raises(expected):
+                load(directory, model=model, extra=Interrupted(rank))
+            load(directory, model=model)
+        dist.barrier()
+        assert sorted(os.listdir(directory)) == ["checkpoint-000001", "checkpoint-000002"]
+
+
 @on_ranks(2, damage=["flip", "truncate", "remove"])
 def test_damaged_files_are_named_and_change_nothing(damage: str) -> None:
     with shared_directory() as directory:
