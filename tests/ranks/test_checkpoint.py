@@ -675,6 +675,26 @@ def patched(owner: Any, name: str, value: Any) -> ExitStack:
     return stack
 
 
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@on_ranks(2)
+def test_a_save_after_an_interrupted_wait_does_not_mix_with_the_one_before() -> None:
+    before = signal.signal(signal.SIGALRM, interrupt)
+    with shared_directory() as directory:
+        model, release = sharded(), threading.Event()
+        with slow_writes(release):
+            first = save(directory, model=model, async_=True)
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            with pytest.raises(KeyboardInterrupt):
+                wait()
+            threading.Timer(0.2, release.set).start()
+            second = save(directory, model=model)
+        assert sorted(os.listdir(directory)) == [first.name, second.name]
+    signal.signal(signal.SIGALRM, before)
+
+
 @on_ranks(2)
 def test_a_save_waits_for_the_one_before_and_outlives_the_process_group() -> None:
     names: list[Any] = [tempfile.mkdtemp()]
