@@ -73,7 +73,10 @@ def agreed_kind(path: Path) -> Kind:
     Raises:
         FileNotFoundError: on all ranks, if they find different things.
     """
-    found = saving_ranks().exchange(_kind(path))
+    ranks = saving_ranks()
+    with ranks.together():
+        own = _kind(path)
+    found = ranks.exchange(own)
     for rank, kind in enumerate(found):
         if kind is not found[0]:
             raise FileNotFoundError(
