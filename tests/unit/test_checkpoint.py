@@ -688,6 +688,39 @@ def test_a_checkpoint_of_lightning_is_never_missing(tmp_path: Path, monkeypatch:
     assert [entry.name for entry in tmp_path.iterdir()] == ["last"]
 
 
+def test_what_a_killed_save_of_the_other_kind_left(tmp_path: Path) -> None:
+    """A file in the place of a directory, and the reverse."""
+    path = tmp_path / "last"
+    for suffix in ("unfinished", "deleted"):
+        left = tmp_path / f".last.{suffix}"
+        left.write_text("half")
+        for value in (1.0, 2.0):
+            write_directory(path, {"model": {"weight": torch.full((2, 2), value)}}, {"value": value})
+            assert SavedDirectory(path, weights_only=True).metadata() == {"value": value}
+        left.mkdir()
+        (left / "part").write_text("half")
+        for value in (3.0, 4.0):
+            write_file(path, lambda draft, value=value: save_file(draft, {"value": value}))
+            assert read_file(path, weights_only=True) == {"value": value}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["last"]
+
+
+@pytest.mark.parametrize("damage", [0, 100, 700, b"storage"])
+def test_a_damaged_file_of_lightning_is_named(tmp_path: Path, damage: int | bytes) -> None:
+    path, directory = tmp_path / "file", tmp_path / "directory"
+    for target in (path, directory / METADATA):
+        dcp.save({"model": {"weight": torch.ones(2)}}, checkpoint_id=directory)
+        torch.save({"weight": torch.ones(2), "epoch": 3}, target)
+        content = target.read_bytes()
+        target.write_bytes(
+            content[:damage] if isinstance(damage, int) else content.replace(damage, b"\xff" * len(damage))
+        )
+    with pytest.raises(CheckpointError, match=f"{path} cannot be read: "):
+        read_file(path, weights_only=True)
+    with pytest.raises(CheckpointError, match=f"{directory / METADATA} cannot be read: "):
+        SavedDirectory(directory, weights_only=True).metadata()
+
+
 class WithExtra(nn.Linear):
     """With extra state of any kind."""
 

@@ -125,11 +125,12 @@ def write_file(path: Path, write: Callable[[Path], object]) -> None:
     refuse_directory(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.unfinished")
+    _remove(draft)
     try:
         write(draft)
         _take_place_of(path, draft)
     finally:
-        draft.unlink(missing_ok=True)
+        _remove(draft)
 
 
 def save_file(path: Path, content: Any) -> FileSum:
@@ -148,7 +149,7 @@ def save_file(path: Path, content: Any) -> FileSum:
 def _take_place_of(path: Path, draft: Path) -> None:
     """Rename ``draft`` to ``path``, replacing what is there."""
     doomed = path.with_name(f".{path.name}.deleted")
-    shutil.rmtree(doomed, ignore_errors=True)
+    _remove(doomed)
     if not path.is_dir() and not (draft.is_dir() and path.exists()):
         draft.rename(path)
     elif _exchanged(draft, path):
@@ -157,10 +158,15 @@ def _take_place_of(path: Path, draft: Path) -> None:
         path.rename(doomed)
         draft.rename(path)
     sync_directory(path.parent)
-    if doomed.is_dir():
-        shutil.rmtree(doomed, ignore_errors=True)
+    _remove(doomed)
+
+
+def _remove(path: Path) -> None:
+    """Remove what an earlier save, which may have been of the other kind and killed, left at ``path``, if anything."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
     else:
-        doomed.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
 
 
 def _exchanged(one: Path, other: Path) -> bool:
@@ -188,7 +194,7 @@ def write_directory(path: Path, sharded: Mapping[str, Any], rest: Mapping[str, A
         try:
             with ranks.together(), naming(path):
                 if ranks.is_first:
-                    shutil.rmtree(draft, ignore_errors=True)
+                    _remove(draft)
                     draft.mkdir(parents=True)
                 items = {
                     where: value.detach()
@@ -205,7 +211,7 @@ def write_directory(path: Path, sharded: Mapping[str, Any], rest: Mapping[str, A
                     _take_place_of(path, draft)
         except BaseException:
             if ranks.is_first:
-                shutil.rmtree(draft, ignore_errors=True)
+                _remove(draft)
             raise
 
 
