@@ -352,7 +352,8 @@ class _TrainerStrategy(ProcessesStrategy):
             write = functools.partial(super().save_checkpoint, checkpoint, storage_options=storage_options)
             with saving_ranks().together():
                 if not self._uses_files(path):
-                    prepare_file(path, self.is_global_zero)
+                    if self.is_global_zero:
+                        prepare_file(path)
                     write(path)
                 elif self.is_global_zero:
                     write_file(target_of(path), write)

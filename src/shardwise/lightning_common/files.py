@@ -318,13 +318,13 @@ def refuse_directory(path: Path) -> None:
         raise IsADirectoryError(f"{path} is a directory, and a full checkpoint is one file: choose another path")
 
 
-def prepare_file(path: str | Path, is_writer: bool) -> None:
-    """Make room for a full checkpoint in the place of a sharded one, which the rank with ``is_writer`` deletes.
+def prepare_file(path: str | Path) -> None:
+    """Make room for a full checkpoint in the place of a sharded one, which is deleted; for one rank.
 
     Raises:
         IsADirectoryError: as of `refuse_directory`.
     """
     directory = Path(path)
     refuse_directory(directory)
-    if directory.is_dir() and is_writer:
+    if directory.is_dir():
         shutil.rmtree(directory.resolve())
