@@ -41,7 +41,7 @@ from shardwise.checkpoint.integrity import BLOCK, Manifest, RunningSum, SummingS
 from shardwise.checkpoint.model_state import model_state
 from shardwise.checkpoint.objects import leaves, pickled, tree_of, unpickled, warn_of_unsafe
 from shardwise.checkpoint.reading import _MetadataUnpickler
-from shardwise.lightning_common.files import SavedDirectory, read_file, save_file, write_directory, write_file
+from shardwise.lightning_common.files import METADATA, SavedDirectory, read_file, save_file, write_directory, write_file
 
 
 def make(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:

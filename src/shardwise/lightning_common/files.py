@@ -10,7 +10,8 @@ import ctypes
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import IO, Any, cast
@@ -20,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..checkpoint.atomic import DCP_METADATA, MANIFEST, path_of, sync_directory
-from ..checkpoint.integrity import FileSum, Manifest, summed
+from ..checkpoint.integrity import CheckpointError, FileSum, Manifest, summed
 from ..checkpoint.model_state import SavedModel, check_fit
 from ..checkpoint.names import parameter_names
 from ..checkpoint.objects import leaves, pickled
@@ -92,10 +93,24 @@ def read_file(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
     A collective: what fails on one rank is raised on all.
 
     Raises:
+        CheckpointError: naming the file, if it is damaged.
+        UnpicklingError: for objects that ``weights_only`` refuses.
         ValueError: for a directory.
     """
     with saving_ranks().together():
         return _read_own(path, weights_only)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Name the file in what `torch.load` raises; of one that is damaged that may be anything."""
+    try:
+        yield
+    except (OSError, pickle.UnpicklingError) as error:  # others tell these by their type
+        error.add_note(f"shardwise: while {path} was read")
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read: {error!r}") from error
 
 
 def _read_own(path: Path, weights_only: bool | None) -> dict[str, Any]:
@@ -105,12 +120,14 @@ def _read_own(path: Path, weights_only: bool | None) -> dict[str, Any]:
             "file: pass the path that the checkpoint was saved to"
         )
     loaded: dict[str, Any]
-    try:
-        loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-    except (RuntimeError, pickle.UnpicklingError) as error:
-        if "mmap" not in str(error):
-            raise
-        loaded = torch.load(path, map_location="cpu", weights_only=weights_only)  # written before torch used zip files
+    with _reading(path):
+        try:
+            loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+        except (RuntimeError, pickle.UnpicklingError) as error:
+            if "mmap" not in str(error):
+                raise
+            # Written before torch used zip files.
+            loaded = torch.load(path, map_location="cpu", weights_only=weights_only)
     return loaded
 
 
@@ -244,7 +261,7 @@ class SavedDirectory:
     def metadata(self) -> dict[str, Any]:
         """The contents of ``meta.pt``: what is not sharded."""
         file, loaded = self._path / METADATA, dict[str, Any]()
-        with self._ranks.together():
+        with self._ranks.together(), _reading(file):
             if file.is_file():
                 loaded = torch.load(file, map_location="cpu", weights_only=self._weights_only)
         return loaded
