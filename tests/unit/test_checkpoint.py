@@ -30,7 +30,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
 from torch import nn
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, ChunkStorageMetadata
 from torch.optim import SGD, AdamW, lr_scheduler
 
 import shardwise
@@ -296,7 +296,7 @@ def test_a_damaged_checkpoint_of_plain_dcp(tmp_path: Path) -> None:
         load(tmp_path / "theirs", model=model)
 
 
-@pytest.mark.parametrize("what", ["file", "place", "length", "chunk", "dtype", "entry", "paths"])
+@pytest.mark.parametrize("what", ["file", "place", "length", "chunk", "overlap", "dtype", "entry", "paths", "path"])
 def test_metadata_that_do_not_describe_their_files(tmp_path: Path, what: str) -> None:
     """Read by torch, these leave values as they were, read other files, or raise errors that name nothing."""
     model, directory = make(), tmp_path / "theirs"
@@ -314,10 +314,15 @@ def test_metadata_that_do_not_describe_their_files(tmp_path: Path, what: str) ->
         object.__setattr__(where, "length", 1.5)
     elif what == "chunk":
         tensor.chunks.clear()
+    elif what == "overlap":
+        half = ChunkStorageMetadata(tensor.chunks[0].offsets, torch.Size([tensor.size[0] // 2, *tensor.size[1:]]))
+        tensor.chunks[:] = [half, half]
     elif what == "dtype":
         object.__setattr__(tensor.properties, "dtype", "float32")
     elif what == "entry":
         del metadata.storage_data[index]
+    elif what == "path":
+        metadata.planner_data["model.0.weight"] = ("model", "0.weighu")
     else:
         metadata.planner_data["model.0.weight"] = 5
     (directory / ".metadata").write_bytes(pickle.dumps(metadata))

@@ -173,6 +173,8 @@ def _problem_of(metadata: Metadata, directory: FilePath) -> str | None:
     paths = metadata.planner_data or {}
     if not isinstance(paths, Mapping) or not all(isinstance(path, tuple) for path in paths.values()):
         return "it has no paths of what was saved"
+    if wrong := [key for key, path in paths.items() if key != ".".join(map(str, path))]:
+        return f"the paths of {listed(wrong)} are others than the keys say"
     indices: list[MetadataIndex] = []
     for key, kind in metadata.state_dict_metadata.items():
         if isinstance(kind, BytesStorageMetadata):
@@ -198,7 +200,8 @@ def _problem_of(metadata: Metadata, directory: FilePath) -> str | None:
 
 
 def _is_covered(tensor: TensorStorageMetadata) -> bool:
-    """Whether the chunks lie inside of the tensor, and have as many elements together as it has."""
+    """Whether the chunks lie inside of the tensor, each elsewhere, and have as many elements together as it has."""
+    starts = [tuple(chunk.offsets) for chunk in tensor.chunks if math.prod(chunk.sizes)]
     inside = all(
         len(chunk.offsets) == len(chunk.sizes) == len(tensor.size)
         and all(
@@ -210,6 +213,7 @@ def _is_covered(tensor: TensorStorageMetadata) -> bool:
     return (
         isinstance(tensor.properties.dtype, torch.dtype)
         and inside
+        and len(set(starts)) == len(starts)
         and sum(math.prod(chunk.sizes) for chunk in tensor.chunks) == math.prod(tensor.size)
     )
 
