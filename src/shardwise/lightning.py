@@ -383,7 +383,7 @@ class _TrainerStrategy(ProcessesStrategy):
         kind = agreed_kind(Path(path))
         if kind is Kind.SHARDED:
             self._saved = SavedDirectory(Path(path), weights_only=weights_only)
-            checkpoint = self._saved.metadata()
+            checkpoint = self._saved.metadata(required=True)
             # Lightning looks whether these keys are there; the values are read later.
             checkpoint.setdefault("state_dict", {})
             count = next(index for index in itertools.count() if not self._saved.has(f"optimizer_{index}"))

@@ -507,6 +507,12 @@ def from_model_parallel(directory: Path) -> None:
     assert len(found.losses) == 6
     assert all(map(torch.equal, found.losses, expected.losses))
     assert found.rates == expected.rates
+    dist.barrier()
+    if dist.get_rank() == 1:
+        (path / "meta.pt").unlink()
+    dist.barrier()
+    with raises(RuntimeError, "has no meta.pt", str(path)):
+        trainer(directory, "shardwise").fit(Module(), loader(True), ckpt_path=path)
 
 
 class Unsafe:

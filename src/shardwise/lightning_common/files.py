@@ -258,12 +258,18 @@ class SavedDirectory:
         """Whether something was saved under ``name``."""
         return bool(self._stored.below(f"{name}."))
 
-    def metadata(self) -> dict[str, Any]:
-        """The contents of ``meta.pt``: what is not sharded."""
+    def metadata(self, *, required: bool = False) -> dict[str, Any]:
+        """The contents of ``meta.pt``: what is not sharded.
+
+        Raises:
+            CheckpointError: if it is ``required``, and not there.
+        """
         file, loaded = self._path / METADATA, dict[str, Any]()
         with self._ranks.together(), _reading(file):
             if file.is_file():
                 loaded = torch.load(file, map_location="cpu", weights_only=self._weights_only)
+            elif required:
+                raise CheckpointError(f"{self._path} has no {METADATA}, so it is not a whole checkpoint of a Trainer")
         return loaded
 
     def check_model(self, name: str, model: nn.Module, *, strict: bool) -> None:
