@@ -152,11 +152,13 @@ class EMA:
         Raises:
             RuntimeError: while they are swapped.
             TypeError: if its decay is not a number.
-            ValueError: if its decay is out of range, or it has other parameters than this average, or of other shapes;
-                nothing is loaded then.
+            ValueError: if it is no such state dict, its decay is out of range, or it has other parameters than this
+                average, or of other shapes; nothing is loaded then.
         """
         refuse_flat(self._model, "EMA.load_state_dict")
         self._check_not_swapped("load_state_dict()")
+        if lacking := [name for name in ("decay", "updates", "averages") if name not in state]:
+            raise ValueError(f"this is not the state dict of an EMA: it lacks {lacking}, and has {list(state)[:5]}")
         given = state["averages"]
         _check_decay(state["decay"])
         if given.keys() != self._averages.keys():

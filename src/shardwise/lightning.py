@@ -352,7 +352,8 @@ class _TrainerStrategy(ProcessesStrategy):
             write = functools.partial(super().save_checkpoint, checkpoint, storage_options=storage_options)
             with saving_ranks().together():
                 if not self._uses_files(path):
-                    prepare_file(path, self.is_global_zero)
+                    if self.is_global_zero:
+                        prepare_file(path)
                     write(path)
                 elif self.is_global_zero:
                     write_file(target_of(path), write)
@@ -382,7 +383,7 @@ class _TrainerStrategy(ProcessesStrategy):
         kind = agreed_kind(Path(path))
         if kind is Kind.SHARDED:
             self._saved = SavedDirectory(Path(path), weights_only=weights_only)
-            checkpoint = self._saved.metadata()
+            checkpoint = self._saved.metadata(required=True)
             # Lightning looks whether these keys are there; the values are read later.
             checkpoint.setdefault("state_dict", {})
             count = next(index for index in itertools.count() if not self._saved.has(f"optimizer_{index}"))

@@ -675,6 +675,8 @@ def hosts_with_files_of_their_own(directory: Path) -> None:
     used.barrier()
     with on_rank_one(Path, "exists", lambda _: False), pytest.raises(FileNotFoundError, match=differently):
         whole_file.load(path, {"model": model})
+    with on_rank_one(files, "_kind", fails), pytest.raises(CheckpointError, match="no such disk"):
+        whole_file.load(path, {"model": model})
     with on_rank_one(files.torch, "load", fails), pytest.raises(CheckpointError, match="no such disk"):
         whole_file.load(path, {"model": model})
     used.barrier()

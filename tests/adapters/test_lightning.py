@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -506,6 +507,12 @@ def from_model_parallel(directory: Path) -> None:
     assert len(found.losses) == 6
     assert all(map(torch.equal, found.losses, expected.losses))
     assert found.rates == expected.rates
+    dist.barrier()
+    if dist.get_rank() == 1:
+        (path / "meta.pt").unlink()
+    dist.barrier()
+    with raises(RuntimeError, "has no meta.pt", str(path)):
+        trainer(directory, "shardwise").fit(Module(), loader(True), ckpt_path=path)
 
 
 class Unsafe:
@@ -1223,6 +1230,35 @@ def file_replaced(directory: Path) -> None:
     assert {float(state["step"]) for state in used.optimizers[0].state.values()} == {4.0}
 
 
+def directory_replaced_by_a_plugin(directory: Path) -> None:
+    """One rank deletes the sharded checkpoint while another has yet to look at it."""
+    from shardwise.lightning_common import files
+
+    kind = importlib.import_module(f"{NAMESPACE}.plugins.io").TorchCheckpointIO
+    path, used = directory / "own", trainer(directory, ours(checkpoint_io=type("Own", (kind,), {})()), max_steps=1)
+    used.fit(Module(), loader(True))
+    if dist.get_rank() == 0:
+        path.mkdir()
+        (path / ".metadata").touch()
+    dist.barrier()
+    look, delete = files.refuse_directory, files.shutil.rmtree
+
+    def look_late(path: Path) -> None:
+        time.sleep(0.2 * dist.get_rank())
+        look(path)
+
+    def delete_slowly(path: Path) -> None:
+        (path / ".metadata").unlink()
+        time.sleep(0.4)
+        delete(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "refuse_directory", look_late)
+        patch.setattr(files.shutil, "rmtree", delete_slowly)
+        used.save_checkpoint(path)
+    assert path.is_file()
+
+
 class Fixed(Module):
     """Is not trained."""
 
@@ -1300,6 +1336,7 @@ CASES = (
     saving_options,
     schedules,
     hooks,
+    directory_replaced_by_a_plugin,
 )
 OTHER_NAME = (fit_by_both_names, clipping, exact_resume, other_uses, best_and_last)
 EXACT_RESUME = "trainer", "exact_resume", 2

@@ -675,6 +675,26 @@ def patched(owner: Any, name: str, value: Any) -> ExitStack:
     return stack
 
 
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@on_ranks(2)
+def test_a_save_after_an_interrupted_wait_does_not_mix_with_the_one_before() -> None:
+    before = signal.signal(signal.SIGALRM, interrupt)
+    with shared_directory() as directory:
+        model, release = sharded(), threading.Event()
+        with slow_writes(release):
+            first = save(directory, model=model, async_=True)
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            with pytest.raises(KeyboardInterrupt):
+                wait()
+            threading.Timer(0.2, release.set).start()
+            second = save(directory, model=model)
+        assert sorted(os.listdir(directory)) == [first.name, second.name]
+    signal.signal(signal.SIGALRM, before)
+
+
 @on_ranks(2)
 def test_a_save_waits_for_the_one_before_and_outlives_the_process_group() -> None:
     names: list[Any] = [tempfile.mkdtemp()]
@@ -780,6 +800,37 @@ def test_errors_of_one_rank_are_raised_on_all() -> None:
             FileNotFoundError, match=f"no complete checkpoint in {directory / 'none'}: no such directory"
         ):
             load(directory / "none", model=model)
+
+
+class Interrupted:
+    """With a state that takes so long that the user interrupts one rank."""
+
+    def __init__(self, rank: int):
+        self.rank = rank
+
+    def state_dict(self) -> dict[str, Any]:
+        if dist.get_rank() == self.rank:
+            raise KeyboardInterrupt
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state_dict()
+
+
+@on_ranks(2)
+def test_an_interrupt_of_one_rank_leaves_the_ranks_in_step() -> None:
+    with shared_directory() as directory:
+        model = sharded()
+        for rank in (0, 1):
+            expected = KeyboardInterrupt if dist.get_rank() == rank else RuntimeError
+            with pytest.raises(expected, match="" if expected is KeyboardInterrupt else "KeyboardInterrupt"):
+                save(directory, model=model, extra=Interrupted(rank))
+            save(directory, model=model, extra=Interrupted(-1))
+            with pytest.raises(expected):
+                load(directory, model=model, extra=Interrupted(rank))
+            load(directory, model=model)
+        dist.barrier()
+        assert sorted(os.listdir(directory)) == ["checkpoint-000001", "checkpoint-000002"]
 
 
 @on_ranks(2, damage=["flip", "truncate", "remove"])

@@ -227,6 +227,9 @@ def test_what_cannot_be_averaged() -> None:
     others = {name: torch.zeros_like(value) for name, value in ema.state_dict()["averages"].items()}
     with pytest.raises(ValueError, match="decay must be between 0 and 1"):
         ema.load_state_dict({**ema.state_dict(), "averages": others, "decay": 2.0})
+    for state in ({"decay": 0.5, "averages": others}, {"module.weight": torch.ones(1)}, {}):
+        with pytest.raises(ValueError, match=r"not the state dict of an EMA: it lacks .*'updates'"):
+            ema.load_state_dict(state)
     assert torch.equal(ema.state_dict()["averages"]["embed.weight"], before)
     plain.head = nn.Linear(3, 3)
     plain.embed = nn.Embedding(3, 3)

@@ -581,6 +581,26 @@ def test_a_full_disk_on_one_rank_leaves_the_earlier_weights(several: bool, apart
 
 
 @on_ranks(2)
+def test_an_interrupt_of_one_rank_leaves_the_ranks_in_step() -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with shared_directory() as directory, pytest.MonkeyPatch.context() as patch:
+        model = shard_plainly(build("mlp", 1))
+        for rank in (0, 1):
+            is_own = dist.get_rank() == rank
+            if is_own:
+                patch.setattr(ours.TensorMover, "write", interrupted)
+            with pytest.raises(KeyboardInterrupt if is_own else RuntimeError):
+                save_safetensors(model, directory)
+            patch.undo()
+            assert os.listdir(directory) == []
+            dist.barrier()
+        save_safetensors(model, directory)
+        load_safetensors(model, directory)
+
+
+@on_ranks(2)
 def test_a_disk_too_full_for_a_header_is_told_with_the_file() -> None:
     model = shard_plainly(build("mlp", 1))
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -30,7 +30,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
 from torch import nn
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, ChunkStorageMetadata
 from torch.optim import SGD, AdamW, lr_scheduler
 
 import shardwise
@@ -41,7 +41,7 @@ from shardwise.checkpoint.integrity import BLOCK, Manifest, RunningSum, SummingS
 from shardwise.checkpoint.model_state import model_state
 from shardwise.checkpoint.objects import leaves, pickled, tree_of, unpickled, warn_of_unsafe
 from shardwise.checkpoint.reading import _MetadataUnpickler
-from shardwise.lightning_common.files import SavedDirectory, read_file, save_file, write_directory, write_file
+from shardwise.lightning_common.files import METADATA, SavedDirectory, read_file, save_file, write_directory, write_file
 
 
 def make(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -284,7 +284,11 @@ def test_a_damaged_checkpoint_of_plain_dcp(tmp_path: Path) -> None:
     model = make()
     dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "theirs")
     (file,) = (tmp_path / "theirs").glob("*.distcp")
-    size = file.stat().st_size
+    content, size = file.read_bytes(), file.stat().st_size
+    for part, bad in ((b"little", b"hittle"), (b"torch._utils", b"torch.\xff_tils"), (b"q\x02", b"\xffq")):
+        file.write_bytes(content.replace(part, bad))
+        with pytest.raises(CheckpointError, match=f"reading the checkpoint {tmp_path / 'theirs'} failed"):
+            load(tmp_path / "theirs", model=model)
     file.write_bytes(bytes(size))
     with pytest.raises(CheckpointError, match=f"reading the checkpoint {tmp_path / 'theirs'} failed"):
         load(tmp_path / "theirs", model=model)
@@ -296,7 +300,7 @@ def test_a_damaged_checkpoint_of_plain_dcp(tmp_path: Path) -> None:
         load(tmp_path / "theirs", model=model)
 
 
-@pytest.mark.parametrize("what", ["file", "place", "length", "chunk", "dtype", "entry", "paths"])
+@pytest.mark.parametrize("what", ["file", "place", "length", "chunk", "overlap", "dtype", "entry", "paths", "path"])
 def test_metadata_that_do_not_describe_their_files(tmp_path: Path, what: str) -> None:
     """Read by torch, these leave values as they were, read other files, or raise errors that name nothing."""
     model, directory = make(), tmp_path / "theirs"
@@ -314,10 +318,15 @@ def test_metadata_that_do_not_describe_their_files(tmp_path: Path, what: str) ->
         object.__setattr__(where, "length", 1.5)
     elif what == "chunk":
         tensor.chunks.clear()
+    elif what == "overlap":
+        half = ChunkStorageMetadata(tensor.chunks[0].offsets, torch.Size([tensor.size[0] // 2, *tensor.size[1:]]))
+        tensor.chunks[:] = [half, half]
     elif what == "dtype":
         object.__setattr__(tensor.properties, "dtype", "float32")
     elif what == "entry":
         del metadata.storage_data[index]
+    elif what == "path":
+        metadata.planner_data["model.0.weight"] = ("model", "0.weighu")
     else:
         metadata.planner_data["model.0.weight"] = 5
     (directory / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -688,6 +697,39 @@ def test_a_checkpoint_of_lightning_is_never_missing(tmp_path: Path, monkeypatch:
     assert [entry.name for entry in tmp_path.iterdir()] == ["last"]
 
 
+def test_what_a_killed_save_of_the_other_kind_left(tmp_path: Path) -> None:
+    """A file in the place of a directory, and the reverse."""
+    path = tmp_path / "last"
+    for suffix in ("unfinished", "deleted"):
+        left = tmp_path / f".last.{suffix}"
+        left.write_text("half")
+        for value in (1.0, 2.0):
+            write_directory(path, {"model": {"weight": torch.full((2, 2), value)}}, {"value": value})
+            assert SavedDirectory(path, weights_only=True).metadata() == {"value": value}
+        left.mkdir()
+        (left / "part").write_text("half")
+        for value in (3.0, 4.0):
+            write_file(path, lambda draft, value=value: save_file(draft, {"value": value}))
+            assert read_file(path, weights_only=True) == {"value": value}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["last"]
+
+
+@pytest.mark.parametrize("damage", [0, 100, 700, b"storage"])
+def test_a_damaged_file_of_lightning_is_named(tmp_path: Path, damage: int | bytes) -> None:
+    path, directory = tmp_path / "file", tmp_path / "directory"
+    for target in (path, directory / METADATA):
+        dcp.save({"model": {"weight": torch.ones(2)}}, checkpoint_id=directory)
+        torch.save({"weight": torch.ones(2), "epoch": 3}, target)
+        content = target.read_bytes()
+        target.write_bytes(
+            content[:damage] if isinstance(damage, int) else content.replace(damage, b"\xff" * len(damage))
+        )
+    with pytest.raises(CheckpointError, match=f"{path} cannot be read: "):
+        read_file(path, weights_only=True)
+    with pytest.raises(CheckpointError, match=f"{directory / METADATA} cannot be read: "):
+        SavedDirectory(directory, weights_only=True).metadata()
+
+
 class WithExtra(nn.Linear):
     """With extra state of any kind."""
 
@@ -871,7 +913,7 @@ def test_metadata_that_runs_code_is_refused(tmp_path: Path) -> None:
     model = make()
     dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "theirs")
     (tmp_path / "theirs" / ".metadata").write_bytes(pickle.dumps(Dangerous(tmp_path / "ran")))
-    with pytest.raises(CheckpointError, match=r"\.metadata names posix\.mkdir"):
+    with pytest.raises(CheckpointError, match=rf"{tmp_path / 'theirs'}/\.metadata names posix\.mkdir"):
         load(tmp_path / "theirs", model=model)
     assert not (tmp_path / "ran").exists()
 

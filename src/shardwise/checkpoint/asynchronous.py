@@ -50,11 +50,13 @@ class Background:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
+        self._done = threading.Event()
         self._error: Exception | None = None
 
     def start(self, work: Callable[[], None]) -> None:
         """Begin ``work``; nothing may be under way."""
         assert self._thread is None, "work is under way"
+        self._done.clear()
         # An argument, not a closure's cell, which the traceback of an error would keep alive.
         self._thread = threading.Thread(target=self._run, args=(work,), name="shardwise.save")
         self._thread.start()
@@ -64,12 +66,15 @@ class Background:
             work()
         except Exception as error:
             self._error = error
+        finally:
+            self._done.set()
 
     def finish(self) -> None:
         """Wait until nothing is under way."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
+        if self._thread is not None:
+            self._done.wait()  # an interrupted `join` would take the thread for ended (until Python 3.13)
+            self._thread.join()
+            self._thread = None
             _forget_locals(self._error)
 
     def take_error(self) -> Exception | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +13,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .matching import Match, check_ties, match
+from .matching import Match, WeightsError, check_ties, match
 from .peers import Peers
 from .progress import Progress
-from .weights import ModelWeights, weights_of
+from .weights import ModelWeights, Weight, weights_of
 
 BLOCK_BYTES = 2**24
 """Bytes broadcast at a time, rounded down to whole rows, of which there is at least one."""
@@ -108,14 +109,7 @@ def load_weights(loading: ModelWeights, sd: Mapping[str, Any] | None, *, broadca
     with peers.together():
         for found in matches:
             found.weight.prepare_memory(loading.device)
-    total = sum(found.weight.nbytes for found in matches)
-    with Progress("Loading", total, shown=peers.is_first) as progress:
-        for found in matches:
-            if broadcast_from_rank0:
-                _spread(found, tensors.get(found.stored[0]), peers)
-            else:
-                found.weight.write_rows(tensors[found.stored[0]], 0)
-            progress.advance(found.weight.nbytes)
+    _write(matches, tensors, peers, broadcast_from_rank0=broadcast_from_rank0)
     for found in matches:
         found.weight.accept_values()
     for name, value in objects.items():
@@ -169,9 +163,42 @@ def _equal(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> bool:
     return torch.equal(bits_a, bits_b)
 
 
-def _spread(found: Match, value: torch.Tensor | None, peers: Peers) -> None:
+def _write(
+    matches: Sequence[Match], tensors: Mapping[str, torch.Tensor], peers: Peers, *, broadcast_from_rank0: bool
+) -> None:
+    """Give every rank its part of ``tensors``, the first rank's or its own.
+
+    Raises:
+        WeightsError: on all ranks, naming a tensor that one of them cannot read; others have been written then.
+    """
+    failures: dict[str, Exception] = {}
+    with Progress("Loading", sum(found.weight.nbytes for found in matches), shown=peers.is_first) as progress:
+        for found in matches:
+            name = found.stored[0]
+            # Raised at the end: until then the others wait for this rank.
+            if broadcast_from_rank0:
+                _spread(found.weight, name, tensors.get(name), peers, failures)
+            else:
+                with _noting(name, failures):
+                    found.weight.write_rows(tensors[name], 0)
+            progress.advance(found.weight.nbytes)
+    with peers.together():
+        for name, error in failures.items():
+            raise WeightsError(f"the state dict's {name!r} cannot be read: {error}") from error
+
+
+@contextlib.contextmanager
+def _noting(name: str, failures: dict[str, Exception]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        failures.setdefault(name, error)
+
+
+def _spread(
+    weight: Weight, name: str, value: torch.Tensor | None, peers: Peers, failures: dict[str, Exception]
+) -> None:
     """Give every rank its part of the first rank's ``value``."""
-    weight = found.weight
     shape = weight.shape or (1,)
     if not math.prod(shape):
         return
@@ -179,8 +206,9 @@ def _spread(found: Match, value: torch.Tensor | None, peers: Peers) -> None:
     for start in range(0, shape[0], count):
         size = min(count, shape[0] - start)
         block = torch.empty((size, *shape[1:]), dtype=weight.dtype, device=peers.device)
-        if value is not None:
-            block.copy_(value.reshape(shape)[start : start + size])
+        with _noting(name, failures):
+            if value is not None:
+                block.copy_(value.reshape(shape)[start : start + size])
         # As bytes: not every backend knows every dtype.
         peers.broadcast(block.view(-1).view(torch.uint8))
         weight.write_rows(block, start)

@@ -31,6 +31,10 @@ SHARDED = "__shardwise_sharded__"
 """Key of the one-item dict that stands for a sharded tensor in a pickled tree; the item is the tensor's name."""
 
 
+class UnsafeObjectError(ValueError):
+    """An object would run code that the checkpoint names, when it is loaded."""
+
+
 @dataclass(frozen=True)
 class Pickled:
     """An object as it was when it was pickled."""
@@ -83,7 +87,7 @@ def unpickled(stream: io.BytesIO, where: str, weights_only: bool) -> Any:
             container of such, because unpickling other objects runs code that the file names.
 
     Raises:
-        ValueError: if it has such objects.
+        UnsafeObjectError: if it has such objects.
     """
     with _allowing_safe_types() if weights_only else contextlib.nullcontext():
         try:
@@ -93,13 +97,11 @@ def unpickled(stream: io.BytesIO, where: str, weights_only: bool) -> Any:
                 raise
             stream.seek(0)
             unsafe = get_unsafe_globals_in_checkpoint(stream)
-            raise ValueError(
+            raise UnsafeObjectError(
                 f"{where} has objects ({', '.join(unsafe) or error}) whose loading runs code that the checkpoint "
                 "names: if you trust it, pass weights_only=False, or allow their types by "
                 "torch.serialization.add_safe_globals"
             ) from error
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{where} is damaged: {error}") from error
 
 
 def _place(storage: Any, location: str) -> Any:

@@ -68,30 +68,32 @@ class Peers:
         """What a rank does inside by itself, without collectives, succeeds on all ranks or raises on all.
 
         Raises:
-            Exception: the one of the first rank that failed, on every rank.
+            Exception: the one of the first rank that failed, on every rank. What is none, such as an interrupt, is
+                raised on its own rank, and as a RuntimeError on the others.
         """
-        own: Exception | None = None
+        own: BaseException | None = None
         try:
             yield
-        except Exception as error:
+        except BaseException as error:  # the other ranks must not go on by themselves
             own = error
         failures = zip(self.ranks, self.exchange(_portable(own)), strict=True)
         rank, first = next(((rank, failure) for rank, failure in failures if failure is not None), (0, None))
         if first is None:
             return
-        if own is not None and (type(own), str(own)) == (type(first), str(first)):
+        is_same = own is not None and (type(own), str(own)) == (type(first), str(first))
+        if own is not None and (is_same or not isinstance(own, Exception)):
             raise own
         first.add_note(f"shardwise: this happened on rank {rank}")
         raise first from own
 
 
-def _portable(error: Exception | None) -> Exception | None:
+def _portable(error: BaseException | None) -> Exception | None:
     """``error`` as it can be sent to other processes."""
     if error is None:
         return None
     with contextlib.suppress(Exception):  # pickling runs code of the error's class
         copy = pickle.loads(pickle.dumps(error))
-        if type(copy) is type(error) and str(copy) == str(error):
+        if isinstance(error, Exception) and type(copy) is type(error) and str(copy) == str(error):
             return error
     return RuntimeError(f"{type(error).__name__}: {error}")
 

@@ -34,7 +34,7 @@ from torch.futures import Future
 from .atomic import DCP_METADATA
 from .integrity import CheckpointError, CorruptFileError, is_plain, raw, read_all
 from .names import listed
-from .objects import Path, unpickled
+from .objects import Path, UnsafeObjectError, unpickled
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -72,14 +72,14 @@ class _MetadataUnpickler(pickle.Unpickler):
         if (module_name, global_name) == ("builtins", "getattr"):
             return _member  # early releases of Python 3.11 pickle members of enumerations like this
         raise CheckpointError(
-            f"the checkpoint's {DCP_METADATA} names {module_name}.{global_name}, which is not what checkpoints consist "
-            "of: if you trust it, pass weights_only=False"
+            f"names {module_name}.{global_name}, which is not what checkpoints consist of: if you trust it, pass "
+            "weights_only=False"
         )
 
 
 def _member(kind: Any, name: str) -> Any:
     if not (isinstance(kind, type) and issubclass(kind, Enum)):
-        raise CheckpointError(f"the checkpoint's {DCP_METADATA} names {name!r} of something that is no enumeration")
+        raise CheckpointError(f"names {name!r} of something that is no enumeration")
     return kind[name]
 
 
@@ -109,8 +109,8 @@ class StoredData:
         try:
             with open(path, "rb") as file:
                 metadata = _MetadataUnpickler(file).load() if weights_only else pickle.load(file)
-        except CheckpointError:
-            raise
+        except CheckpointError as error:
+            raise CheckpointError(f"{path} {error}") from None
         except Exception as error:  # unpickling what is not a pickle may fail in any way
             raise CorruptFileError(f"{path} is damaged: {error}") from error
         if not isinstance(metadata, Metadata) or metadata.storage_data is None:
@@ -161,10 +161,12 @@ class StoredData:
         reader.set_up_storage_reader(self.metadata, True)
         try:
             reader.read_data(create_default_local_load_plan(values, self.metadata), planner).wait()
-        except CheckpointError:
+        except (CheckpointError, UnsafeObjectError):
             raise
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"reading the checkpoint {self.directory} failed: {error}") from error
+        except Exception as error:  # unpickling what is damaged may fail in any way
+            raise CheckpointError(
+                f"reading the checkpoint {self.directory} failed: {type(error).__name__}: {error}"
+            ) from error
 
 
 def _problem_of(metadata: Metadata, directory: FilePath) -> str | None:
@@ -173,6 +175,8 @@ def _problem_of(metadata: Metadata, directory: FilePath) -> str | None:
     paths = metadata.planner_data or {}
     if not isinstance(paths, Mapping) or not all(isinstance(path, tuple) for path in paths.values()):
         return "it has no paths of what was saved"
+    if wrong := [key for key, path in paths.items() if key != ".".join(map(str, path))]:
+        return f"the paths of {listed(wrong)} are others than the keys say"
     indices: list[MetadataIndex] = []
     for key, kind in metadata.state_dict_metadata.items():
         if isinstance(kind, BytesStorageMetadata):
@@ -198,7 +202,8 @@ def _problem_of(metadata: Metadata, directory: FilePath) -> str | None:
 
 
 def _is_covered(tensor: TensorStorageMetadata) -> bool:
-    """Whether the chunks lie inside of the tensor, and have as many elements together as it has."""
+    """Whether the chunks lie inside of the tensor, each elsewhere, and have as many elements together as it has."""
+    starts = [tuple(chunk.offsets) for chunk in tensor.chunks if math.prod(chunk.sizes)]
     inside = all(
         len(chunk.offsets) == len(chunk.sizes) == len(tensor.size)
         and all(
@@ -210,6 +215,7 @@ def _is_covered(tensor: TensorStorageMetadata) -> bool:
     return (
         isinstance(tensor.properties.dtype, torch.dtype)
         and inside
+        and len(set(starts)) == len(starts)
         and sum(math.prod(chunk.sizes) for chunk in tensor.chunks) == math.prod(tensor.size)
     )
 

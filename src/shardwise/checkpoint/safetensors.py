@@ -197,7 +197,7 @@ def save_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, max
         finally:
             if peers.is_first:
                 target.clean()
-    except Exception:
+    except BaseException:
         peers.exchange(None)  # no rank goes on before the first one has cleaned up
         raise
 

@@ -10,7 +10,8 @@ import ctypes
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import IO, Any, cast
@@ -20,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..checkpoint.atomic import DCP_METADATA, MANIFEST, path_of, sync_directory
-from ..checkpoint.integrity import FileSum, Manifest, summed
+from ..checkpoint.integrity import CheckpointError, FileSum, Manifest, summed
 from ..checkpoint.model_state import SavedModel, check_fit
 from ..checkpoint.names import parameter_names
 from ..checkpoint.objects import leaves, pickled
@@ -73,7 +74,10 @@ def agreed_kind(path: Path) -> Kind:
     Raises:
         FileNotFoundError: on all ranks, if they find different things.
     """
-    found = saving_ranks().exchange(_kind(path))
+    ranks = saving_ranks()
+    with ranks.together():
+        own = _kind(path)
+    found = ranks.exchange(own)
     for rank, kind in enumerate(found):
         if kind is not found[0]:
             raise FileNotFoundError(
@@ -89,10 +93,24 @@ def read_file(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
     A collective: what fails on one rank is raised on all.
 
     Raises:
+        CheckpointError: naming the file, if it is damaged.
+        UnpicklingError: for objects that ``weights_only`` refuses.
         ValueError: for a directory.
     """
     with saving_ranks().together():
         return _read_own(path, weights_only)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Name the file in what `torch.load` raises; of one that is damaged that may be anything."""
+    try:
+        yield
+    except (OSError, pickle.UnpicklingError) as error:  # others tell these by their type
+        error.add_note(f"shardwise: while {path} was read")
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read: {error!r}") from error
 
 
 def _read_own(path: Path, weights_only: bool | None) -> dict[str, Any]:
@@ -102,12 +120,14 @@ def _read_own(path: Path, weights_only: bool | None) -> dict[str, Any]:
             "file: pass the path that the checkpoint was saved to"
         )
     loaded: dict[str, Any]
-    try:
-        loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-    except (RuntimeError, pickle.UnpicklingError) as error:
-        if "mmap" not in str(error):
-            raise
-        loaded = torch.load(path, map_location="cpu", weights_only=weights_only)  # written before torch used zip files
+    with _reading(path):
+        try:
+            loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+        except (RuntimeError, pickle.UnpicklingError) as error:
+            if "mmap" not in str(error):
+                raise
+            # Written before torch used zip files.
+            loaded = torch.load(path, map_location="cpu", weights_only=weights_only)
     return loaded
 
 
@@ -122,11 +142,12 @@ def write_file(path: Path, write: Callable[[Path], object]) -> None:
     refuse_directory(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.unfinished")
+    _remove(draft)
     try:
         write(draft)
         _take_place_of(path, draft)
     finally:
-        draft.unlink(missing_ok=True)
+        _remove(draft)
 
 
 def save_file(path: Path, content: Any) -> FileSum:
@@ -145,7 +166,7 @@ def save_file(path: Path, content: Any) -> FileSum:
 def _take_place_of(path: Path, draft: Path) -> None:
     """Rename ``draft`` to ``path``, replacing what is there."""
     doomed = path.with_name(f".{path.name}.deleted")
-    shutil.rmtree(doomed, ignore_errors=True)
+    _remove(doomed)
     if not path.is_dir() and not (draft.is_dir() and path.exists()):
         draft.rename(path)
     elif _exchanged(draft, path):
@@ -154,10 +175,15 @@ def _take_place_of(path: Path, draft: Path) -> None:
         path.rename(doomed)
         draft.rename(path)
     sync_directory(path.parent)
-    if doomed.is_dir():
-        shutil.rmtree(doomed, ignore_errors=True)
+    _remove(doomed)
+
+
+def _remove(path: Path) -> None:
+    """Remove what an earlier save, which may have been of the other kind and killed, left at ``path``, if anything."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
     else:
-        doomed.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
 
 
 def _exchanged(one: Path, other: Path) -> bool:
@@ -185,7 +211,7 @@ def write_directory(path: Path, sharded: Mapping[str, Any], rest: Mapping[str, A
         try:
             with ranks.together(), naming(path):
                 if ranks.is_first:
-                    shutil.rmtree(draft, ignore_errors=True)
+                    _remove(draft)
                     draft.mkdir(parents=True)
                 items = {
                     where: value.detach()
@@ -202,7 +228,7 @@ def write_directory(path: Path, sharded: Mapping[str, Any], rest: Mapping[str, A
                     _take_place_of(path, draft)
         except BaseException:
             if ranks.is_first:
-                shutil.rmtree(draft, ignore_errors=True)
+                _remove(draft)
             raise
 
 
@@ -232,12 +258,18 @@ class SavedDirectory:
         """Whether something was saved under ``name``."""
         return bool(self._stored.below(f"{name}."))
 
-    def metadata(self) -> dict[str, Any]:
-        """The contents of ``meta.pt``: what is not sharded."""
+    def metadata(self, *, required: bool = False) -> dict[str, Any]:
+        """The contents of ``meta.pt``: what is not sharded.
+
+        Raises:
+            CheckpointError: if it is ``required``, and not there.
+        """
         file, loaded = self._path / METADATA, dict[str, Any]()
-        with self._ranks.together():
+        with self._ranks.together(), _reading(file):
             if file.is_file():
                 loaded = torch.load(file, map_location="cpu", weights_only=self._weights_only)
+            elif required:
+                raise CheckpointError(f"{self._path} has no {METADATA}, so it is not a whole checkpoint of a Trainer")
         return loaded
 
     def check_model(self, name: str, model: nn.Module, *, strict: bool) -> None:
@@ -309,13 +341,13 @@ def refuse_directory(path: Path) -> None:
         raise IsADirectoryError(f"{path} is a directory, and a full checkpoint is one file: choose another path")
 
 
-def prepare_file(path: str | Path, is_writer: bool) -> None:
-    """Make room for a full checkpoint in the place of a sharded one, which the rank with ``is_writer`` deletes.
+def prepare_file(path: str | Path) -> None:
+    """Make room for a full checkpoint in the place of a sharded one, which is deleted; for one rank.
 
     Raises:
         IsADirectoryError: as of `refuse_directory`.
     """
     directory = Path(path)
     refuse_directory(directory)
-    if directory.is_dir() and is_writer:
+    if directory.is_dir():
         shutil.rmtree(directory.resolve())
