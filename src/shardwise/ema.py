@@ -147,7 +147,7 @@ class EMA:
         """Take over what `state_dict` gave, at any world size.
 
         Args:
-            state: its averages are DTensors sharded as the parameters are, or whole tensors.
+            state: its averages are DTensors, or whole tensors.
 
         Raises:
             RuntimeError: while they are swapped.
@@ -171,11 +171,13 @@ class EMA:
                 )
         for name, average in self._averages.items():
             value = given[name]
-            if isinstance(average, DTensor):
-                if not isinstance(value, DTensor):
-                    value = shard_like(value, average)
+            if isinstance(value, DTensor):
+                if not isinstance(average, DTensor):
+                    value = value.full_tensor()
                 elif value.placements != average.placements or value.device_mesh != average.device_mesh:
                     value = value.redistribute(average.device_mesh, average.placements)
+            elif isinstance(average, DTensor):
+                value = shard_like(value, average)
             local_of(average).copy_(local_of(value))
         self.decay, self.updates = state["decay"], state["updates"]
 
