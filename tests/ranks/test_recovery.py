@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import os
@@ -25,9 +26,11 @@ from .harness import RankError, on_ranks, ranks
 from .test_autograd import Layer, stack, token_iteration, wrap_like_the_seed
 from .truth import (
     Record,
+    Verb,
     assert_records,
     assert_resharded,
     batch,
+    check,
     gradients_of,
     make_optimizer,
     train_plain,
@@ -226,6 +229,32 @@ def test_exception_between_the_modules_of_a_unit() -> None:
     with pytest.raises(PlannedError):
         step_once(model, 0, 0)
     assert_resharded(model)
+
+
+class Retries(nn.Module):
+    """Calls itself, and goes on when that fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, fails: bool = False) -> torch.Tensor:
+        if fails:
+            raise PlannedError
+        with contextlib.suppress(PlannedError):
+            self(x, fails=True)
+        return self.linear(x)
+
+
+@on_ranks(2)
+def test_exception_that_a_module_of_a_unit_catches_from_itself() -> None:
+    """The outer call was taken to be over too, so that it computed with sharded parameters."""
+
+    def wrapping(model: Any, verb: Verb) -> None:
+        verb([*model.layers])
+        verb(model)
+
+    check(lambda: stack(Retries(), Retries()), wrapping=wrapping, against_torch=False)
 
 
 class FailsOnce:

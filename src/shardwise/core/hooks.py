@@ -130,10 +130,9 @@ class Unit:
 
     def install_hooks(self) -> None:
         """Let the modules' forward call `pre_forward` and `post_forward`; where it does not, `run` does."""
-        several = len(self.modules) > 1
         for module in self.modules:
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self.post_forward, always_call=several)
+            module.register_forward_hook(self.post_forward)
 
     # -- Forward
 
