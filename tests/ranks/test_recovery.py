@@ -257,6 +257,34 @@ def test_exception_that_a_module_of_a_unit_catches_from_itself() -> None:
     check(lambda: stack(Retries(), Retries()), wrapping=wrapping, against_torch=False)
 
 
+class GoesOn(Stack):
+    """Goes on without a layer that fails."""
+
+    def forward(self, x: torch.Tensor, stop_after: int | None = None) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            with contextlib.suppress(PlannedError):
+                x = layer(x)
+        return self.last(x)
+
+
+@on_ranks(2, reshard=[True, False])
+def test_exception_of_a_module_of_a_unit_that_the_root_catches(reshard: bool) -> None:
+    """Nothing gathered the unit for the backward of its modules that had run, which read freed memory."""
+
+    def wrapping(model: Any, verb: Verb) -> None:
+        verb([*model.layers], reshard_after_forward=reshard)
+        verb(model)
+
+    def run(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        model.get_submodule("layers.1").where = "before" if step == 1 else None  # type: ignore[assignment]
+        loss = model(batch(step, rank, 4, WIDTH)).square().mean()
+        loss.backward()
+        return loss
+
+    check(lambda: GoesOn([Fragile(WIDTH), Fragile(WIDTH)], WIDTH), run, wrapping=wrapping, against_torch=False)
+
+
 class FailsOnce:
     """An all-gather that can be told to fail."""
 

@@ -331,7 +331,7 @@ class Unit:
         if self.phase is Phase.PRE_BACKWARD:
             return  # checkpointing stops a recomputation by an exception when it has what it needs
         self._leave_call(module)
-        if self._inside:
+        if self._inside or self._awaits_others_of_forward:
             return
         self._forget_forward()
         if not in_backward():
@@ -341,6 +341,13 @@ class Unit:
             self.context.forward_root = None
             self.context.drop_prefetched()
             self.context.rest()
+
+    @property
+    def _awaits_others_of_forward(self) -> bool:
+        """Whether some of its modules ran, but not all, in a forward that may catch what another one raised: it has yet
+        to announce backward for those."""
+        outermost = self.context.forward_root if self.context is not None else None
+        return outermost not in (None, self) and not self._recomputes and 0 < len(self._to_run) < len(self._modules)
 
     def complete_forward(self, output: Any) -> Any:
         """Finish the forward of a unit of several modules of which not all ran; ``output`` is the root's."""
