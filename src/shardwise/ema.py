@@ -157,8 +157,8 @@ class EMA:
         """
         refuse_flat(self._model, "EMA.load_state_dict")
         self._check_not_swapped("load_state_dict()")
-        given = state["averages"]
-        _check_decay(state["decay"])
+        given, decay, updates = state["averages"], state["decay"], state["updates"]
+        _check_decay(decay)
         if given.keys() != self._averages.keys():
             own = self._averages.keys()
             missing, unknown = sorted(own - given.keys()), sorted(given.keys() - own)
@@ -179,7 +179,7 @@ class EMA:
             elif isinstance(average, DTensor):
                 value = shard_like(value, average)
             local_of(average).copy_(local_of(value))
-        self.decay, self.updates = state["decay"], state["updates"]
+        self.decay, self.updates = decay, updates
 
 
 class Swapped:

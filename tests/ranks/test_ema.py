@@ -230,6 +230,8 @@ def test_what_cannot_be_averaged() -> None:
     others = {name: torch.zeros_like(value) for name, value in ema.state_dict()["averages"].items()}
     with pytest.raises(ValueError, match="decay must be between 0 and 1"):
         ema.load_state_dict({**ema.state_dict(), "averages": others, "decay": 2.0})
+    with pytest.raises(KeyError, match="updates"):
+        ema.load_state_dict({"averages": others, "decay": 0.5})
     assert torch.equal(ema.state_dict()["averages"]["embed.weight"], before)
     plain.head = nn.Linear(3, 3)
     plain.embed = nn.Embedding(3, 3)
