@@ -147,7 +147,7 @@ class EMA:
         """Take over what `state_dict` gave, at any world size.
 
         Args:
-            state: its averages are DTensors sharded as the parameters are, or whole tensors.
+            state: its averages are DTensors, or whole tensors.
 
         Raises:
             RuntimeError: while they are swapped.
@@ -159,8 +159,8 @@ class EMA:
         self._check_not_swapped("load_state_dict()")
         if lacking := [name for name in ("decay", "updates", "averages") if name not in state]:
             raise ValueError(f"this is not the state dict of an EMA: it lacks {lacking}, and has {list(state)[:5]}")
-        given = state["averages"]
-        _check_decay(state["decay"])
+        given, decay, updates = state["averages"], state["decay"], state["updates"]
+        _check_decay(decay)
         if given.keys() != self._averages.keys():
             own = self._averages.keys()
             missing, unknown = sorted(own - given.keys()), sorted(given.keys() - own)
@@ -173,13 +173,15 @@ class EMA:
                 )
         for name, average in self._averages.items():
             value = given[name]
-            if isinstance(average, DTensor):
-                if not isinstance(value, DTensor):
-                    value = shard_like(value, average)
+            if isinstance(value, DTensor):
+                if not isinstance(average, DTensor):
+                    value = value.full_tensor()
                 elif value.placements != average.placements or value.device_mesh != average.device_mesh:
                     value = value.redistribute(average.device_mesh, average.placements)
+            elif isinstance(average, DTensor):
+                value = shard_like(value, average)
             local_of(average).copy_(local_of(value))
-        self.decay, self.updates = state["decay"], state["updates"]
+        self.decay, self.updates = decay, updates
 
 
 class Swapped:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from .core.comm import Comm, comm_for
 from .core.device import eager, local_norms, local_of, mesh_device, scale_each, spec_of, without_torch_function
 from .core.flat import refuse_flat
-from .core.parameter import successor_of
+from .core.parameter import owner_of, successor_of
 from .grad_scaler import ShardedGradScaler
 
 __all__ = ["ShardedGradScaler", "clip_grad_norm_", "norm_over_ranks", "scale_to_norm", "total_norm"]
@@ -50,7 +50,7 @@ def clip_grad_norm_(
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     refuse_flat(parameters, "clip_grad_norm_")
     with without_torch_function():
-        found = [one.grad if one.grad is not None else getattr(successor_of(one), "grad", None) for one in parameters]
+        found = [*map(_gradient_of, parameters)]
     gradients = [gradient for gradient in found if gradient is not None]
     if not gradients:
         return torch.tensor(0.0)
@@ -63,6 +63,13 @@ def clip_grad_norm_(
         )
     scale_to_norm(gradients, norm, max_norm, foreach=foreach is not False)
     return norm
+
+
+def _gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    # Unsharded ones may have gradients of this rank alone, which wait for their reduction.
+    is_sharded = parameter.grad is not None and owner_of(parameter) is not None
+    sharded = None if is_sharded else successor_of(parameter)
+    return parameter.grad if sharded is None else sharded.grad
 
 
 def scale_to_norm(

@@ -220,6 +220,25 @@ def test_gradients_add_up_over_reductions(preset: str) -> None:
         check(make, run)
 
 
+@on_ranks(2, 3, preset=PRESETS)
+def test_frozen_between_micro_batches(preset: str) -> None:
+    """What it got before was left out of the step, and added to the one after it was thawed, in silence."""
+
+    def run(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        total = torch.zeros(())
+        for part in range(MICRO_BATCHES):
+            if isinstance(model, TorchFSDPModule):
+                by_both(model, part)
+            model.get_parameter("layers.1.sometimes.linear.weight").requires_grad_(part == 0 or step == 2)
+            use = part == 0 and (step != 1 or rank == 0)
+            loss = model(batch(10 * step + part, rank, 4, WIDTH), use=use).square().mean()
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    check(PartlyUsedModel, run, against_torch=False, placements=preset)
+
+
 @on_ranks(2)
 def test_synchronization_only_for_the_forwards_of_one_backward() -> None:
     """Several forwards, one backward, without and with synchronization."""

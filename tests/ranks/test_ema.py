@@ -180,6 +180,9 @@ def test_in_checkpoints(strategy: str) -> None:
         third = EMA(sharded(3), 0.5)
         third.load_state_dict({"decay": 0.5, "updates": 1, "averages": plain})
         assert all(torch.equal(whole(value), truth[name]) for name, value in third.state_dict()["averages"].items())
+    unsharded = EMA(make(), 0.5)
+    unsharded.load_state_dict(ema.state_dict())  # shards of one row were broadcast, in silence
+    assert all(torch.equal(value, truth[name]) for name, value in unsharded.state_dict()["averages"].items())
 
 
 @on_ranks(1, 2)

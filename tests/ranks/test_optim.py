@@ -275,6 +275,19 @@ def test_clipping_while_parameters_are_cut_over_fewer_ranks() -> None:
         torch.testing.assert_close(whole(ours.grad), theirs.grad)
 
 
+@on_ranks(2)
+def test_clipping_beside_gradients_that_are_not_reduced_yet() -> None:
+    """Where unsharded parameters are registered, those were taken, which differ between ranks."""
+    model: Any = wrap(build("mlp"), shardwise.fully_shard)
+    model.set_reshard_after_backward(False)
+    for sync in (True, False):
+        model.set_requires_gradient_sync(sync)
+        model(inputs_for(model, dist.get_rank())).square().mean().backward()
+        norms: list[Any] = [None, None]
+        dist.all_gather_object(norms, shardwise.clip_grad_norm_(model.parameters(), 1e3).item())
+        assert norms[0] == norms[1]
+
+
 @on_ranks(2, 3)
 def test_norms_of_every_order_with_shards_without_elements() -> None:
     single = nn.Linear(4, 1)

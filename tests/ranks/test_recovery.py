@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import os
@@ -25,9 +26,11 @@ from .harness import RankError, on_ranks, ranks
 from .test_autograd import Layer, stack, token_iteration, wrap_like_the_seed
 from .truth import (
     Record,
+    Verb,
     assert_records,
     assert_resharded,
     batch,
+    check,
     gradients_of,
     make_optimizer,
     train_plain,
@@ -226,6 +229,60 @@ def test_exception_between_the_modules_of_a_unit() -> None:
     with pytest.raises(PlannedError):
         step_once(model, 0, 0)
     assert_resharded(model)
+
+
+class Retries(nn.Module):
+    """Calls itself, and goes on when that fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, fails: bool = False) -> torch.Tensor:
+        if fails:
+            raise PlannedError
+        with contextlib.suppress(PlannedError):
+            self(x, fails=True)
+        return self.linear(x)
+
+
+@on_ranks(2)
+def test_exception_that_a_module_of_a_unit_catches_from_itself() -> None:
+    """The outer call was taken to be over too, so that it computed with sharded parameters."""
+
+    def wrapping(model: Any, verb: Verb) -> None:
+        verb([*model.layers])
+        verb(model)
+
+    check(lambda: stack(Retries(), Retries()), wrapping=wrapping, against_torch=False)
+
+
+class GoesOn(Stack):
+    """Goes on without a layer that fails."""
+
+    def forward(self, x: torch.Tensor, stop_after: int | None = None) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            with contextlib.suppress(PlannedError):
+                x = layer(x)
+        return self.last(x)
+
+
+@on_ranks(2, reshard=[True, False])
+def test_exception_of_a_module_of_a_unit_that_the_root_catches(reshard: bool) -> None:
+    """Nothing gathered the unit for the backward of its modules that had run, which read freed memory."""
+
+    def wrapping(model: Any, verb: Verb) -> None:
+        verb([*model.layers], reshard_after_forward=reshard)
+        verb(model)
+
+    def run(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        model.get_submodule("layers.1").where = "before" if step == 1 else None  # type: ignore[assignment]
+        loss = model(batch(step, rank, 4, WIDTH)).square().mean()
+        loss.backward()
+        return loss
+
+    check(lambda: GoesOn([Fragile(WIDTH), Fragile(WIDTH)], WIDTH), run, wrapping=wrapping, against_torch=False)
 
 
 class FailsOnce:

@@ -17,7 +17,7 @@ from shardwise.core.comm import Comm
 from shardwise.core.gradient import Scale, gradient_scale
 from shardwise.core.module import unit_of
 
-from ..models import Transformer, inputs_for
+from ..models import Stack, Transformer, inputs_for
 from .test_memory import Collectives, build, live_bytes, local_bytes
 
 Mesh = Callable[..., DeviceMesh]
@@ -105,6 +105,24 @@ def test_unshard_handle(fake_mesh: Mesh) -> None:
     handle.wait()
     handle.wait()
     assert not isinstance(layer.up.weight, DTensor)
+
+
+def test_what_the_user_gathers_waits_for_the_handle(fake_mesh: Mesh) -> None:
+    """A forward that did not reach the unit, where earlier ones did, freed it as its prefetch, as backward did."""
+    model, mesh, x = Stack([nn.Linear(4, 4), nn.Linear(4, 4)], 4), fake_mesh(2), torch.ones(2, 4)
+    for unit in (model.layers[0], model.layers[1], model):
+        fully_shard(unit, mesh=mesh)
+    for _ in range(3):
+        model(x).sum().backward()
+    last = cast(Any, model.layers[1])
+    for runs_backward in (False, True):
+        handle = last.unshard(async_op=True)
+        loss = model(x, stop_after=1).sum()
+        if runs_backward:
+            loss.backward()
+        handle.wait()
+        assert not isinstance(last.weight, DTensor)
+        last.reshard()
 
 
 def test_unshard_before_the_root_ran_does_not_hide_the_root(fake_mesh: Mesh) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -11,9 +12,10 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from shardwise import Placements, fully_shard
-from shardwise.core.device import local_of
+from shardwise.core.device import local_of, shares_storage
 from shardwise.core.errors import StateError
 from shardwise.core.parameter import ShardedParameter, SteppedParameter
 
@@ -200,3 +202,26 @@ def test_a_step_may_replace_data(fake_mesh: Mesh, closure: Any) -> None:
     for parameter, value in zip(model.parameters(), before, strict=True):
         torch.testing.assert_close(parameter.to_local(), value)
     model(inputs_for(model, 0)).sum().backward()
+
+
+class Copies(torch.optim.SGD):
+    """Keeps copies of its parameters, and what pickles have of them."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].update(slow=copy.deepcopy(parameter), reduced=parameter.__reduce_ex__(2))
+
+
+def test_parameters_may_be_copied_in_a_step(fake_mesh: Mesh) -> None:
+    model = build(fake_mesh(2))
+    optimizer = Copies(model.parameters(), lr=0.1)
+    model(inputs_for(model, 0)).sum().backward()
+    optimizer.step()
+    for parameter in model.parameters():
+        slow, reduced = optimizer.state[parameter]["slow"], optimizer.state[parameter]["reduced"]
+        assert torch.equal(local_of(slow), local_of(parameter))
+        assert not shares_storage(local_of(slow), local_of(parameter))
+        assert isinstance(slow, nn.Parameter)
+        assert type(slow) is DTensor
+        assert "SteppedParameter" not in repr(reduced)

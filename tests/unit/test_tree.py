@@ -153,3 +153,40 @@ def test_what_changes_in_copies_is_given_back() -> None:
     assert given["node"].late is given["list"]  # type: ignore[attr-defined]
     assert given["tuple"] == ([],)
     assert given["same"][0] is x  # type: ignore[index]
+
+
+class MarkedDict(OrderedDict[str, Any]):
+    mark = ""
+
+
+def test_only_what_changes_in_copies_is_given_back() -> None:
+    """What code that knows the container itself put there meanwhile stays: it was removed in silence."""
+    x, late, later = torch.ones(2), torch.zeros(2), torch.full((2,), 5.0)
+    given = {"list": [x], "dict": {"x": x}, "node": Node(x)}
+    replacement = Replacement(lambda t: t * 2)
+    copied = replacement.of(given)
+    given["list"].append(late)  # type: ignore[attr-defined]
+    given["dict"]["late"] = late  # type: ignore[index]
+    given["node"].late = late  # type: ignore[attr-defined]
+    replacement.give_back(lambda item: item)
+    copied["list"].append(later)
+    copied["dict"]["later"], copied["node"].parent = later, later
+    replacement.give_back(lambda item: item)
+    assert [*map(id, given["list"])] == [*map(id, (x, late, later))]  # type: ignore[call-overload]
+    assert given["dict"] == {"x": x, "late": late, "later": later}
+    assert vars(given["node"]) == {"value": x, "late": late, "parent": later}
+
+
+def test_deques_attributes_and_the_order_of_items_are_given_back() -> None:
+    x, y = torch.ones(2), torch.zeros(2)
+    given = deque([x, y], maxlen=2), MarkedList([x]), MarkedDict(x=x, y=y)
+    replacement = Replacement(lambda t: t * 2)
+    queue, marked, ordered = replacement.of(given)
+    queue.append(3)
+    marked.mark = ordered.mark = "new"
+    ordered.move_to_end("x")
+    replacement.give_back(lambda item: item)
+    assert [*map(id, given[0])] == [id(y), id(3)]
+    assert given[1].mark == given[2].mark == "new"
+    assert [*map(id, given[2].values())] == [id(y), id(x)]
+    assert [*given[2]] == ["y", "x"]

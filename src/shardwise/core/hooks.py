@@ -83,6 +83,8 @@ class Unit:
         self.gathered_bytes = 0
         self.prefetch_forward: list[weakref.ref[Unit]] = []
         self.prefetch_backward: list[weakref.ref[Unit]] = []
+        self.handle: Callable[[], Any] = lambda: None
+        """Gives what the user got last for a gather to wait for, as long as it exists."""
         self._modules = [weakref.ref(module) for module in modules]
         self._to_run: set[int] = set()
         self._inside: list[Call] = []
@@ -128,10 +130,9 @@ class Unit:
 
     def install_hooks(self) -> None:
         """Let the modules' forward call `pre_forward` and `post_forward`; where it does not, `run` does."""
-        several = len(self.modules) > 1
         for module in self.modules:
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self.post_forward, always_call=several)
+            module.register_forward_hook(self.post_forward)
 
     # -- Forward
 
@@ -330,7 +331,7 @@ class Unit:
         if self.phase is Phase.PRE_BACKWARD:
             return  # checkpointing stops a recomputation by an exception when it has what it needs
         self._leave_call(module)
-        if self._inside:
+        if self._inside or self._awaits_others_of_forward:
             return
         self._forget_forward()
         if not in_backward():
@@ -340,6 +341,13 @@ class Unit:
             self.context.forward_root = None
             self.context.drop_prefetched()
             self.context.rest()
+
+    @property
+    def _awaits_others_of_forward(self) -> bool:
+        """Whether some of its modules ran, but not all, in a forward that may catch what another one raised: it has yet
+        to announce backward for those."""
+        outermost = self.context.forward_root if self.context is not None else None
+        return outermost not in (None, self) and not self._recomputes and 0 < len(self._to_run) < len(self._modules)
 
     def complete_forward(self, output: Any) -> Any:
         """Finish the forward of a unit of several modules of which not all ran; ``output`` is the root's."""
@@ -356,8 +364,14 @@ class Unit:
                 group.reshard()
         elif self.phase is Phase.IDLE:
             for group in self.groups:
-                if group.is_gathering:
+                if group.is_gathering and not self._is_awaited:
                     group.reshard()
+
+    @property
+    def _is_awaited(self) -> bool:
+        """Whether the user, who started to gather, has yet to wait for it."""
+        handle = self.handle()
+        return handle is not None and not handle.is_waited_for
 
     def _cast_inputs(self, call: Call, arguments: Any) -> Any:
         dtype = self.precision.param_dtype
@@ -490,7 +504,7 @@ class Unit:
             self._reduce(is_complete=True)
         else:
             for group in self.groups:
-                if group.options.reshard_after_backward:
+                if group.options.reshard_after_backward and not (group.is_gathering and self._is_awaited):
                     group.reshard()
         self._forget_forward()
 

@@ -61,6 +61,11 @@ class UnshardHandle(torch_fsdp.UnshardHandle):
         for group in groups:
             group.wait_for_unshard()
 
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether `wait` was called."""
+        return not self._groups
+
 
 class FSDPModule(_TorchModule):
     """What a module wrapped by `fully_shard` is beside its own class.
@@ -139,6 +144,7 @@ class FSDPModule(_TorchModule):
             group.unshard(lane)
         handle = UnshardHandle(unit.groups)
         if async_op:
+            unit.handle = weakref.ref(handle)
             return handle
         handle.wait()
         unit.rest()

@@ -70,6 +70,19 @@ class TracedParameter(DTensor):
         whole: DTensor = DTensor.__tensor_unflatten__(inner, flat, size, stride)
         return wrap_local(local_of(whole), spec_of(whole), cls, whole.requires_grad)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A plain DTensor, or parameter, with memory of its own."""
+        with torch.no_grad():
+            copied = wrap_local(local_of(self).clone(), spec_of(self), requires_grad=self.requires_grad)
+        if isinstance(self, nn.Parameter):
+            copied._is_param = True
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as the plain DTensor that it is for others."""
+        return wrap_local(local_of(self), spec_of(self), requires_grad=self.requires_grad).__reduce_ex__(protocol)
+
 
 class SteppedParameter(TracedParameter):
     """The registered parameter while an optimizer not of torch writes it: a DTensor whose data it may replace."""
@@ -113,19 +126,6 @@ class ShardedParameter(TracedParameter):
             writes_sharded = bool(args) and bool(_sharded_in(args[0]))
             message = _used_while_sharded(func.__name__, writes_sharded, _sharded_in((args, kwargs)))
             raise StateError(message) from error
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A plain DTensor, or parameter, with memory of its own."""
-        with torch.no_grad():
-            copied = wrap_local(local_of(self).clone(), spec_of(self), requires_grad=self.requires_grad)
-        if isinstance(self, nn.Parameter):
-            copied._is_param = True
-        memo[id(self)] = copied
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as the plain DTensor that it is for others."""
-        return wrap_local(local_of(self), spec_of(self), requires_grad=self.requires_grad).__reduce_ex__(protocol)
 
 
 class ShardedView(DTensor):

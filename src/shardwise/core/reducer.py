@@ -52,6 +52,8 @@ class GradientReducer:
         """Of the parameters that had no gradient on any rank when they were reduced last."""
         self._was_kept = False
         """Whether a backward of the unit was not reduced: alike on all ranks, even if none of its gradients is here."""
+        self._kept: set[Slot] = set()
+        """Those that it may have given gradients: frozen since or not, they are reduced with the next."""
 
     @property
     def mesh(self) -> DataParallelRanks:
@@ -69,6 +71,7 @@ class GradientReducer:
     def accumulate(self) -> None:
         """Keep this backward's unsharded gradients for a later reduction, in the reduction's dtype."""
         self._was_kept = True
+        self._kept.update(*self.shards.trainable())
         for slot in self.slots:
             slot.accumulate(self.policy.reduce_dtype(slot.buffer.local.dtype))
 
@@ -96,7 +99,7 @@ class GradientReducer:
 
     def drop(self) -> None:
         """Forget unsharded gradients."""
-        self._was_kept = False
+        self._was_kept, self._kept = False, set()
         for slot in self.slots:
             slot.drop_gradient()
         for plan in self._plans.values():
@@ -106,8 +109,8 @@ class GradientReducer:
 
     def take(self) -> list[tuple[Sequence[Slot], list[torch.Tensor | None]]]:
         """Remove the unsharded gradients of the trainable parameters, those of one buffer together."""
-        self._was_kept = False
-        return [(slots, slots[0].take_gradients(slots)) for slots in self.shards.trainable()]
+        kept, self._was_kept, self._kept = self._kept, False, set()
+        return [(slots, slots[0].take_gradients(slots)) for slots in self.shards.trainable(kept)]
 
     def reduce(self, slots: Sequence[Slot], gradients: list[torch.Tensor | None], lane: Lane) -> Reduction | None:
         """Start reducing unsharded ``gradients`` (emptied) of ``slots``; None if they are theirs already."""

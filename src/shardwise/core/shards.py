@@ -198,12 +198,14 @@ class Shards(ABC):
 
     # -- Whether they are trained
 
-    def trainable(self) -> Sequence[Sequence[Slot]]:
-        """Slots that gradients may come for, those of one buffer together."""
+    def trainable(self, frozen_since: Collection[Slot] = ()) -> Sequence[Sequence[Slot]]:
+        """Slots that gradients may come for, those of one buffer together; ``frozen_since`` among them."""
         # Looked up each time: there are ways to change ``requires_grad`` that tell nobody (`detach_`, a write with a
         # history, `swap_tensors`, compiled code).
         with without_torch_function():
             trained = [*map(_is_trained, self.slots)]
+        if frozen_since:
+            trained = [(was, now or slot in frozen_since) for slot, (was, now) in zip(self.slots, trained, strict=True)]
         if trained != self._trained:
             by_buffer: dict[ShardedBuffer, list[Slot]] = {}
             for slot, (was_unsharded, requires_grad) in zip(self.slots, trained, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import operator
+from collections import deque
 from collections.abc import Callable
 from enum import Enum
 from typing import Any
@@ -30,8 +31,8 @@ class Replacement:
         """What was, and what takes its place."""
         self._met: dict[int, tuple[Any, Any]] = {}
         """Containers by their ids, and what takes their places or they themselves."""
-        self._copies: list[tuple[Any, Any]] = []
-        """Containers that code may change, and what takes their places; the inner ones first."""
+        self._copies: list[_Copy] = []
+        """Containers that code may change, the inner ones first."""
 
     def of(self, value: Any) -> Any:
         """``value`` with its tensors replaced."""
@@ -71,16 +72,18 @@ class Replacement:
         if (registered := parts_of(value)) is not None:
             old, rebuild = registered
             new = [*map(self.of, old)]
-            return value if _same(new, old) else rebuild(new)
+            if _same(new, old):
+                return value
+            return self._note(value, rebuild(new)) if isinstance(value, deque) else rebuild(new)
         return value
 
     def _note(self, value: Any, copied: Any) -> Any:
-        self._copies.append((value, copied))
+        self._copies.append(_Copy(value, copied))
         return copied
 
     def give_back(self, announce: Callable[[Any], Any]) -> None:
-        """What was since added to, replaced in and removed from the lists, dicts and dataclasses that took the places
-        of others, now is so in those others.
+        """What was since added to, replaced in and removed from the containers that took the places of others, now is
+        so in those others. What else was done to these meanwhile stays.
 
         Args:
             announce: gives what is put there in the place of something new.
@@ -90,32 +93,74 @@ class Replacement:
         origins = {id(new): old for old, new in self._replaced}
 
         def given(item: Any) -> Any:
-            return origins[id(item)] if id(item) in origins else announce(item)
+            if id(item) not in origins:
+                origins[id(item)] = announce(item)
+            return origins[id(item)]
 
-        for old, copied in self._copies:
-            if isinstance(copied, list):
-                if [*map(id, old)] != [id(origins.get(id(item), item)) for item in copied]:
-                    old[:] = [*map(given, copied)]
-                continue
-            held, set_, delete = _accessors(old)
-            items = _accessors(copied)[0]
-            for key, item in items.items():
-                if key not in held or held[key] is not origins.get(id(item), item):
-                    set_(old, key, given(item))
-            for key in held.keys() - items.keys():
-                delete(old, key)
+        for copied in self._copies:
+            copied.give_back(given)
 
 
-def _accessors(value: Any) -> tuple[dict[Any, Any], Callable[..., Any], Callable[..., Any]]:
-    """The items of a dict or the attributes of another object, as they are now, and what sets and deletes one."""
-    if isinstance(value, dict):
-        return {**value}, operator.setitem, operator.delitem
-    names = vars(value) if hasattr(value, "__dict__") else [field.name for field in dataclasses.fields(value)]
-    return (
-        {name: getattr(value, name) for name in names if hasattr(value, name)},
-        object.__setattr__,
-        object.__delattr__,
-    )
+class _Copy:
+    """A list, deque, dict or dataclass that code may change, and what takes its place.
+
+    Args:
+        value: the container.
+        copied: what takes its place, as it was made.
+    """
+
+    def __init__(self, value: Any, copied: Any):
+        self._value, self._copied = value, copied
+        self._parts: Any = dict(copied) if isinstance(copied, dict) else _sequence_in(copied)
+        self._attributes = _attributes_of(copied)
+
+    def give_back(self, given: Callable[[Any], Any]) -> None:
+        """Do to the container what was done to its copy; ``given`` gives what stands there for an item of that."""
+        old, copied = self._value, self._copied
+        if isinstance(copied, dict):
+            _give_items((old, old), copied, self._parts, given, operator.setitem, operator.delitem)
+        elif [*map(id, parts := _sequence_in(copied))] != (before := [*map(id, self._parts)]):
+            if [*map(id, parts[: len(before)])] == before:
+                parts = parts[len(before) :]
+            else:
+                old.clear()
+            old.extend([*map(given, parts)])
+        own, now = (old, _attributes_of(old)), _attributes_of(copied)
+        _give_items(own, now, self._attributes, given, object.__setattr__, object.__delattr__)
+
+
+def _sequence_in(value: Any) -> list[Any]:
+    return [*value] if isinstance(value, (list, deque)) else []
+
+
+def _attributes_of(value: Any) -> dict[str, Any]:
+    if hasattr(value, "__dict__"):
+        return {**vars(value)}
+    names = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+
+def _give_items(
+    own: tuple[Any, dict[Any, Any]],
+    now: dict[Any, Any],
+    before: dict[Any, Any],
+    given: Callable[[Any], Any],
+    set_: Callable[[Any, Any, Any], None],
+    delete: Callable[[Any, Any], None],
+) -> None:
+    """Change an object, the first of ``own``, which has the items that are the second, as its copy has changed from
+    ``before`` to ``now``, by ``set_`` and ``delete``; the order of items too."""
+    old, held = own
+    kept: dict[Any, Any] = {}
+    if [*now][: len(before)] != [*before]:
+        kept = {key: held[key] for key in before if key in held}
+        for key in kept:
+            delete(old, key)
+    for key, item in now.items():
+        if key not in before or item is not before[key]:
+            set_(old, key, given(item))
+        elif key in kept:
+            set_(old, key, kept[key])
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
