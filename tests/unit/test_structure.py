@@ -95,6 +95,7 @@ ORDER = [
     "fairscale.checkpoint_wrapper",
     "fairscale.fsdp_arguments",
     "fairscale.fsdp_norms",
+    "fairscale.fsdp_settings",
     "fairscale.fsdp_sharing",
     "fairscale.fsdp_weights",
     "fairscale.testing",

@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 from ..arguments import check_arguments, documented
@@ -22,7 +21,7 @@ from ..core.device import in_backward, not_inference
 from ..core.flat import FlatShards, FlatSlot
 from ..core.group import ParamGroup
 from ..core.hooks import Phase, Unit
-from ..core.module import set_unit, unit_of
+from ..core.module import set_unit
 from ..core.parameter import Place, owner_of
 from ..core.root import make_root
 from ..core.slot import GroupPolicy
@@ -44,6 +43,7 @@ from .fsdp_parameters import (
     sync_from_first_rank,
     under,
 )
+from .fsdp_settings import Settings
 from .fsdp_sharing import share_parameter
 from .fsdp_weights import consolidate, describe_shards, finish_load, finish_state_dict, prepare_load, refuse_joined
 from .ranks import comm_of, compute_device_of, given_group, ranks_of, reduce_comm_of
@@ -69,7 +69,7 @@ _STATES = {
 
 
 @documented(ARGUMENTS)
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(Settings):
     """Holds the parameters of a module in shards and brings them together while it computes.
 
     Wrap from the inside out; then make the optimizer, whose parameters are 1-D tensors of this rank's elements. At
@@ -148,36 +148,12 @@ class FullyShardedDataParallel(nn.Module):
 
     # -- Construction
 
-    def _choose_divisors(self, before: float | None) -> None:
-        self._own_divisors, before = before is not None, self._predivide_factor() if before is None else before
-        _check_divisors(gradient_predivide_factor=before)
-        self._divisors: tuple[float, float] = before, self.world_size / before
-
     def _watch_state_dicts(self) -> None:
         self.register_state_dict_post_hook(finish_state_dict)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(prepare_load)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(finish_load)  # type: ignore[no-untyped-call]
         for path in {path for run in self._runs if run.is_joined for one in run.members for path, _ in one.places}:
             self.module.get_submodule(path).register_state_dict_pre_hook(refuse_joined)
-
-    def _check_settings(self) -> None:
-        self._check_widens(self.fp32_reduce_scatter)
-        _check_dtypes(compute_dtype=self.compute_dtype, buffer_dtype=self.buffer_dtype)
-        if self.move_grads_to_cpu != self.move_params_to_cpu and self.compute_device.type != "cpu":
-            raise ValueError(
-                f"move_grads_to_cpu={self.move_grads_to_cpu} with move_params_to_cpu={self.move_params_to_cpu}: torch "
-                "keeps a parameter and its gradient on one device, so both have to be the same"
-            )
-
-    def _check_widens(self, widens: bool) -> None:
-        if widens and not self.mixed_precision:
-            raise ValueError("fp32_reduce_scatter=True needs mixed_precision=True: without it gradients are float32")
-
-    def _predivide_factor(self) -> float:
-        factor = 1
-        while self.world_size % factor == 0 and self.world_size / factor > factor:
-            factor *= 2
-        return float(factor)
 
     def _start(self, group: Any, reduce_group: Any, values: Sequence[nn.Parameter] | None) -> None:
         """Set up what belongs to this process; ``values`` are whole parameters, in the order of the runs' members, or
@@ -198,16 +174,6 @@ class FullyShardedDataParallel(nn.Module):
         kept_by_root = self._reshards and self.disable_reshard_on_root
         set_unit(self, Unit([self], groups, self.compute_device, precision, None, None, kept_by_root, make_fsdp_root))
 
-    def _precision(self) -> MixedPrecisionPolicy:
-        param_dtype = self.compute_dtype if self.mixed_precision else None
-        return MixedPrecisionPolicy(param_dtype, torch.float32 if self.fp32_reduce_scatter else param_dtype)
-
-    @property
-    def _unit(self) -> Unit:
-        unit = unit_of(self)
-        assert unit is not None
-        return unit
-
     def _own_slots(self) -> list[FlatSlot]:
         """The slot of each run of this instance, in order."""
         return cast(list[FlatSlot], list(self._own.slots)) if self._own is not None else []
@@ -220,122 +186,6 @@ class FullyShardedDataParallel(nn.Module):
     def module(self) -> Any:
         """The wrapped module."""
         return self._modules[INNER]
-
-    @property
-    def process_group(self) -> Any:
-        """The ranks that share the parameters; a stand-in after unpickling, until it is set."""
-        return self._process_group
-
-    @process_group.setter
-    def process_group(self, group: Any) -> None:
-        if (group.rank(), group.size()) != (self.rank, self.world_size):
-            raise ValueError(
-                f"process_group: this instance holds the shards of rank {self.rank} of {self.world_size}, and in the "
-                f"group this process is rank {group.rank()} of {group.size()}"
-            )
-        self._process_group = group
-        if self._own is not None:
-            self._own.use_ranks(ranks_of(group, self.compute_device))
-            self.process_group_reduce_scatter = self._reduce_group
-
-    @property
-    def process_group_reduce_scatter(self) -> Any:
-        """The ranks' group for gradients; ``process_group`` unless there is another for them."""
-        comm = self._own.options.reduce_comm if self._own is not None else None
-        return self.process_group if comm is None else comm.group
-
-    @process_group_reduce_scatter.setter
-    def process_group_reduce_scatter(self, group: Any) -> None:
-        self._reduce_group = group
-        if self._own is not None:
-            self._own.options.reduce_comm = reduce_comm_of(group, self._own.mesh.shard, self.compute_device)
-
-    @property
-    def cpu_offload(self) -> bool:
-        """Another name of ``move_params_to_cpu``."""
-        return self.move_params_to_cpu
-
-    @property
-    def reshard_after_forward(self) -> bool:
-        """Whether whole parameters are freed between forward and backward. After the first forward it is False for the
-        outermost instance, unless ``disable_reshard_on_root=False``."""
-        if self._own is not None:
-            return self._own.options.reshard_after_forward
-        return self._reshards and not (self._disable_reshard_on_root and self._unit.is_root)
-
-    @reshard_after_forward.setter
-    def reshard_after_forward(self, reshards: bool) -> None:
-        self._reshards, unit = reshards, self._unit
-        unit.reshards_unless_root = reshards and self.disable_reshard_on_root
-        if self._own is not None:
-            self._own.options.reshard_after_forward = reshards and not (unit.reshards_unless_root and unit.is_root)
-
-    @property
-    def disable_reshard_on_root(self) -> bool:
-        """Whether the outermost instance keeps its whole parameters between forward and backward in any case."""
-        return self._disable_reshard_on_root
-
-    @disable_reshard_on_root.setter
-    def disable_reshard_on_root(self, disables: bool) -> None:
-        self._disable_reshard_on_root = disables
-        self.reshard_after_forward = self._reshards
-
-    @property
-    def mixed_precision(self) -> bool:
-        """Whether ``compute_dtype`` differs from that of the parameters. Buffers are made for it at construction, so
-        neither can be set afterwards."""
-        return self._mixed_precision
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """Dtype of the whole parameters."""
-        return self._compute_dtype
-
-    @property
-    def buffer_dtype(self) -> torch.dtype:
-        """Dtype that floating-point buffers have from the next forward on."""
-        return self._buffer_dtype
-
-    @buffer_dtype.setter
-    def buffer_dtype(self, dtype: torch.dtype) -> None:
-        _check_dtypes(buffer_dtype=dtype)
-        self._buffer_dtype, self._has_cast_buffers = dtype, False
-
-    @property
-    def fp32_reduce_scatter(self) -> bool:
-        """Whether gradients are reduced in float32."""
-        return self._fp32_reduce_scatter
-
-    @fp32_reduce_scatter.setter
-    def fp32_reduce_scatter(self, widens: bool) -> None:
-        self._check_widens(widens)
-        self._fp32_reduce_scatter = widens
-        if self._own is not None:
-            self._own.policy.precision = self._precision()
-
-    @property
-    def gradient_predivide_factor(self) -> float:
-        """What gradients are divided by before they are summed over ranks."""
-        return self._divisors[0]
-
-    @gradient_predivide_factor.setter
-    def gradient_predivide_factor(self, factor: float) -> None:
-        self._divide_by(factor, self._divisors[1])
-
-    @property
-    def gradient_postdivide_factor(self) -> float:
-        """What gradients are divided by after they were summed over ranks."""
-        return self._divisors[1]
-
-    @gradient_postdivide_factor.setter
-    def gradient_postdivide_factor(self, factor: float) -> None:
-        self._divide_by(self._divisors[0], factor)
-
-    def _divide_by(self, before: float, after: float) -> None:
-        _check_divisors(gradient_predivide_factor=before, gradient_postdivide_factor=after)
-        self._divisors, self._own_divisors = (before, after), True
-        if self._own is not None:
-            self._own.options.divisors = self._divisors
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -880,26 +730,6 @@ def _choose_casts(module: nn.Module, outer: torch.dtype | None) -> None:
         outer = dtype
     for child in module.children():
         _choose_casts(child, outer)
-
-
-def _check_dtypes(**dtypes: torch.dtype) -> None:
-    """
-    Raises:
-        TypeError: naming one that is not a floating-point dtype.
-    """
-    for name, dtype in dtypes.items():
-        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise TypeError(f"{name}={dtype!r}: pass a floating-point torch.dtype, such as torch.float16")
-
-
-def _check_divisors(**factors: float) -> None:
-    """
-    Raises:
-        ValueError: naming one that gradients cannot be divided by.
-    """
-    for name, factor in factors.items():
-        if not factor > 0:
-            raise ValueError(f"{name}={factor}: gradients are divided by it, so it must be above 0")
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:
