@@ -350,6 +350,25 @@ def test_ranks_that_differ_are_told() -> None:
 
 
 @on_ranks(2)
+def test_ranks_that_seed_or_record_differently_between_contexts_are_told() -> None:
+    def record_another() -> None:
+        with init_on_meta():
+            nn.Linear(2, 2)
+
+    between: list[Callable[[], object]] = [lambda: torch.manual_seed(7), lambda: torch.rand(1), record_another]
+    for change, seed in zip(between, (None, 3, 3), strict=True):
+        model = nn.Sequential(on_meta(lambda: nn.Linear(6, 8)))
+        if dist.get_rank():
+            change()
+        with init_on_meta():
+            model.append(nn.Linear(8, 4))
+        fully_shard(model, mesh=world_mesh())
+        with pytest.raises(RuntimeError, match="between two init_on_meta contexts"):
+            materialize(model, seed=seed)
+        assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@on_ranks(2)
 def test_ranks_that_lack_different_values_are_told() -> None:
     """Also one that has all values, which must not leave the others alone."""
     rank = dist.get_rank()

@@ -58,7 +58,8 @@ def require_same(
     if not largest == mine == smallest:
         raise StateError(
             "materialize would give each rank parts of another model: the ranks passed different seeds, have different "
-            "tensors on the meta device, or the constructor did different things on them. Pass one seed, and let "
+            "tensors on the meta device, the constructor did different things on them, or some of them seeded or drew "
+            "between two init_on_meta contexts. Pass one seed, do the same between contexts on all ranks, and let "
             "nothing in the constructor depend on the rank or on random numbers other than torch's"
         )
 

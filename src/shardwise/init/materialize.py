@@ -129,11 +129,13 @@ def _states(work: Work, meshes: Sequence[DeviceMesh], seed: int | None, fast: bo
     origins = _origins(records)
     drawn = [(record, origins[op.before]) for record in records for op in record.ops if op.before is not None]
     own = [origin for origin in dict.fromkeys(origin for _, origin in drawn) if origin.is_of_program]
+    seeded = _seeded(own, seed) if seed is not None else {}
     used = dict.fromkeys(origin for record, origin in drawn if record.values_were_used and origin.is_of_program)
     recorded = {origin: _recorded(origin) for origin in own if seed is None or origin.state is not None}
     known = [digest(recorded[origin]) for origin in used if origin in recorded]
-    require_same(meshes, lacking, records, (seed, fast, known))
-    starts = share_states(meshes, recorded) if seed is None else _seeded(own, seed)
+    streams = _places(records, origins, own), [digest(state) for state in seeded.values()]
+    require_same(meshes, lacking, records, (seed, fast, known, *streams))
+    starts = share_states(meshes, recorded) if seed is None else seeded
     replaced = {o for o in own if o not in recorded or not torch.equal(starts[o], recorded[o])}
     if not fast and not replaced.isdisjoint(used):
         raise StateError(
@@ -154,6 +156,16 @@ def _origins(records: Iterable[Record]) -> dict[Position, Position]:
         for position in record.positions:
             origins[position] = position.followed(origins) or position.start
     return origins
+
+
+def _places(
+    records: Iterable[Record], origins: Mapping[Position, Position], own: Sequence[Position]
+) -> list[tuple[int | None, int]]:
+    """For each draw the number of its origin among the program's ``own``, and how many draws came in between. Ranks
+    differ in it if one of them seeded, drew or recorded something else between two contexts."""
+    numbers = {origin: number for number, origin in enumerate(own)}
+    positions = [op.before for record in records for op in record.ops if op.before is not None]
+    return [(numbers.get(origins[one]), one.draws - origins[one].draws) for one in positions]
 
 
 def _recorded(origin: Position) -> torch.Tensor:
