@@ -759,6 +759,31 @@ def test_extra_state_that_is_stored_item_by_item(tmp_path: Path, extra: Any) -> 
     assert torch.equal(sharded.weight, model.weight)
 
 
+def test_a_checkpoint_of_several_models_is_asked_which(tmp_path: Path) -> None:
+    models = {name: nn.Linear(2, 3) for name in ("student", "teacher")}
+    dcp.save({"nets": {name: model.state_dict() for name, model in models.items()}}, checkpoint_id=tmp_path)
+    loaded = nn.Linear(2, 3)
+    with pytest.raises(ValueError, match=r"under 'nets\.student', 'nets\.teacher'"):
+        load(tmp_path, model=loaded)
+    load(tmp_path, model=nn.ModuleDict({"nets": nn.ModuleDict({"teacher": loaded})}))
+    assert torch.equal(loaded.weight, models["teacher"].weight)
+
+
+def test_a_part_of_a_model_whose_averages_are_saved_too(tmp_path: Path) -> None:
+    model, loaded = nn.Sequential(nn.Linear(2, 3)), nn.Linear(2, 3)
+    path = save(tmp_path, model=model, extra={"average": model.state_dict()})
+    load(path, model=loaded)
+    assert torch.equal(loaded.weight, model[0].weight)
+
+
+def test_theirs_without_the_longest_name_of_the_model(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"body": nn.Linear(2, 3)})
+    dcp.save({"net": model.state_dict()}, checkpoint_id=tmp_path)
+    loaded = nn.ModuleDict({"body": nn.Linear(2, 3), "a_head_that_is_new": nn.Linear(3, 1)})
+    load(tmp_path, model=loaded, strict=False)
+    assert torch.equal(loaded["body"].weight, model["body"].weight)
+
+
 def test_names_without_wrappers(tmp_path: Path) -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,7 +74,7 @@ class SavedModel:
         preferred: prefix of its names in our checkpoints. Another is taken if more of the names are found with it.
 
     Raises:
-        ValueError: if the checkpoint has none of its names.
+        ValueError: if the checkpoint has none of its names, or has them several times.
     """
 
     def __init__(self, stored: StoredData, model: nn.Module, preferred: str):
@@ -146,15 +147,32 @@ class SavedModel:
         module.load_state_dict(state)
 
 
-def _best_prefix(names: Iterable[str], keys: Mapping[str, Any], preferred: str) -> str:
-    """What stands before a model's names in a checkpoint: ``preferred`` unless another prefix has more of them."""
-    names = list(names)
-    if not names:
-        return preferred
-    longest = max(names, key=len)
-    found = {key[: len(key) - len(longest)] for key in keys if f".{key}".endswith(f".{longest}")}
-    prefixes = [preferred, *sorted(found - {preferred}, key=len)]
-    return max(prefixes, key=lambda prefix: sum(prefix + name in keys for name in names))
+def _best_prefix(names: Iterable[str], keys: Iterable[str], preferred: str) -> str:
+    """What stands before a model's names in a checkpoint: the prefix that has most of them; of those that have as many
+    ``preferred``, or none, or one below ``preferred`` (for a part of a model).
+
+    Raises:
+        ValueError: if several others have as many.
+    """
+    known, counts = set(names), Counter({preferred: 0})
+    for key in keys:
+        parts = key.split(".")
+        for start in range(len(parts)):
+            if ".".join(parts[start:]) in known:
+                counts["".join(f"{part}." for part in parts[:start])] += 1
+    most = max(counts.values())
+    found = [prefix for prefix, count in counts.items() if count == most]
+    best = [prefix for prefix in (preferred, "") if prefix in found][:1]
+    best = best or [prefix for prefix in found if prefix.startswith(preferred)] or found
+    if len(best) > 1:
+        paths = [prefix.removesuffix(".") for prefix in best]
+        wrapped = "model"
+        for part in reversed(paths[0].split(".")):
+            wrapped = f"nn.ModuleDict({{{part!r}: {wrapped}}})"
+        raise ValueError(
+            f"the checkpoint has names of the model under {listed(paths)}: say which, as by load(..., model={wrapped})"
+        )
+    return best[0]
 
 
 def _misfit(name: str, tensor: torch.Tensor | None, stored: Any) -> str | None:
