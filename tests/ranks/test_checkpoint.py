@@ -592,6 +592,22 @@ def test_buffers_that_differ_in_shape() -> None:
         assert torch.equal(model.queue, torch.arange(3.0 + rank))
 
 
+@on_ranks(2)
+def test_buffers_that_differ_under_several_names() -> None:
+    rank = dist.get_rank()
+    model = sharded()
+    model.counts = model.same_counts = nn.Buffer(torch.full((2,), rank + 1.0))
+    model.norm = model.same_norm = nn.BatchNorm1d(2, affine=False)
+    model.norm.running_mean.fill_(rank + 3)
+    with shared_directory() as directory:
+        save(directory, model=model)
+        model.counts.zero_()
+        model.norm.reset_running_stats()
+        load(directory, model=model)
+        assert torch.equal(model.counts, torch.full((2,), rank + 1.0))
+        assert torch.equal(model.norm.running_mean, torch.full((2,), rank + 3.0))
+
+
 @on_ranks(4)
 def test_random_numbers_at_another_world_size() -> None:
     names: list[Any] = [tempfile.mkdtemp()]

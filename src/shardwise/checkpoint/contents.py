@@ -90,11 +90,14 @@ def _is_own(value: Any, loads: dict[tuple[DeviceMesh, tuple[int, ...]], list[int
 def digests(items: Mapping[Path, torch.Tensor | Pickled], model: nn.Module | None) -> dict[Path, int]:
     """A checksum of everything in which ranks may differ: pickled objects, and buffers of ``model``."""
     found = {path: zlib.crc32(item.data) for path, item in items.items() if isinstance(item, Pickled)}
-    names = [plain_name(model, name) for name, _ in model.named_buffers()] if model is not None else []
-    for name in names:
-        item = items.get((MODEL, name))
+    if model is None:
+        return found
+    # With every name of a shared buffer: all of them are saved, and loaded into the same memory.
+    for key, _ in model.named_buffers(remove_duplicate=False):
+        path = MODEL, plain_name(model, key)
+        item = items.get(path)
         if isinstance(item, torch.Tensor) and is_plain(item):
-            found[MODEL, name] = zlib.crc32(raw(item.cpu()))
+            found[path] = zlib.crc32(raw(item.cpu()))
     return found
 
 
