@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from .core.device import without_torch_function
 from .core.parameter import Place
 
 
@@ -43,7 +44,7 @@ def become(tensor: torch.Tensor, value: torch.Tensor, sites: Sequence[Site]) -> 
     """Let ``tensor`` be what ``value`` is, as the same object where torch can do that: optimizers may hold it.
 
     Args:
-        tensor: a parameter or buffer; keeps its class and attributes.
+        tensor: a parameter or buffer; keeps its class, attributes and hooks.
         value: a tensor or parameter, of which there is no other reference.
         sites: where ``tensor`` is registered.
 
@@ -52,6 +53,11 @@ def become(tensor: torch.Tensor, value: torch.Tensor, sites: Sequence[Site]) -> 
     """
     value.__class__ = type(tensor)
     value.__dict__.update(tensor.__dict__)
+    with without_torch_function():  # a swap leaves behind what makes autograd call the hooks
+        if tensor._backward_hooks is not None:
+            value._backward_hooks = tensor._backward_hooks
+        if tensor._post_accumulate_grad_hooks is not None:
+            value._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
     try:
         torch.utils.swap_tensors(tensor, value)
         return tensor

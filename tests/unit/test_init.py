@@ -651,6 +651,20 @@ def test_parts_of_a_model() -> None:
     assert torch.equal(model.head.weight, values)
 
 
+def test_hooks_of_parameters_stay() -> None:
+    """Of parameters that no unit has; those that become shards have hooks of their own, as in FSDP2."""
+    seen: list[torch.Tensor] = []
+    with init_on_meta():
+        model = nn.Linear(3, 2)
+        model.weight.register_hook(torch.zeros_like)
+        model.bias.register_post_accumulate_grad_hook(seen.append)
+    materialize(model)
+    model(torch.ones(4, 3)).sum().backward()
+    assert model.weight.grad is not None
+    assert not model.weight.grad.any()
+    assert seen == [model.bias]
+
+
 def test_other_threads_are_not_recorded() -> None:
     with init_on_meta(), ThreadPoolExecutor(1) as pool:
         other = pool.submit(nn.Linear, 3, 3).result()
