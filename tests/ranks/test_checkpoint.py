@@ -410,6 +410,7 @@ def test_stages_of_a_pipeline() -> None:
         for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
             assert torch.equal(ours, theirs)
             assert torch.equal(other_optimizer.state[ours]["exp_avg"], optimizer.state[theirs]["exp_avg"])
+        assert set(other_optimizer.state) == set(other.parameters())  # not that of other stages, to be saved again
         if rank == size - 1:
             del other[f"norm{rank}"]
         with pytest.raises(ValueError, match=rf"the model does not have 'norm{size - 1}\.weight'"):

@@ -117,6 +117,10 @@ class SavedModel:
         texts = (_misfit(name, tensors.get(name), self._kinds[own(self.prefix + name)]) for name in whole)
         return Misfit(missing, unexpected, [text for text in texts if text])
 
+    def lacks(self, name: str) -> bool:
+        """Whether the checkpoint's model has ``name``, and the model, or the part of it on this rank, does not."""
+        return self.prefix + name in self._kinds and name not in self._model.keys
+
     def _loaded(self) -> list[Weight]:
         known = set(self.names)
         return [weight for weight in self._model.weights if not known.isdisjoint(weight.names)]

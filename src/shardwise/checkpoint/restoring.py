@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from .contents import EXTRA, EXTRA_TENSORS, MODEL, OPTIMIZER, RANKS, RNG, SCHEDULER
 from .model_state import Misfit, SavedModel
 from .names import parameter_names
-from .objects import capture, release, restore, tree_of
-from .optimizer_state import SavedOptimizer, optimizer_paths
+from .objects import Path, capture, release, restore, tree_of
+from .optimizer_state import STATE, SavedOptimizer, optimizer_paths
 from .reading import StoredData
 from .rng import seed_from, set_random_state
 
@@ -58,7 +58,7 @@ class Restoring:
         self._has_own = saved_by == world_size
         self._values: dict[str, Any] = {}
         self._model = SavedModel(stored, wanted.model, f"{MODEL}.") if wanted.model is not None else None
-        self._optimizer_paths = optimizer_paths(stored, (f"{OPTIMIZER}.", "optim.")) if wanted.optimizers else {}
+        self._optimizer_paths = self._find_optimizer() if wanted.optimizers else {}
         for name, value in ((SCHEDULER, wanted.scheduler), (EXTRA, wanted.extra)):
             if value is not None and not stored.below(f"{name}."):
                 raise ValueError(f"the checkpoint has no {name}; it has {stored.tops()}")
@@ -75,6 +75,16 @@ class Restoring:
         """Where this rank's own value of ``key`` is stored: ``key`` itself, unless ranks differed in it."""
         own = f"{RANKS}.{self._rank}.{key}"
         return own if self._has_own and own in self._stored.kinds else key
+
+    def _find_optimizer(self) -> dict[str, Path]:
+        """Where the optimizer's keys are, but for state of parameters of other stages, or other parts of the model,
+        which this rank's optimizers would keep, and save instead of those that have the parameters."""
+        paths, model = optimizer_paths(self._stored, (f"{OPTIMIZER}.", "optim.")), self._model
+        return {
+            key: path
+            for key, path in paths.items()
+            if model is None or path[0] != STATE or len(path) == 1 or not model.lacks(str(path[1]))
+        }
 
     def _read_objects(self) -> None:
         """Read what is not a tensor."""
