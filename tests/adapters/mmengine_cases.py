@@ -533,6 +533,29 @@ def hooks_that_fail(directory: Path) -> None:
         assert isinstance(runner.model.module.state_dict()["net.0.weight"], DTensor)
 
 
+class Unsaved(Toy):
+    """Has no state on the second rank, once it was trained."""
+
+    trained = False
+
+    def forward(self, inputs: Any, target: Any = None, mode: str = "tensor") -> Any:
+        self.trained = True
+        return super().forward(inputs, target, mode)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        if self.trained and dist.get_rank() == 1:
+            raise ZeroDivisionError("no luck")
+        return super().state_dict(*args, **kwargs)
+
+
+def states_that_fail(directory: Path) -> None:
+    """On one rank, before anything is gathered: the others would wait for it."""
+    for make in (sharded, flexible):
+        runner = make("plain", directory / f"unsaved_{make.__name__}", model=Unsaved())
+        with pytest.raises(ZeroDivisionError, match="no luck"):
+            train(runner)
+
+
 class Adding(Hook):
     """Saves averages that are not attributes of its own."""
 
@@ -703,6 +726,7 @@ TWO = (
     whole_without_names,
     saves_before_it_runs,
     hooks_that_fail,
+    states_that_fail,
     hooks_that_add_shards,
     sharded_parts,
     one_model_in_two_runners,
