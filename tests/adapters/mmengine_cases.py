@@ -556,6 +556,23 @@ def states_that_fail(directory: Path) -> None:
             train(runner)
 
 
+class Counting(EMAHook):
+    """Asks the runner how long it will run."""
+
+    def before_run(self, runner: Any) -> None:
+        assert runner.max_iters == 6
+        super().before_run(runner)
+
+
+def averages_that_ask_the_runner(directory: Path) -> None:
+    """In a resuming `FlexibleRunner`, where their ``before_run`` is called early."""
+    work = directory / "asking"
+    expected = run(flexible, work, custom_hooks=[Counting(momentum=0.3)])
+    resume = {"custom_hooks": [Counting(momentum=0.3)], "resume": str(work / "epoch_1.pth")}
+    found = run(flexible, directory / "asking_2", **resume)
+    assert found["losses"] == pytest.approx(expected["losses"][3:], rel=1e-6)
+
+
 class Adding(Hook):
     """Saves averages that are not attributes of its own."""
 
@@ -727,6 +744,7 @@ TWO = (
     saves_before_it_runs,
     hooks_that_fail,
     states_that_fail,
+    averages_that_ask_the_runner,
     hooks_that_add_shards,
     sharded_parts,
     one_model_in_two_runners,
