@@ -533,6 +533,46 @@ def hooks_that_fail(directory: Path) -> None:
         assert isinstance(runner.model.module.state_dict()["net.0.weight"], DTensor)
 
 
+class Unsaved(Toy):
+    """Has no state on the second rank, once it was trained."""
+
+    trained = False
+
+    def forward(self, inputs: Any, target: Any = None, mode: str = "tensor") -> Any:
+        self.trained = True
+        return super().forward(inputs, target, mode)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        if self.trained and dist.get_rank() == 1:
+            raise ZeroDivisionError("no luck")
+        return super().state_dict(*args, **kwargs)
+
+
+def states_that_fail(directory: Path) -> None:
+    """On one rank, before anything is gathered: the others would wait for it."""
+    for make in (sharded, flexible):
+        runner = make("plain", directory / f"unsaved_{make.__name__}", model=Unsaved())
+        with pytest.raises(ZeroDivisionError, match="no luck"):
+            train(runner)
+
+
+class Counting(EMAHook):
+    """Asks the runner how long it will run."""
+
+    def before_run(self, runner: Any) -> None:
+        assert runner.max_iters == 6
+        super().before_run(runner)
+
+
+def averages_that_ask_the_runner(directory: Path) -> None:
+    """In a resuming `FlexibleRunner`, where their ``before_run`` is called early."""
+    work = directory / "asking"
+    expected = run(flexible, work, custom_hooks=[Counting(momentum=0.3)])
+    resume = {"custom_hooks": [Counting(momentum=0.3)], "resume": str(work / "epoch_1.pth")}
+    found = run(flexible, directory / "asking_2", **resume)
+    assert found["losses"] == pytest.approx(expected["losses"][3:], rel=1e-6)
+
+
 class Adding(Hook):
     """Saves averages that are not attributes of its own."""
 
@@ -703,6 +743,8 @@ TWO = (
     whole_without_names,
     saves_before_it_runs,
     hooks_that_fail,
+    states_that_fail,
+    averages_that_ask_the_runner,
     hooks_that_add_shards,
     sharded_parts,
     one_model_in_two_runners,

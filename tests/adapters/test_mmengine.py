@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 pytest.importorskip("mmengine")
 
-from mmengine.config import ConfigDict
+from mmengine.config import Config, ConfigDict
 from mmengine.hooks import Hook
 from mmengine.logging import HistoryBuffer
 from mmengine.model import (
@@ -65,6 +65,7 @@ from shardwise.mmengine.arguments import (
     find_prefetch,
     find_strategy,
 )
+from shardwise.mmengine.policies import find_policy
 from tests.adapters import mmengine_cases
 from tests.adapters.launching import ROOT
 from tests.adapters.mmengine_runs import (
@@ -851,6 +852,26 @@ def test_wrong_policies(name: str, given: Any, kind: type[Exception], message: s
             MMFullyShardedDataParallel(Toy(), **{name: given})
     finally:
         del FSDP_WRAP_POLICIES.module_dict["a_number"], FSDP_WRAP_POLICIES.module_dict["a_class"]
+
+
+def test_classes_of_modules_in_config_files(tmp_path: Path) -> None:
+    """By their names, or imported, of which MMEngine leaves those in a list as objects of its own."""
+    file = tmp_path / "config.py"
+    file.write_text(
+        "from torch import nn\n"
+        "policy = dict(type='module_wrap_policy', module_classes=[nn.Linear, 'GELU'])\n"
+        "by_size = dict(type='size_based_auto_wrap_policy', exclude_wrap_modules={nn.GELU}, force_leaf_modules=None)\n"
+        "precision = dict(param_dtype='bfloat16', _module_classes_to_ignore=(nn.GELU,))\n"
+    )
+    config = Config.fromfile(file, lazy_import=True)
+    policy: Any = find_policy("auto_wrap_policy", config.policy, Toy())
+    assert policy.keywords == {"module_classes": (nn.Linear, nn.GELU)}
+    policy = find_policy("auto_wrap_policy", config.by_size, Toy())
+    assert policy.keywords == {"exclude_wrap_modules": (nn.GELU,), "force_leaf_modules": None}
+    assert find_precision(config.precision).exempt == (nn.GELU,)
+    by_name = {"type": "size_based_auto_wrap_policy", "min_num_params": 1, "force_leaf_modules": ["Linear"]}
+    policy = find_policy("auto_wrap_policy", by_name, Toy())
+    assert policy.keywords == {"min_num_params": 1, "force_leaf_modules": (nn.Linear,)}
 
 
 @pytest.mark.parametrize(

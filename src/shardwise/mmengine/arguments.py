@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 from ..arguments import Argument, Support
 from ..fairscale.batch_norm import BATCH_NORMS
 from ..placements import PRESETS, Placements
-from .policies import registered_function
+from .policies import imported, registered_function
 from .processes import init_process_group
 
 ACCEPTED, REFUSED = Support.ACCEPTED, Support.REFUSED
@@ -294,7 +294,7 @@ def _floating(name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def _exempt(given: Any) -> tuple[type[nn.Module], ...]:
-    classes = tuple(given) if isinstance(given, Iterable) else (given,)
+    classes = tuple(imported(given if isinstance(given, Iterable) else (given,)))
     if not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in classes):
         raise wrong_type(f"mixed_precision[{_EXEMPT!r}]", given, "classes of modules")
     return classes

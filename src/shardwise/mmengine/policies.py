@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from mmengine.config.lazy import LazyAttr, LazyObject
 from mmengine.registry import FUNCTIONS, Registry
 from torch import nn
 
@@ -30,6 +31,9 @@ without those in units already if not ``recurse``.
 
 CLASS_OPTIONS = ("module_classes", "transformer_layer_cls")
 """Options whose values are classes of modules, which a config file names by strings."""
+
+EXEMPT_OPTIONS = ("force_leaf_modules", "exclude_wrap_modules")
+"""The same, of those that may be None."""
 
 
 def module_wrap_policy(module: nn.Module, recurse: bool, unwrapped_params: int, module_classes: Iterable[type]) -> bool:
@@ -86,7 +90,9 @@ def find_policy(name: str, given: Any, model: nn.Module) -> Policy | None:
         if policy is None:
             raise TypeError(f"{name}['type'] should be the name of a policy or a function, but is None")
         _check_options(name, policy, options)
-        classes = {key: _classes(f"{name}[{key!r}]", options[key], model) for key in CLASS_OPTIONS if key in options}
+        keys = [key for key in CLASS_OPTIONS if key in options]
+        keys += [key for key in EXEMPT_OPTIONS if options.get(key) is not None]
+        classes = {key: _classes(f"{name}[{key!r}]", options[key], model) for key in keys}
         return functools.partial(policy, **{**options, **classes})
     if isinstance(given, type) or not callable(given):
         raise TypeError(
@@ -94,6 +100,11 @@ def find_policy(name: str, given: Any, model: nn.Module) -> Policy | None:
             f"callable, but has type {type(given).__name__}: {given!r}"
         )
     return given  # type: ignore[no-any-return]
+
+
+def imported(items: Iterable[Any]) -> list[Any]:
+    """The classes among ``items`` themselves, where a config file imports them: MMEngine leaves those in a list."""
+    return [item.build() if isinstance(item, (LazyAttr, LazyObject)) else item for item in items]
 
 
 def registered_function(name: str) -> Any:
@@ -150,7 +161,7 @@ def _classes(name: str, given: Any, model: nn.Module) -> tuple[type[nn.Module], 
         raise TypeError(f"{name} should be classes of modules or their names, but has type {type(given).__name__}")
     known = {kind for module in model.modules() for kind in type(module).__mro__ if issubclass(kind, nn.Module)}
     found: list[type[nn.Module]] = []
-    for item in items:
+    for item in imported(items):
         if isinstance(item, str):
             fitting = [kind for kind in known if item in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")]
             if not fitting:

@@ -25,33 +25,36 @@ from ..core.tree import tensors_in
 from .whole import answering
 
 
-def whole_state(model: nn.Module) -> dict[str, Any]:
+def _whole_state(model: nn.Module, metadata: Any) -> dict[str, Any]:
     """The model's state dict with whole tensors on the host, on the main process; elsewhere an empty one. A
     collective."""
     state: OrderedDict[str, Any] = OrderedDict(full_state_dict(model))
-    state._metadata = getattr(model.state_dict(), "_metadata", OrderedDict())  # type: ignore[attr-defined]
+    state._metadata = metadata  # type: ignore[attr-defined]
     return state
 
 
 @contextmanager
 def whole_states(model: nn.Module, optim_wrapper: Any, hooks: Iterable[Any]) -> Iterator[None]:
     """Inside, ``state_dict()`` of the model, of the wrapper of its optimizers, and of averages in hooks, gives whole
-    tensors on the main process. Entering is a collective of all ranks.
+    tensors on the main process. Entering is a collective of all ranks, which all fail if one of these fails.
 
     Args:
         model: sharded.
         optim_wrapper: None, or with a state to save.
         hooks: of the Runner, whose attributes may be copies of the model.
     """
+    # A wrapper gives the state of the model in it.
+    averages = [found for found in _sharded_modules(hooks) if model not in (found, getattr(found, "module", None))]
+    others = averages if optim_wrapper is None else [optim_wrapper, *averages]
+    # Before anything is gathered, for which the others would wait.
+    with together():
+        metadata = getattr(model.state_dict(), "_metadata", OrderedDict())
+        states = [other.state_dict() for other in others]
     with ExitStack() as stack:
-        stack.enter_context(answering(model, state_dict=whole_state(model)))
-        if optim_wrapper is not None:
-            state = gather_in(optim_wrapper.state_dict(), keeps=is_main_process())
-            stack.enter_context(answering(optim_wrapper, state_dict=state))
-        for average in _sharded_modules(hooks):
-            if average is not model:
-                state = gather_in(average.state_dict(), keeps=is_main_process())
-                stack.enter_context(answering(average, state_dict=state))
+        stack.enter_context(answering(model, state_dict=_whole_state(model, metadata)))
+        for other, state in zip(others, states, strict=True):
+            whole = gather_in(state, keeps=is_main_process())
+            stack.enter_context(answering(other, state_dict=whole))
         yield
 
 

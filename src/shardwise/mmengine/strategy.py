@@ -36,9 +36,9 @@ def _own(wrapped: nn.Module) -> nn.Module:
     return wrapped
 
 
-def _make_average(hook: Any, has_model: Any) -> None:
+def _make_average(hook: Any, runner: Any) -> None:
     """Let ``hook`` make its average now: a `FlexibleRunner` loads checkpoints before it calls ``before_run``."""
-    hook.before_run(has_model)
+    hook.before_run(runner)
     # On the instance, and once: the call that comes later would replace the average.
     hook.before_run = functools.partial(_skip_once, hook)
 
@@ -113,7 +113,7 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]  # MMEngine has no t
         """MMEngine's, with whole tensors on the host, of which each rank takes its part."""
         for hook in self._hooks():
             if isinstance(hook, EMAHook) and not hasattr(hook, "ema_model"):
-                _make_average(hook, self)
+                _make_average(hook, self.runner and self.runner())
         location = "cpu" if map_location == "default" else map_location
         checkpoint: dict[str, Any] = super().load_checkpoint(filename, map_location=location, **kwargs)
         return checkpoint
