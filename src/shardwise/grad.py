@@ -176,10 +176,11 @@ def norm_over_ranks(vector: torch.Tensor, comm: Comm, norm_type: float) -> torch
     if norm_type == 0:
         comm.all_reduce_now(vector)
         return vector
-    vector = vector**norm_type
-    comm.all_reduce_now(vector)
-    result: torch.Tensor = vector ** (1.0 / norm_type)
-    return result
+    # Squares of norms that float16 can tell may not be in its range.
+    powers = (vector.float() if vector.dtype == torch.float16 else vector) ** norm_type
+    comm.all_reduce_now(powers)
+    result: torch.Tensor = powers ** (1.0 / norm_type)
+    return result.to(vector.dtype)
 
 
 def _extremes_over_ranks(vector: torch.Tensor, comm: Comm, *, smallest: bool) -> torch.Tensor:

@@ -276,6 +276,20 @@ def test_clipping_while_parameters_are_cut_over_fewer_ranks() -> None:
 
 
 @on_ranks(2)
+def test_clipping_float16_whose_squares_are_above_its_range() -> None:
+    """The norm was infinite, and the gradients became zeros in silence."""
+    single = build("mlp").half()
+    model = wrap(build("mlp").half(), shardwise.fully_shard)
+    for ours, theirs in zip(model.parameters(), single.parameters(), strict=True):
+        theirs.grad = torch.full_like(theirs, 100.0)
+        ours.grad = torch.full_like(ours, 100.0)
+    norm = shardwise.clip_grad_norm_(model.parameters(), 1.0)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(single.parameters(), 1.0))
+    for ours, theirs in zip(model.parameters(), single.parameters(), strict=True):
+        torch.testing.assert_close(whole(ours.grad), theirs.grad)
+
+
+@on_ranks(2)
 def test_clipping_beside_gradients_that_are_not_reduced_yet() -> None:
     """Where unsharded parameters are registered, those were taken, which differ between ranks."""
     model: Any = wrap(build("mlp"), shardwise.fully_shard)
