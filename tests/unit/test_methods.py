@@ -125,6 +125,22 @@ def test_what_the_user_gathers_waits_for_the_handle(fake_mesh: Mesh) -> None:
         last.reshard()
 
 
+def test_what_the_user_gathers_stays_without_the_handle(fake_mesh: Mesh) -> None:
+    """Whether that exists still may differ between ranks, of which then only some gathered again."""
+    model, mesh, x = Stack([nn.Linear(4, 4), nn.Linear(4, 4)], 4), fake_mesh(2), torch.ones(2, 4)
+    for unit in (model.layers[0], model.layers[1], model):
+        fully_shard(unit, mesh=mesh)
+    for _ in range(3):
+        model(x).sum().backward()
+    last = cast(Any, model.layers[1])
+    assert last.unshard(async_op=True) is not None  # and gone
+    model(x, stop_after=1).sum().backward()
+    with Collectives() as counted:
+        last.unshard()
+    assert not counted.gathers
+    last.reshard()
+
+
 def test_unshard_before_the_root_ran_does_not_hide_the_root(fake_mesh: Mesh) -> None:
     model = build(fake_mesh(4))
     model.layers[1].unshard()  # type: ignore[operator]

@@ -88,6 +88,9 @@ class ParamGroup:
         self.gradients = GradientReducer(shards, self.options)
         self._gather: tuple[Ticket | None, Sequence[Gather]] | None = None
         self._prepared: _Prepared | None = None
+        self.is_asked_for = False
+        """Whether the user started the gather, and nobody waited for it: not whether the handle exists still, of which
+        ranks may differ."""
         self._is_kept = self._keeps_unsharded = self.mesh.strategy.keeps_unsharded
 
     @property
@@ -213,7 +216,7 @@ class ParamGroup:
         if self._gather is None:
             return
         ticket, gathers = self._gather
-        self._gather = None
+        self._gather, self.is_asked_for = None, False
         if ticket is not None:
             try:
                 ticket.wait()

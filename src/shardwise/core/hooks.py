@@ -83,8 +83,6 @@ class Unit:
         self.gathered_bytes = 0
         self.prefetch_forward: list[weakref.ref[Unit]] = []
         self.prefetch_backward: list[weakref.ref[Unit]] = []
-        self.handle: Callable[[], Any] = lambda: None
-        """Gives what the user got last for a gather to wait for, as long as it exists."""
         self._modules = [weakref.ref(module) for module in modules]
         self._to_run: set[int] = set()
         self._inside: list[Call] = []
@@ -364,14 +362,8 @@ class Unit:
                 group.reshard()
         elif self.phase is Phase.IDLE:
             for group in self.groups:
-                if group.is_gathering and not self._is_awaited:
+                if group.is_gathering and not group.is_asked_for:
                     group.reshard()
-
-    @property
-    def _is_awaited(self) -> bool:
-        """Whether the user, who started to gather, has yet to wait for it."""
-        handle = self.handle()
-        return handle is not None and not handle.is_waited_for
 
     def _cast_inputs(self, call: Call, arguments: Any) -> Any:
         dtype = self.precision.param_dtype
@@ -504,7 +496,7 @@ class Unit:
             self._reduce(is_complete=True)
         else:
             for group in self.groups:
-                if group.options.reshard_after_backward and not (group.is_gathering and self._is_awaited):
+                if group.options.reshard_after_backward and not (group.is_gathering and group.is_asked_for):
                     group.reshard()
         self._forget_forward()
 

@@ -61,11 +61,6 @@ class UnshardHandle(torch_fsdp.UnshardHandle):
         for group in groups:
             group.wait_for_unshard()
 
-    @property
-    def is_waited_for(self) -> bool:
-        """Whether `wait` was called."""
-        return not self._groups
-
 
 class FSDPModule(_TorchModule):
     """What a module wrapped by `fully_shard` is beside its own class.
@@ -142,9 +137,9 @@ class FSDPModule(_TorchModule):
         lane = unit.own_context().gather_lane
         for group in unit.groups:
             group.unshard(lane)
+            group.is_asked_for = group.is_gathering
         handle = UnshardHandle(unit.groups)
         if async_op:
-            unit.handle = weakref.ref(handle)
             return handle
         handle.wait()
         unit.rest()
