@@ -1096,6 +1096,8 @@ class GivesViews(nn.Module):
             return y[:, :WIDTH].t()
         if self.kind == "chunks":
             return tuple(part * 1 for part in y.chunk(2, -1)) + y.split(WIDTH, -1)
+        if self.kind.endswith("changes"):
+            return y, y[:, :WIDTH]
         return y.unflatten(-1, (2, WIDTH)).select(1, 0)
 
 
@@ -1111,6 +1113,9 @@ class ModifiesOutput(nn.Module):
         if self.kind == "chunks":
             out[0].mul_(2)
             return out[0] + out[1] + out[2] * out[3]
+        if self.kind.endswith("changes"):
+            out[self.kind == "view changes"].mul_(2)
+            return out[0][:, WIDTH:] * out[0][:, :WIDTH] + out[1]
         if self.kind == "transposed":
             out = out.t()
         out += 1
@@ -1123,7 +1128,7 @@ class ModifiesOutput(nn.Module):
         return self._use(self.layers[2](x))
 
 
-@on_ranks(2, kind=["slice", "transposed", "chunks", "select"], reshard=[True, False])
+@on_ranks(2, kind=["slice", "transposed", "chunks", "select", "base changes", "view changes"], reshard=[True, False])
 def test_output_modified_in_place(kind: str, reshard: bool) -> None:
     check(lambda: ModifiesOutput(kind), against_torch=False, reshard_after_forward=reshard)
 

@@ -65,19 +65,22 @@ def announce_begin(unit: Told, output: Any) -> tuple[Any, bool]:
     """``output`` that tells ``unit`` when backward comes to it, and whether any of its tensors will."""
     if not torch.is_grad_enabled():
         return output, False
-    tensors = tensors_requiring_grad(output)
-    take_hooks = [not (is_view(tensor) or tensor.is_leaf) for tensor in tensors]
-    for tensor, takes_hook in zip(tensors, take_hooks, strict=True):
-        if takes_hook:
-            tensor.register_hook(unit.pre_backward_hook)
-    if in_transforms() or not all(take_hooks):
-        # A hook on a view is lost when the view is modified in place, one on a leaf stays for ever, and a
-        # transform's tensor takes none. One function for each: autograd would give one for all zeros for those that
-        # got no gradient, and so gradients to what nothing used.
+    tensors, takes_all = tensors_requiring_grad(output), not in_transforms()
+    for tensor in tensors:
+        if tensor.is_leaf:
+            takes_all = False
+            continue
+        tensor.register_hook(unit.pre_backward_hook)
+        # A hook on a view is lost when that, or what it is a view of, is modified in place.
+        if is_view(tensor) and (base := tensor._base) is not None and not base.is_leaf:
+            base.register_hook(unit.pre_backward_hook)
+    if not takes_all:
+        # A hook on a leaf stays for ever, and a transform's tensor takes none. One function for each: autograd would
+        # give one for all zeros for those that got no gradient, and so gradients to what nothing used.
         def announce(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.requires_grad and requires_grad_outside(tensor):
                 tensors.append(tensor)
-            elif not (tensor.requires_grad and (is_view(tensor) or tensor.is_leaf)):
+            elif not (tensor.requires_grad and tensor.is_leaf):
                 return tensor
             return apply_function(_PreBackward, unit, None, tensor)[0]  # type: ignore[no-any-return]
 
