@@ -270,6 +270,32 @@ def test_containers_that_forward_changes(kind: str, cast: bool) -> None:
     check(lambda: Collects(kind), against_torch=False, steps=2, **options)
 
 
+class Keeps(Layer):
+    """Shows its parameters, and views of them, in a list."""
+
+    def forward(self, x: torch.Tensor, shown: list[torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        shown += [self.linear.weight, self.linear.weight.t()]
+        y: torch.Tensor = super().forward(x)
+        return y
+
+
+class UsesWhatIsKept(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Keeps()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shown = [x * 2, self.layers[0](x)]
+        y: torch.Tensor = self.layers[1](shown[1], shown)
+        return y @ shown[2] @ shown[3]
+
+
+@on_ranks(2, reshard=[False, True])
+def test_parameters_in_a_container_that_was_given(reshard: bool) -> None:
+    """Their memory was freed, as that of outputs is not."""
+    check(UsesWhatIsKept, against_torch=False, steps=2, reshard_after_forward=reshard)
+
+
 class Writes(Layer):
     """Returns nothing."""
 

@@ -14,6 +14,9 @@ from .tree import Replacement, map_tensors, tensors_requiring_grad
 class Told(Protocol):
     """What is told of backward."""
 
+    def kept(self, output: Any) -> Any:
+        """``output`` in memory that resharding leaves."""
+
     def pre_backward(self, call: Any = None) -> None:
         """It begins, or, if ``call`` is given, that of the backward of this node does."""
 
@@ -58,7 +61,7 @@ class Call:
             if tensor._version != version:
                 take_history(tensor, alias)
         for replacement in reversed(self._replacements):
-            replacement.give_back(lambda output: announce_begin(unit, output)[0])
+            replacement.give_back(lambda output: announce_begin(unit, unit.kept(output))[0])
 
 
 def announce_begin(unit: Told, output: Any) -> tuple[Any, bool]:

@@ -276,11 +276,10 @@ class Unit:
 
     @labelled("FSDP::post_forward")
     def _leave_forward(self, context: FSDPCommContext, output: Any) -> Any:
-        if not self._recomputes:
-            for group in self.groups:
-                if group.options.reshard_after_forward:
-                    output = map_tensors(output, group.kept)
-                    group.reshard(after_forward=True)
+        output = self.kept(output)
+        for group in self.groups:
+            if group.options.reshard_after_forward and not self._recomputes:
+                group.reshard(after_forward=True)
         output, announces = announce_begin(self, output)
         if announces and not self._recomputes:
             self._positions.append(context.order.record_for_backward(self.reference))
@@ -291,6 +290,13 @@ class Unit:
             if self.reshards_unless_root or not group.shards.sees_writes:
                 group.reshard(keep=not group.options.reshard_after_forward)
         self.phase = Phase.IDLE
+        return output
+
+    def kept(self, output: Any) -> Any:
+        """``output``, with copies of unsharded parameters that are resharded after forward."""
+        for group in self.groups:
+            if group.options.reshard_after_forward and not self._recomputes:
+                output = map_tensors(output, group.kept)
         return output
 
     def _refuse_opaque(self, output: Any) -> None:
