@@ -1107,6 +1107,92 @@ def test_view_input_modified_in_place() -> None:
     check(InputIsAView, against_torch=False)
 
 
+class ModifiesUnseen(ModifiesInput):
+    """Changes its input, but not as it was given: by another reference, or without a history."""
+
+    outer: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x * 1)
+        if self.outer is not None:
+            self.outer.add_(y)
+            return y
+        with torch.no_grad():
+            x.clamp_(-1, 1)
+        return y + x
+
+
+class InputModifiedUnseen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Linear(WIDTH, WIDTH), nn.ModuleList([ModifiesUnseen()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        unit, x = self.layers[0], self.first(x)
+        unit.outer = x
+        y = unit(x)
+        unit.outer = None
+        z: torch.Tensor = y + x + unit(x * 2)
+        return z
+
+
+@on_ranks(2)
+def test_input_modified_in_place_by_another_reference() -> None:
+    """The history of that was replaced by one that does not have it, in silence."""
+    check(InputModifiedUnseen, against_torch=False)
+
+
+@on_ranks(2)
+def test_leaf_modified_in_place_without_a_history() -> None:
+    """It was refused, as if it were changed with one."""
+    torch.manual_seed(1)
+    plain = ModifiesUnseen()
+    model = shardwise.fully_shard(copy.deepcopy(plain))
+    x, y = (torch.linspace(-2, 2, 2 * WIDTH).view(2, WIDTH).requires_grad_() for _ in range(2))
+    for module, leaf in ((plain, x), (model, y)):
+        module(leaf).square().sum().backward()
+    assert torch.equal(x, y)
+    torch.testing.assert_close(y.grad, x.grad)
+
+
+class ModifiesOneOfTwo(ModifiesInput):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x) + y
+
+
+@on_ranks(1)
+def test_input_given_twice_and_modified_in_place() -> None:
+    """Each of both has a history of its own: gradients were wrong in silence. FSDP2 refuses it too."""
+    model = shardwise.fully_shard(ModifiesOneOfTwo())
+    x = torch.ones(2, WIDTH, requires_grad=True) * 1
+    with pytest.raises(RuntimeError, match="given several times"):
+        model(x, x)
+    assert_resharded(model)
+    model(x, x * 1).sum().backward()
+
+
+class FailsAfterModifying(ModifiesInput):
+    fails = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if self.fails:
+            raise ValueError("own")
+        return y
+
+
+@on_ranks(2)
+def test_exception_after_an_input_was_modified_that_must_not_be() -> None:
+    """A leaf: what leaving the call raises kept the unit unsharded, as if its forward ran still."""
+    model: Any = shardwise.fully_shard(FailsAfterModifying())
+    with pytest.raises(RuntimeError, match="leaf Variable"):
+        model(torch.ones(2, WIDTH, requires_grad=True))
+    assert_resharded(model)
+    model.fails = False
+    model(torch.ones(2, WIDTH)).sum().backward()
+    assert_resharded(model)
+
+
 class GivesViews(nn.Module):
     """Outputs that are views: of one tensor, and of the input."""
 

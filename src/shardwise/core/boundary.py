@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from .device import apply_function, eager, in_transforms, is_view, requires_grad_outside, take_history
+from .errors import StateError
 from .tree import Replacement, map_tensors, tensors_requiring_grad
 
 
@@ -27,6 +28,12 @@ class Told(Protocol):
         """The gradients of the inputs of a call in this forward pass are complete; ``call`` is its node."""
 
 
+_CHANGED_AND_REPEATED = (
+    "forward of a unit of fully_shard changed a tensor in place that it was given several times: each of them has an "
+    "autograd history of its own there, so that gradients would be wrong: pass a clone, or add without changing it"
+)
+
+
 class Call:
     """One call of a module's forward: what it gets in the place of its arguments.
 
@@ -37,7 +44,8 @@ class Call:
     def __init__(self, module: int):
         self.module = module
         self._replacements: list[Replacement] = []
-        self._passed: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self._passed: list[tuple[torch.Tensor, torch.Tensor, Any]] = []
+        """What was given, what takes its place, and the history of that."""
 
     def replace(self, arguments: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         """``arguments`` with ``function`` of each tensor in them."""
@@ -50,18 +58,25 @@ class Call:
         if not inputs:
             return arguments, None
         aliases = apply_function(_PostBackward, unit, forward_pass, *inputs)
-        self._passed = [(old, new, old._version) for old, new in zip(inputs, aliases, strict=True)]
+        self._passed = [(old, new, new.grad_fn) for old, new in zip(inputs, aliases, strict=True)]
         left = iter(aliases)
         replaced = self.replace(arguments, lambda tensor: next(left) if tensor.requires_grad else tensor)
         return replaced, aliases[0].grad_fn
 
     def leave(self, unit: Told) -> None:
-        """What forward changed in place in its arguments, tensors and containers, becomes the caller's."""
-        for tensor, alias, version in self._passed:
-            if tensor._version != version:
-                take_history(tensor, alias)
+        """What forward changed in place in its arguments, tensors and containers, becomes the caller's.
+
+        Raises:
+            StateError: if that is a tensor that was given several times.
+        """
         for replacement in reversed(self._replacements):
             replacement.give_back(lambda output: announce_begin(unit, unit.kept(output))[0])
+        # Not by versions, which changes without a history count too, and those that the caller's tensor saw itself.
+        for tensor, alias, history in self._passed:
+            if alias.requires_grad and alias.grad_fn is not history:
+                if sum([one is tensor for one, _, _ in self._passed]) > 1:
+                    raise StateError(_CHANGED_AND_REPEATED)
+                take_history(tensor, alias)
 
 
 def announce_begin(unit: Told, output: Any) -> tuple[Any, bool]:

@@ -334,9 +334,13 @@ class Unit:
         """Forward raised: what it began is over, so that the next one starts anew."""
         if self.phase is Phase.PRE_BACKWARD:
             return  # checkpointing stops a recomputation by an exception when it has what it needs
-        self._leave_call(module)
-        if self._inside or self._awaits_others_of_forward:
-            return
+        try:
+            self._leave_call(module)
+        finally:
+            if not (self._inside or self._awaits_others_of_forward):
+                self._end_failed_forward()
+
+    def _end_failed_forward(self) -> None:
         self._forget_forward()
         if not in_backward():
             for group in self.groups:
