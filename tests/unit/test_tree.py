@@ -155,6 +155,25 @@ def test_what_changes_in_copies_is_given_back() -> None:
     assert given["same"][0] is x  # type: ignore[index]
 
 
+@dataclasses.dataclass(slots=True)
+class InSlots:
+    value: Any
+
+
+@dataclasses.dataclass
+class BesideSlots(InSlots):
+    other: Any = None
+
+
+def test_fields_in_slots_beside_others_are_given_back() -> None:
+    given, late = BesideSlots(torch.ones(2)), torch.zeros(2)
+    replacement = Replacement(lambda t: t * 2)
+    copied = replacement.of(given)
+    copied.value, copied.other = late, late
+    replacement.give_back(lambda item: item)
+    assert given.value is given.other is late
+
+
 class MarkedDict(OrderedDict[str, Any]):
     mark = ""
 

@@ -134,10 +134,10 @@ def _sequence_in(value: Any) -> list[Any]:
 
 
 def _attributes_of(value: Any) -> dict[str, Any]:
-    if hasattr(value, "__dict__"):
-        return {**vars(value)}
-    names = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
-    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+    # Some fields may lie in slots, beside others.
+    own = {field.name: getattr(value, field.name) for field in fields if hasattr(value, field.name)}
+    return {**own, **vars(value)} if hasattr(value, "__dict__") else own
 
 
 def _give_items(
