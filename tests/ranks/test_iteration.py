@@ -156,3 +156,24 @@ def test_a_unit_inside_is_told_before_the_root_is_known() -> None:
     loss_of(model, 0, rank).backward()
     model.finalize_backward()
     expect(model, single, [0])
+
+
+@on_ranks(2, preset=["zero1", "zero3"])
+def test_roots_that_share_a_unit(preset: str) -> None:
+    """It was refused as if the shared unit were told; and one root's iteration left what reduces in the other's."""
+    rank = dist.get_rank()
+    single = [build(wraps=False) for _ in range(2)]
+    models = [build(wraps=False) for _ in range(2)]
+    for one, other in (single, models):
+        other[2] = one[2]
+    for module in (models[0][2], *models):
+        shardwise.fully_shard(module, placements=preset)
+    for model in models:
+        model.set_manual_backward_finalization(True)
+    for step in range(4):
+        model = models[step % 2]
+        for number in (step, step + 1):
+            loss_of(model, number, rank).backward()
+        model.finalize_backward()
+        expect(model, single[step % 2], [step, step + 1])
+        model.zero_grad()

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -222,20 +222,24 @@ class FSDPCommContext:
         """Whether a backward has begun and not come to its end."""
         return self._end_is_queued
 
-    def start_finishing(self, units: Iterable[Unit], iteration: Iteration) -> None:
-        """Reshard ``units``, of ``iteration``, and start to reduce what backward passes left of their gradients."""
-        iteration.is_finishing = True
+    def start_finishing(self, units: Collection[Unit]) -> None:
+        """Reshard ``units``, and start to reduce what backward passes left of their gradients."""
+        iterations = {unit.iteration for unit in units}  # those that another root shares may be in its own
+        for iteration in iterations:
+            iteration.is_finishing = True
         try:
             with torch.no_grad(), self._ending():
                 for unit in units:
                     unit.end_of_backward()
         finally:
-            iteration.is_finishing = False
+            for iteration in iterations:
+                iteration.is_finishing = False
 
-    def finish_iteration(self, units: Iterable[Unit]) -> None:
+    def finish_iteration(self, units: Collection[Unit]) -> None:
         """Wait for the reductions under way, and end the iteration of ``units``."""
         with torch.no_grad(), self._ending():
-            self._finish_reductions()
+            for context in dict.fromkeys(unit.own_context() for unit in units):
+                context._finish_reductions()
         self._end_iteration(units)
         self.rest()
 

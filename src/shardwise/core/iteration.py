@@ -67,7 +67,7 @@ class GradientReductionHandle(_TorchHandle):  # type: ignore[misc]
                     f"finalize_backward(): gradients of unit {unit.name!r} would not be all-reduced; call "
                     "set_requires_all_reduce(True) before its backward passes"
                 )
-        context.start_finishing(self._units, iteration)
+        context.start_finishing(self._units)
         iteration.finalization, self._is_under_way = self, True
 
     @eager
@@ -89,5 +89,5 @@ class GradientReductionHandle(_TorchHandle):  # type: ignore[misc]
 def end_at_once(root: Unit, units: Iterable[Unit]) -> None:
     """End the iteration of ``units``, for the pipeline schedules of torch before 2.15."""
     units = tuple(dict.fromkeys(units))
-    root.own_context().start_finishing(units, root.iteration)
+    root.own_context().start_finishing(units)
     root.own_context().finish_iteration(units)

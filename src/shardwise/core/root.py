@@ -51,7 +51,8 @@ def make_root(root: Unit) -> FSDPCommContext:
     units = dict.fromkeys(unit for _, module in named if (unit := unit_of(module)) is not None)
     for name, module in named:
         unit = unit_of(module)
-        if unit is not None and unit.iteration.ends_by_hand and unit.iteration is not root.iteration:
+        # Not where that is another root's, which shares the unit.
+        if unit is not None and unit.is_root and unit.iteration.ends_by_hand and unit.iteration is not root.iteration:
             raise StateError(
                 f"set_manual_backward_finalization(True) was called on {name!r} and does not hold for the whole tree: "
                 "call it on the root, and with False there"
