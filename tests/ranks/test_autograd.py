@@ -296,6 +296,46 @@ def test_parameters_in_a_container_that_was_given(reshard: bool) -> None:
     check(UsesWhatIsKept, against_torch=False, steps=2, reshard_after_forward=reshard)
 
 
+class Notes(Layer):
+    """Puts a loss of its own into a list, which its parameters are needed for after its output."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind, self.noted = kind, nn.Parameter(torch.eye(WIDTH))
+
+    def forward(self, x: torch.Tensor, losses: list[Any]) -> torch.Tensor:  # type: ignore[override]
+        y: torch.Tensor = super().forward(x)
+        losses.append(self.noted if self.kind == "parameter" else torch.tanh(x @ self.noted))
+        return y
+
+
+class CollectsLosses(nn.Module):
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind, self.layers = kind, nn.ModuleList([Notes(kind), Layer(), Notes(kind)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        losses: list[torch.Tensor] = []
+        for layer in self.layers:
+            x = layer(x, losses) if isinstance(layer, Notes) else layer(x)
+        noted = sum(loss.square().mean() for loss in losses)
+        return x * 0 + noted if self.kind == "alone" else x + noted
+
+
+@on_ranks(2, kind=["loss", "parameter", "alone"], reshard=[True, False])
+def test_what_is_put_into_an_empty_list(kind: str, reshard: bool) -> None:
+    """There was nothing in it to replace, so it was not looked at: backward, or its reader, met freed memory."""
+    check(lambda: CollectsLosses(kind), against_torch=False, steps=2, reshard_after_forward=reshard)
+
+
+@on_ranks(2)
+def test_parameters_in_an_empty_list_without_gradients() -> None:
+    unit, noted = shardwise.fully_shard(Notes("parameter")), list[torch.Tensor]()
+    with torch.no_grad():
+        unit(torch.ones(2, WIDTH), noted)
+    assert torch.equal(noted[0], torch.eye(WIDTH))
+
+
 class Writes(Layer):
     """Returns nothing."""
 

@@ -136,7 +136,7 @@ def test_what_changes_in_copies_is_given_back() -> None:
     own = dict(given)
     replacement = Replacement(lambda t: t * 2)
     copied = replacement.of(given)
-    replacement.give_back(lambda item: item)
+    replacement.give_back()
     assert all(given[name] is own[name] for name in own)
     assert given["list"][0] is x  # type: ignore[index]
     copied["list"].insert(0, z)
@@ -144,7 +144,7 @@ def test_what_changes_in_copies_is_given_back() -> None:
     del copied["dict"]["gone"]
     copied["node"].value, copied["node"].late = None, copied["list"]
     copied["tuple"][0].clear()
-    replacement.give_back(lambda item: item)
+    replacement.give_back()
     assert all(given[name] is own[name] for name in own)
     assert [*map(id, given["list"])] == [*map(id, (z, x, y))]  # type: ignore[call-overload]
     assert {**given["dict"]}.keys() == {"x", "late"}  # type: ignore[dict-item]
@@ -170,7 +170,7 @@ def test_fields_in_slots_beside_others_are_given_back() -> None:
     replacement = Replacement(lambda t: t * 2)
     copied = replacement.of(given)
     copied.value, copied.other = late, late
-    replacement.give_back(lambda item: item)
+    replacement.give_back()
     assert given.value is given.other is late
 
 
@@ -187,10 +187,10 @@ def test_only_what_changes_in_copies_is_given_back() -> None:
     given["list"].append(late)  # type: ignore[attr-defined]
     given["dict"]["late"] = late  # type: ignore[index]
     given["node"].late = late  # type: ignore[attr-defined]
-    replacement.give_back(lambda item: item)
+    replacement.give_back()
     copied["list"].append(later)
     copied["dict"]["later"], copied["node"].parent = later, later
-    replacement.give_back(lambda item: item)
+    replacement.give_back()
     assert [*map(id, given["list"])] == [*map(id, (x, late, later))]  # type: ignore[call-overload]
     assert given["dict"] == {"x": x, "late": late, "later": later}
     assert vars(given["node"]) == {"value": x, "late": late, "parent": later}
@@ -204,7 +204,7 @@ def test_deques_attributes_and_the_order_of_items_are_given_back() -> None:
     queue.append(3)
     marked.mark = ordered.mark = "new"
     ordered.move_to_end("x")
-    replacement.give_back(lambda item: item)
+    replacement.give_back()
     assert [*map(id, given[0])] == [id(y), id(3)]
     assert given[1].mark == given[2].mark == "new"
     assert [*map(id, given[2].values())] == [id(y), id(x)]

@@ -9,7 +9,7 @@ import torch
 
 from .device import apply_function, eager, in_transforms, is_view, requires_grad_outside, take_history
 from .errors import StateError
-from .tree import Replacement, map_tensors, tensors_requiring_grad
+from .tree import Additions, Replacement, map_tensors, tensors_requiring_grad
 
 
 class Told(Protocol):
@@ -28,6 +28,7 @@ class Told(Protocol):
         """The gradients of the inputs of a call in this forward pass are complete; ``call`` is its node."""
 
 
+_NO_CONTAINERS = (torch.Tensor, type(None), bool, int, float, str)
 _CHANGED_AND_REPEATED = (
     "forward of a unit of fully_shard changed a tensor in place that it was given several times: each of them has an "
     "autograd history of its own there, so that gradients would be wrong: pass a clone, or add without changing it"
@@ -44,6 +45,7 @@ class Call:
     def __init__(self, module: int):
         self.module = module
         self._replacements: list[Replacement] = []
+        self._additions: Additions | None = None
         self._passed: list[tuple[torch.Tensor, torch.Tensor, Any]] = []
         """What was given, what takes its place, and the history of that."""
 
@@ -63,14 +65,22 @@ class Call:
         replaced = self.replace(arguments, lambda tensor: next(left) if tensor.requires_grad else tensor)
         return replaced, aliases[0].grad_fn
 
+    def watch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note what is in the containers that forward gets: what it adds are outputs."""
+        values = (*args, *kwargs.values()) if kwargs else args
+        if not all(isinstance(value, _NO_CONTAINERS) for value in values):
+            self._additions = Additions(values)
+
     def leave(self, unit: Told) -> None:
         """What forward changed in place in its arguments, tensors and containers, becomes the caller's.
 
         Raises:
             StateError: if that is a tensor that was given several times.
         """
+        if self._additions is not None:
+            self._additions.replace(lambda output: announce_begin(unit, unit.kept(output))[0])
         for replacement in reversed(self._replacements):
-            replacement.give_back(lambda output: announce_begin(unit, unit.kept(output))[0])
+            replacement.give_back()
         # Not by versions, which changes without a history count too, and those that the caller's tensor saw itself.
         for tensor, alias, history in self._passed:
             if alias.requires_grad and alias.grad_fn is not history:

@@ -171,6 +171,7 @@ class Unit:
         self._inside.append(call)
         if is_first and torch.is_grad_enabled():
             arguments = self._announce_end(context, call, arguments)
+        call.watch(*arguments)
         if is_first and not self._recomputes:
             # Before the wait, so that a link that all wait for is never idle.
             self._prefetch_for_forward(context)

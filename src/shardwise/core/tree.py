@@ -81,24 +81,14 @@ class Replacement:
         self._copies.append(_Copy(value, copied))
         return copied
 
-    def give_back(self, announce: Callable[[Any], Any]) -> None:
+    def give_back(self) -> None:
         """What was since added to, replaced in and removed from the containers that took the places of others, now is
-        so in those others. What else was done to these meanwhile stays.
-
-        Args:
-            announce: gives what is put there in the place of something new.
-        """
+        so in those others. What else was done to these meanwhile stays."""
         if not self._copies:
             return
         origins = {id(new): old for old, new in self._replaced}
-
-        def given(item: Any) -> Any:
-            if id(item) not in origins:
-                origins[id(item)] = announce(item)
-            return origins[id(item)]
-
         for copied in self._copies:
-            copied.give_back(given)
+            copied.give_back(lambda item: origins.get(id(item), item))
 
 
 class _Copy:
@@ -161,6 +151,57 @@ def _give_items(
             set_(old, key, given(item))
         elif key in kept:
             set_(old, key, kept[key])
+
+
+class Additions:
+    """What code puts into the lists, deques, dicts and dataclasses that it is given.
+
+    Args:
+        value: the containers, nested.
+    """
+
+    def __init__(self, value: Any):
+        self._containers: list[Any] = []
+        self._known: dict[int, tuple[Any, Any]] = {}
+        """What they contain and they themselves, by ids, and what takes their places: at first nothing else."""
+        self._visit(value)
+
+    def _visit(self, value: Any) -> None:
+        if id(value) in self._known:
+            return
+        self._known[id(value)] = value, value
+        if isinstance(value, tuple):
+            parts: Any = value
+        elif isinstance(value, (dict, list, deque)) or (
+            dataclasses.is_dataclass(value) and not isinstance(value, type)
+        ):
+            self._containers.append(value)
+            parts = [part for _, part in (*_entries(value), *_attributes_of(value).items())]
+        else:
+            return
+        for part in parts:
+            self._visit(part)
+
+    def replace(self, function: Callable[[Any], Any]) -> None:
+        """Put what ``function`` gives in the place of everything that is new."""
+        for container in self._containers:
+            for key, item in _entries(container):
+                if (new := self._of(item, function)) is not item:
+                    container[key] = new
+            for name, item in _attributes_of(container).items():
+                if (new := self._of(item, function)) is not item:
+                    object.__setattr__(container, name, new)
+
+    def _of(self, item: Any, function: Callable[[Any], Any]) -> Any:
+        if id(item) not in self._known:
+            new = function(item)
+            self._known[id(item)] = item, new
+            self._known[id(new)] = new, new
+        return self._known[id(item)][1]
+
+
+def _entries(container: Any) -> list[tuple[Any, Any]]:
+    return [*(container.items() if isinstance(container, dict) else enumerate(_sequence_in(container)))]
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
