@@ -1,1 +1,1 @@
-"""The engine: layout, device, comm, buffer, group, order, context, hooks, module, in order of import."""
+"""The engine; docs/engine.md is its map."""
