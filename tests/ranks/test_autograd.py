@@ -1211,6 +1211,17 @@ def test_input_given_twice_and_modified_in_place() -> None:
     model(x, x * 1).sum().backward()
 
 
+@on_ranks(1)
+def test_input_given_with_a_view_of_it_and_modified_in_place() -> None:
+    """As one that is given twice: gradients were wrong in silence. Slices that are apart are not the same."""
+    model = shardwise.fully_shard(ModifiesOneOfTwo())
+    x = torch.ones(2, 2 * WIDTH, requires_grad=True) * 1
+    for one, other in ((x[:, :WIDTH], x[:, 1 : WIDTH + 1]), (x.view(4, WIDTH)[:2], x.view(2, 2, WIDTH)[0])):
+        with pytest.raises(RuntimeError, match="with a view of it"):
+            model(one, other)
+    model(x[:, :WIDTH], x[:, WIDTH:]).sum().backward()
+
+
 class FailsAfterModifying(ModifiesInput):
     fails = True
 

@@ -7,7 +7,15 @@ from typing import Any, Protocol
 
 import torch
 
-from .device import apply_function, eager, in_transforms, is_view, requires_grad_outside, take_history
+from .device import (
+    apply_function,
+    eager,
+    in_transforms,
+    is_view,
+    may_share_elements,
+    requires_grad_outside,
+    take_history,
+)
 from .errors import StateError
 from .tree import Additions, Replacement, map_tensors, tensors_requiring_grad
 
@@ -30,8 +38,9 @@ class Told(Protocol):
 
 _NO_CONTAINERS = (torch.Tensor, type(None), bool, int, float, str)
 _CHANGED_AND_REPEATED = (
-    "forward of a unit of fully_shard changed a tensor in place that it was given several times: each of them has an "
-    "autograd history of its own there, so that gradients would be wrong: pass a clone, or add without changing it"
+    "forward of a unit of fully_shard changed a tensor in place that it was given several times, or with a view of it: "
+    "each of them has an autograd history of its own there, so that gradients would be wrong: pass a clone, or add "
+    "without changing it"
 )
 
 
@@ -75,7 +84,7 @@ class Call:
         """What forward changed in place in its arguments, tensors and containers, becomes the caller's.
 
         Raises:
-            StateError: if that is a tensor that was given several times.
+            StateError: if that is a tensor that was given several times, or with a view of it.
         """
         if self._additions is not None:
             self._additions.replace(lambda output: announce_begin(unit, unit.kept(output))[0])
@@ -84,7 +93,8 @@ class Call:
         # Not by versions, which changes without a history count too, and those that the caller's tensor saw itself.
         for tensor, alias, history in self._passed:
             if alias.requires_grad and alias.grad_fn is not history:
-                if sum([one is tensor for one, _, _ in self._passed]) > 1:
+                others = [one for one, other, _ in self._passed if other is not alias]
+                if any(may_share_elements(tensor, one) for one in others):
                     raise StateError(_CHANGED_AND_REPEATED)
                 take_history(tensor, alias)
 

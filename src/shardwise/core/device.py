@@ -358,6 +358,28 @@ def shares_storage(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
+def may_share_elements(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a write into one may change the other; not so for slices of one tensor that are apart."""
+    tensor, other = unwrapped(local_of(tensor)), unwrapped(local_of(other))
+    if tensor is other:
+        return True
+    if not (tensor.layout is other.layout is torch.strided and shares_storage(tensor, other)):
+        return False
+    rows = {*tensor.stride(), *other.stride(), tensor.untyped_storage().nbytes() + 1} - {0}
+    return tensor.dtype != other.dtype or not any(_are_apart(tensor, other, row) for row in rows)
+
+
+def _are_apart(tensor: torch.Tensor, other: torch.Tensor, row: int) -> bool:
+    """Whether both take other columns of the storage, if its rows have ``row`` elements."""
+    spans = []
+    for one in (tensor, other):
+        steps = [(size - 1) * stride for size, stride in zip(one.shape, one.stride(), strict=True) if stride % row]
+        start = one.storage_offset() % row
+        spans.append((start, start + sum(steps)))
+    (start, end), (other_start, other_end) = spans
+    return max(end, other_end) < row and (end < other_start or other_end < start)
+
+
 def pins_memory(device: torch.device) -> bool:
     """Whether host memory on ``device`` can be page-locked, so that copies from and to an accelerator need no wait."""
     return device.type == "cpu" and torch.cuda.is_available()
