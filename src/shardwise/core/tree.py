@@ -124,6 +124,8 @@ def _sequence_in(value: Any) -> list[Any]:
 
 
 def _attributes_of(value: Any) -> dict[str, Any]:
+    if type(value) in (dict, list):  # most, of which there may be thousands
+        return {}
     fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
     # Some fields may lie in slots, beside others.
     own = {field.name: getattr(value, field.name) for field in fields if hasattr(value, field.name)}
@@ -167,7 +169,7 @@ class Additions:
         self._visit(value)
 
     def _visit(self, value: Any) -> None:
-        if id(value) in self._known:
+        if isinstance(value, _LEAVES) or id(value) in self._known:
             return
         self._known[id(value)] = value, value
         if isinstance(value, tuple):
@@ -193,6 +195,8 @@ class Additions:
                     object.__setattr__(container, name, new)
 
     def _of(self, item: Any, function: Callable[[Any], Any]) -> Any:
+        if isinstance(item, _LEAVES):
+            return item
         if id(item) not in self._known:
             new = function(item)
             self._known[id(item)] = item, new
