@@ -130,6 +130,34 @@ def test_a_container_that_is_met_again_is_replaced_by_the_same() -> None:
     assert tensors_requiring_grad(node) == []
 
 
+class Bag:
+    """Its constructor gets what torch's trees know, which makes its parts in a container of their own."""
+
+    def __init__(self, values: dict[str, Any]):
+        self.values, self.note = dict(values), ""
+
+
+torch.utils._pytree.register_pytree_node(Bag, lambda bag: ([dict(bag.values)], None), lambda parts, _: Bag(*parts))
+
+
+def test_changes_of_what_trees_of_torch_know_are_given_back() -> None:
+    """A tensordict got nothing of what modules wrote into it, as their kind does."""
+    x, y = torch.ones(2), torch.zeros(2)
+    bag = Bag({"x": x})
+    bag.note, values = "kept", bag.values
+    replacement = Replacement(lambda t: t * 2)
+    copied = replacement.of((bag,))[0]
+    replacement.give_back()
+    assert bag.values is values
+    copied.values["y"] = y
+    replacement.give_back()
+    assert {name: id(value) for name, value in bag.values.items()} == {"x": id(x), "y": id(y)}
+    assert bag.note == "kept"
+    copied.note = "new"
+    replacement.give_back()
+    assert bag.note == "new"
+
+
 def test_what_changes_in_copies_is_given_back() -> None:
     x, y, z = torch.ones(2), torch.zeros(2), torch.full((2,), 5.0)
     given = {"list": [x, y], "dict": {"x": x, "gone": 1}, "node": Node(x), "tuple": ([x],), "same": [x]}

@@ -74,7 +74,7 @@ class Replacement:
             new = [*map(self.of, old)]
             if _same(new, old):
                 return value
-            return self._note(value, rebuild(new)) if isinstance(value, deque) else rebuild(new)
+            return self._note(value, rebuild(new))
         return value
 
     def _note(self, value: Any, copied: Any) -> Any:
@@ -92,7 +92,7 @@ class Replacement:
 
 
 class _Copy:
-    """A list, deque, dict or dataclass that code may change, and what takes its place.
+    """A container that code may change, and what takes its place.
 
     Args:
         value: the container.
@@ -101,15 +101,23 @@ class _Copy:
 
     def __init__(self, value: Any, copied: Any):
         self._value, self._copied = value, copied
-        self._parts: Any = dict(copied) if isinstance(copied, dict) else _sequence_in(copied)
+        self._is_registered = not isinstance(copied, (dict, list, deque)) and parts_of(copied) is not None
+        self._parts: Any = dict(copied) if isinstance(copied, dict) else self._sequence()
         self._attributes = _attributes_of(copied)
+
+    def _sequence(self) -> list[Any]:
+        # What is registered may give its parts in containers that it makes for that.
+        return _all_tensors(self._copied) if self._is_registered else _sequence_in(self._copied)
 
     def give_back(self, given: Callable[[Any], Any]) -> None:
         """Do to the container what was done to its copy; ``given`` gives what stands there for an item of that."""
         old, copied = self._value, self._copied
         if isinstance(copied, dict):
             _give_items((old, old), copied, self._parts, given, operator.setitem, operator.delitem)
-        elif [*map(id, parts := _sequence_in(copied))] != (before := [*map(id, self._parts)]):
+        elif [*map(id, parts := self._sequence())] != (before := [*map(id, self._parts)]):
+            if self._is_registered:
+                self._give_attributes(given)
+                return
             if [*map(id, parts[: len(before)])] == before:
                 parts = parts[len(before) :]
             else:
@@ -117,6 +125,11 @@ class _Copy:
             old.extend([*map(given, parts)])
         own, now = (old, _attributes_of(old)), _attributes_of(copied)
         _give_items(own, now, self._attributes, given, object.__setattr__, object.__delattr__)
+
+    def _give_attributes(self, given: Callable[[Any], Any]) -> None:
+        for name, item in _attributes_of(self._copied).items():
+            if not (isinstance(item, _LEAVES) and item is self._attributes.get(name)):
+                object.__setattr__(self._value, name, map_tensors(item, given))
 
 
 def _sequence_in(value: Any) -> list[Any]:
@@ -272,11 +285,14 @@ def tensors_requiring_grad(value: Any) -> list[torch.Tensor]:
     """Tensors in ``value`` that require gradients, in the order of `map_tensors`."""
     if isinstance(value, torch.Tensor):
         return [value] if value.requires_grad else []
+    return [tensor for tensor in _all_tensors(value) if tensor.requires_grad]
+
+
+def _all_tensors(value: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
 
     def visit(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.requires_grad:
-            found.append(tensor)
+        found.append(tensor)
         return tensor
 
     map_tensors(value, visit)
