@@ -1244,6 +1244,33 @@ def test_exception_after_an_input_was_modified_that_must_not_be() -> None:
     assert_resharded(model)
 
 
+class GivesSparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Layer()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x)
+        return y.to_sparse()
+
+
+class SparseBetween(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([GivesSparse(), GivesSparse()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).to_dense()
+        return x
+
+
+@on_ranks(2)
+def test_sparse_outputs() -> None:
+    """They were asked whether their memory is that of a parameter, and have none."""
+    check(SparseBetween)
+
+
 class GivesViews(nn.Module):
     """Outputs that are views: of one tensor, and of the input."""
 

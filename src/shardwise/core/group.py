@@ -296,7 +296,7 @@ class ParamGroup:
         if self._keeps_unsharded:
             return output
         own = unwrapped(local_of(output))
-        if type(own) is torch.Tensor or type(own) is nn.Parameter:
+        if type(own) in (torch.Tensor, nn.Parameter) and own.layout is torch.strided:
             for buffer in self.shards.buffers:
                 if not buffer.is_identity and buffer.shares_memory(own):
                     return output.clone()
