@@ -1323,6 +1323,29 @@ def test_output_modified_in_place(kind: str, reshard: bool) -> None:
     check(lambda: ModifiesOutput(kind), against_torch=False, reshard_after_forward=reshard)
 
 
+class GivesAViewOfAnother(nn.Module):
+    other: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Layer()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layer(x), self.other[:1]
+
+
+@on_ranks(2)
+def test_view_of_what_is_not_the_units() -> None:
+    """The unit was gathered and reduced once more when backward came to that."""
+    unit: Any = shardwise.fully_shard(GivesAViewOfAnother())
+    x = batch(0, dist.get_rank(), 4, WIDTH).requires_grad_()
+    unit.other = x.sin()
+    y, view = unit(unit.other * 1)
+    with counted() as seen:
+        (y.sum() + view.sum()).backward()
+    assert (len(seen["all_gather"]), len(seen["reduce_scatter"])) == (0, 1), "a root stays gathered"
+
+
 class GivesItsInput(nn.Module):
     """The same tensor in and out, beside a new one; or a tensor twice."""
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from .device import (
     apply_function,
@@ -111,7 +112,8 @@ def announce_begin(unit: Told, output: Any) -> tuple[Any, bool]:
         tensor.register_hook(unit.pre_backward_hook)
         # A hook on a view is lost when that, or what it is a view of, is modified in place.
         if is_view(tensor) and (base := tensor._base) is not None and not base.is_leaf:
-            base.register_hook(unit.pre_backward_hook)
+            # If it is not, backward may come to the base, which need not be of the unit, long after the unit.
+            tensor.register_hook(_removing(base.register_hook(unit.pre_backward_hook)))
     if not takes_all:
         # A hook on a leaf stays for ever, and a transform's tensor takes none. One function for each: autograd would
         # give one for all zeros for those that got no gradient, and so gradients to what nothing used.
@@ -124,6 +126,10 @@ def announce_begin(unit: Told, output: Any) -> tuple[Any, bool]:
 
         output = map_tensors(output, announce)
     return output, bool(tensors)
+
+
+def _removing(handle: RemovableHandle) -> Callable[[torch.Tensor], None]:
+    return lambda gradient: handle.remove()
 
 
 class _Announcing(torch.autograd.Function):
