@@ -177,3 +177,26 @@ def test_roots_that_share_a_unit(preset: str) -> None:
         model.finalize_backward()
         expect(model, single[step % 2], [step, step + 1])
         model.zero_grad()
+
+
+@on_ranks(2)
+def test_after_a_backward_that_failed() -> None:
+    """It was said to run still."""
+    model, fails = build(), True
+
+    def fail(_: torch.Tensor) -> None:
+        if fails:
+            raise ValueError("own")
+
+    model[0].weight.register_post_accumulate_grad_hook(fail)
+    model.set_manual_backward_finalization(True)
+    loss = loss_of(model, 0, dist.get_rank())
+    with pytest.raises(ValueError, match="own"):
+        loss.backward()
+    with pytest.raises(RuntimeError, match="or after an exception stopped it"):
+        model.finalize_backward()
+    fails = False
+    model.zero_grad()
+    loss_of(model, 0, dist.get_rank()).backward()
+    model.finalize_backward()
+    expect(model, build(wraps=False), [0])

@@ -56,7 +56,10 @@ class GradientReductionHandle(_TorchHandle):  # type: ignore[misc]
         if not context.passes:
             return
         if context.is_in_backward or in_backward():
-            raise StateError("finalize_backward() was called before backward was over")
+            raise StateError(
+                "finalize_backward() was called before backward was over, or after an exception stopped it: the next "
+                "forward, or reset_iter_state(), drops what that left"
+            )
         if iteration.finalization is not None:
             raise StateError("finalize_backward(): call wait() before on what the last one with async_op=True gave")
         if not iteration.ends_by_hand:
