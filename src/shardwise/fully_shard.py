@@ -177,17 +177,10 @@ def _root_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
                 f"{type(member).__name__} has no forward, so nothing would tell when to gather its parameters: "
                 f"call fully_shard on each module in it, or on a list of them"
             )
-        if unit_of(member) is not None:
-            raise ValueError(
-                f"{type(member).__name__} {_unit_name(member)!r} was wrapped by fully_shard already; wrap it once"
-            )
+        if (unit := unit_of(member)) is not None:
+            raise ValueError(f"{type(member).__name__} {unit.name!r} was wrapped by fully_shard already; wrap it once")
     inside = {id(child) for member in given for child in member.modules() if child is not member}
     return [member for member in dict.fromkeys(given) if id(member) not in inside]
-
-
-def _unit_name(module: nn.Module) -> str:
-    unit = unit_of(module)
-    return unit.name if unit is not None else ""
 
 
 def _strategy(placements: Placements | str | None) -> Placements:
@@ -334,14 +327,10 @@ def _check_parameter(name: str, parameter: nn.Parameter, place: Place) -> None:
             "fully_shard([module_a, module_b])"
         )
     if owner is not None or successor_of(parameter) is not None:
-        raise ValueError(_tied_across_units(name))
-
-
-def _tied_across_units(name: str) -> str:
-    return (
-        f"parameter {name!r} is tied to a parameter that another unit has sharded already: one shard cannot be "
-        "gathered by two units, so put the modules that share it into one unit, fully_shard([module_a, module_b])"
-    )
+        raise ValueError(
+            f"parameter {name!r} is tied to a parameter that another unit has sharded already: one shard cannot be "
+            "gathered by two units, so put the modules that share it into one unit, fully_shard([module_a, module_b])"
+        )
 
 
 def _make_groups(
