@@ -326,13 +326,11 @@ class ParameterShards(Shards):
     # -- The two faces
 
     def put_sharded(self) -> None:
-        """See `Shards.put_sharded`."""
         self._note_required()
         for registry, name, sharded, _ in self._faces:
             registry[name] = sharded
 
     def put_unsharded(self) -> None:
-        """See `Shards.put_unsharded`."""
         self.agree_on_gradients()
         for registry, name, _, unsharded in self._faces:
             registry[name] = unsharded
@@ -392,7 +390,6 @@ class ParameterShards(Shards):
         self._taken_over = [sharded for _, sharded in entries], [local_of(slot.sharded) for slot in self.slots]
 
     def leave_meta(self) -> list[Slot]:
-        """See `Shards.leave_meta`."""
         waiting: list[Slot] = []
         with torch.no_grad(), not_inference():
             for position, old in enumerate(self.buffers):
@@ -423,7 +420,6 @@ class ParameterShards(Shards):
         return waiting
 
     def adopt_registered(self, *, is_loading: bool = False) -> bool:
-        """See `Shards.adopt_registered`."""
         self.mark_stale()
         self._waits_for_others, self._faces, self._unsharded, self._required = False, [], [], []
         rebuilt = False
@@ -528,14 +524,10 @@ def _is_in_place(slot: Slot, registered: nn.Parameter, local: torch.Tensor) -> b
 def _note_borrowed(slots: Sequence[Slot], registered: Sequence[torch.Tensor], taken: set[int]) -> None:
     """Tell slots whether what is registered is another slot's; ``taken`` has the ids of those that are not."""
     for slot, parameter in zip(slots, registered, strict=True):
-        slot.is_borrowed = id(parameter) in taken or _is_lent(parameter, slot)
+        owner = owner_of(parameter)
+        slot.is_borrowed = id(parameter) in taken or (owner is not None and owner.lends(parameter, to=slot))
         if not slot.is_borrowed:
             taken.add(id(parameter))
-
-
-def _is_lent(parameter: torch.Tensor, to: Slot) -> bool:
-    owner = owner_of(parameter)
-    return owner is not None and owner.lends(parameter, to)
 
 
 def _is_cut_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
