@@ -308,7 +308,8 @@ class FSDPModule(_TorchModule):
             ValueError: if one of them is not wrapped.
             TypeError: if it is no list.
         """
-        self._unit.prefetch_forward = _references(modules, "set_modules_to_forward_prefetch")
+        units = _units_of(modules, "set_modules_to_forward_prefetch")
+        self._unit.prefetch_forward = [unit.reference for unit in units]
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:  # type: ignore[override]
         """Modules to gather when this one starts its backward, in place of the one that ran before it in forward.
@@ -317,7 +318,8 @@ class FSDPModule(_TorchModule):
             ValueError: if one of them is not wrapped.
             TypeError: if it is no list.
         """
-        self._unit.prefetch_backward = _references(modules, "set_modules_to_backward_prefetch")
+        units = _units_of(modules, "set_modules_to_backward_prefetch")
+        self._unit.prefetch_backward = [unit.reference for unit in units]
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether this unit's parameters are gathered for backward; those of an embedding need not be."""
@@ -481,14 +483,14 @@ def _check_collective(method: str, comm: object) -> None:
         raise TypeError(f"{method} takes an object that can be called and has allocate(), not {comm!r:.80}")
 
 
-def _references(modules: Iterable[Any], asked_by: str) -> list[weakref.ref[Unit]]:
+def _units_of(modules: Iterable[Any], asked_by: str) -> list[Unit]:
     if isinstance(modules, nn.Module) or not isinstance(modules, Iterable):
         raise TypeError(f"{asked_by} takes a list of modules, not {type(modules).__name__}")
     units = []
     for module in modules:
         if not isinstance(module, nn.Module) or (unit := unit_of(module)) is None:
             raise ValueError(f"{asked_by} takes modules wrapped by fully_shard, not {type(module).__name__}")
-        units.append(unit.reference)
+        units.append(unit)
     return units
 
 
@@ -553,12 +555,6 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     Raises:
         ValueError: if one of them is not wrapped.
     """
-    units = [reference() for reference in _references(modules, "share_comm_ctx")]
-    context: FSDPCommContext | None = None
-    for unit in units:
-        assert unit is not None
-        own = unit.own_context()
-        if context is None:
-            context = own
-            continue
-        context.take_over(own)
+    contexts = [unit.own_context() for unit in _units_of(modules, "share_comm_ctx")]
+    for other in contexts[1:]:
+        contexts[0].take_over(other)
