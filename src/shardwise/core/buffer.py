@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import mmap
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from .comm import Comm
-from .device import Lane, allocate_storage, copy_each, free_storage, not_inference, split_rows
+from .device import Lane, copy_each, not_inference, split_rows
 from .layout import Layout, TensorLayout
 
 Allocate = Callable[..., torch.Tensor]
@@ -341,3 +344,32 @@ def local_view(tensor: TensorLayout, local: torch.Tensor, rank: int) -> torch.Te
     """``rank``'s chunk of ``tensor`` in the rank-major buffer ``local``."""
     shape, strides, offset = local_strides(tensor, rank, local.numel())
     return local.as_strided(shape, strides, local.storage_offset() + offset)
+
+
+# -- Memory
+
+
+MAPPED_BYTES = 32 * 2**20
+"""glibc takes larger blocks from the kernel each time, so that every page of theirs faults when it is written."""
+
+
+def allocate_storage(tensor: torch.Tensor) -> None:
+    """Give ``tensor`` memory again after `free_storage`; its views see it."""
+    storage = tensor.untyped_storage()
+    if storage.nbytes() == 0:
+        storage.resize_(tensor.numel() * tensor.itemsize)
+        if tensor.device.type == "cpu" and storage.nbytes() > MAPPED_BYTES:
+            _ask_for_huge_pages(storage.data_ptr(), storage.nbytes())
+
+
+def _ask_for_huge_pages(address: int, size: int) -> None:
+    """Let fresh memory consist of pages 512 times as large, of which fewer fault; a hint, which kernels may ignore."""
+    if sys.platform == "linux":
+        start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+        madvise = ctypes.CDLL(None).madvise
+        madvise(ctypes.c_void_p(start), ctypes.c_size_t(address + size - start), mmap.MADV_HUGEPAGE)
+
+
+def free_storage(tensor: torch.Tensor) -> None:
+    """Free the memory of ``tensor`` and of all its views, which stay valid objects."""
+    tensor.untyped_storage().resize_(0)

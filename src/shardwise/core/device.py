@@ -9,10 +9,8 @@ for it, so the caching allocator never reuses a block early.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import math
-import mmap
 import sys
 import weakref
 from abc import ABC, abstractmethod
@@ -305,40 +303,7 @@ def device_for(device: torch.device) -> Device:
     return HostDevice(device) if device.type == "cpu" else AcceleratorDevice(device)
 
 
-def mesh_device(mesh: DeviceMesh) -> torch.device:
-    """The torch device that this rank computes on under ``mesh``."""
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
-
-
 # -- Memory ------------------------------------------------------------------------------------------------
-
-
-MAPPED_BYTES = 32 * 2**20
-"""glibc takes larger blocks from the kernel each time, so that every page of theirs faults when it is written."""
-
-
-def allocate_storage(tensor: torch.Tensor) -> None:
-    """Give ``tensor`` memory again after `free_storage`; its views see it."""
-    storage = tensor.untyped_storage()
-    if storage.nbytes() == 0:
-        storage.resize_(tensor.numel() * tensor.itemsize)
-        if tensor.device.type == "cpu" and storage.nbytes() > MAPPED_BYTES:
-            _ask_for_huge_pages(storage.data_ptr(), storage.nbytes())
-
-
-def _ask_for_huge_pages(address: int, size: int) -> None:
-    """Let fresh memory consist of pages 512 times as large, of which fewer fault; a hint, which kernels may ignore."""
-    if sys.platform == "linux":
-        start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-        madvise = ctypes.CDLL(None).madvise
-        madvise(ctypes.c_void_p(start), ctypes.c_size_t(address + size - start), mmap.MADV_HUGEPAGE)
-
-
-def free_storage(tensor: torch.Tensor) -> None:
-    """Free the memory of ``tensor`` and of all its views, which stay valid objects."""
-    tensor.untyped_storage().resize_(0)
 
 
 def owns_memory(tensor: torch.Tensor) -> bool:
@@ -368,11 +333,6 @@ def is_elsewhere(tensor: torch.Tensor, device: torch.device) -> bool:
     return tensor.device.type != device.type
 
 
-def host_memory(like: torch.Tensor, numel: int) -> torch.Tensor:
-    """1-D memory of the dtype and kind of ``like``, a host tensor."""
-    return torch.empty(numel, dtype=like.dtype, device=like.device, pin_memory=like.is_pinned())
-
-
 def not_inference() -> contextlib.AbstractContextManager[Any]:
     """Tensors made inside are ordinary ones also under `torch.inference_mode`, so training can use them later."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING
@@ -382,23 +342,6 @@ def chunk_cat(tensors: Sequence[torch.Tensor], world_size: int, out: torch.Tenso
     """Cut each tensor on dim 0 into ``world_size`` chunks, padded with zeros, and lay rank ``r``'s chunks of all of
     them one after the other into row ``r`` of ``out`` (world size x sum of chunks), casting to its dtype."""
     torch._chunk_cat(list(tensors), 0, world_size, out=out)
-
-
-PADDED_BYTES = 2**20
-"""On the CPU torch first copies a tensor that needs padding to new memory; from this size on, that costs more than one
-call for each tensor."""
-
-
-def pad_chunks(tensors: Sequence[torch.Tensor], world_size: int, out: torch.Tensor) -> None:
-    """`chunk_cat`, tensor by tensor, each copied once."""
-    lengths = [-(-len(tensor) // world_size) for tensor in tensors]
-    sizes = [length * tensor[:1].numel() for length, tensor in zip(lengths, tensors, strict=True)]
-    for tensor, length, rows in zip(tensors, lengths, out.split(sizes, dim=1), strict=True):
-        count = len(tensor) // length
-        rows[:count].copy_(tensor[: count * length].reshape(count, -1))
-        rest = tensor[count * length :].reshape(-1)
-        rows[count:].zero_()
-        rows[count : count + 1, : rest.numel()].copy_(rest)
 
 
 def split_rows(
@@ -596,10 +539,8 @@ def set_local(tensor: torch.Tensor, local: torch.Tensor, spec: DTensorSpec | Non
 
 def shard_like(value: torch.Tensor, sharded: DTensor) -> DTensor:
     """``value``, the same whole tensor on every rank, cut and placed as ``sharded`` is."""
-    spec = make_spec(sharded.device_mesh, sharded.placements, value)
-    local = local_of(sharded)
-    offsets = compute_local_shape_and_global_offset(value.shape, spec.mesh, spec.placements)[1]
-    for dim, (start, size) in enumerate(zip(offsets, local.shape, strict=True)):
+    spec, local = make_spec(sharded.device_mesh, sharded.placements, value), local_of(sharded)
+    for dim, (start, size) in enumerate(zip(region_of(spec)[0], local.shape, strict=True)):
         value = value.narrow(dim, min(start, value.shape[dim]), size)
     return wrap_local(value.detach().clone().to(local.device), spec)
 

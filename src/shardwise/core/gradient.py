@@ -16,18 +16,7 @@ import torch
 
 from .buffer import Allocate, cut_chunks, local_strides, thin_rows
 from .comm import Comm, StagedCollective, reduce_op
-from .device import (
-    PADDED_BYTES,
-    Lane,
-    Step,
-    Ticket,
-    Waitable,
-    chunk_cat,
-    copy_each,
-    host_memory,
-    is_elsewhere,
-    pad_chunks,
-)
+from .device import Lane, Step, Ticket, Waitable, chunk_cat, copy_each, is_elsewhere
 from .errors import explain
 from .layout import Cut, TensorLayout, for_gradients
 
@@ -89,6 +78,23 @@ class Staged:
     def sent(self) -> list[torch.Tensor]:
         """All that holds this rank's gradients."""
         return self.inputs if self.thin is None else [*self.inputs, self.thin]
+
+
+PADDED_BYTES = 2**20
+"""On the CPU torch first copies a tensor that needs padding to new memory; from this size on, that costs more than one
+call for each tensor."""
+
+
+def pad_chunks(tensors: Sequence[torch.Tensor], world_size: int, out: torch.Tensor) -> None:
+    """`chunk_cat`, tensor by tensor, each copied once."""
+    lengths = [-(-len(tensor) // world_size) for tensor in tensors]
+    sizes = [length * tensor[:1].numel() for length, tensor in zip(lengths, tensors, strict=True)]
+    for tensor, length, rows in zip(tensors, lengths, out.split(sizes, dim=1), strict=True):
+        count = len(tensor) // length
+        rows[:count].copy_(tensor[: count * length].reshape(count, -1))
+        rest = tensor[count * length :].reshape(-1)
+        rows[count:].zero_()
+        rows[count : count + 1, : rest.numel()].copy_(rest)
 
 
 class GradientPlan:
@@ -276,7 +282,10 @@ class Reduction:
         self._give = deliver
         self.out = route.allocate((plan.numel,), dtype=plan.dtype, device=device)
         self.goes_to_host = is_elsewhere(like, self.out.device) and not route.stop_after_shard
-        self._on_host = host_memory(like, self.out.numel()) if self.goes_to_host else None
+        self._on_host: torch.Tensor | None = None
+        if self.goes_to_host:
+            pinned = like.is_pinned()
+            self._on_host = torch.empty(self.out.numel(), dtype=like.dtype, device=like.device, pin_memory=pinned)
         # Held like the inputs: a lane may read it long after it was replaced.
         self._added = plan.partial
         self._lane = lane
