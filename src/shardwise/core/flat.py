@@ -432,7 +432,7 @@ class FlatShards(Shards):
             by_dtype[like.dtype].append(run)
         with torch.no_grad(), not_inference():
             for dtype, members in by_dtype.items():
-                buffer = self._new_buffer([run.numel for run in members], dtype)
+                buffer = self._buffer_of([run.numel for run in members], dtype)
                 self.buffers.append(buffer)
                 for index, run in enumerate(members):
                     self._fill(buffer, index, run)
@@ -441,11 +441,10 @@ class FlatShards(Shards):
         self.slots.sort(key=lambda slot: order[id(slot.sharded)])
         self._remember(runs)
 
-    def _new_buffer(self, totals: Sequence[int], dtype: torch.dtype) -> ShardedBuffer:
+    def _buffer_of(self, totals: Sequence[int], dtype: torch.dtype) -> ShardedBuffer:
         comm, gathered = self.mesh.shard, self._gather_dtype(dtype)
         packed = [comm.packs(-(-total // comm.size) * gathered.itemsize) for total in totals]
-        layout = flat(totals, comm.size, packed)
-        return ShardedBuffer(layout, self._new_local(layout, dtype, self.mesh.device), comm, gathered, self.mesh.device)
+        return self._new_buffer(flat(totals, comm.size, packed), dtype, gathered)
 
     def _fill(self, buffer: ShardedBuffer, index: int, run: FlatRun) -> None:
         """Put this rank's part of ``run`` into the buffer, and the sharded parameter around it."""
@@ -521,8 +520,8 @@ class FlatShards(Shards):
         """See `Shards`. Looked up, not noted: an assignment to ``parameter.data`` tells nobody."""
         return all(slot.is_in_place for slot in self.slots)
 
-    def leave_meta(self) -> list[Slot]:
-        return []  # flat shards are never on the meta device
+    def leave_meta(self) -> None:
+        pass  # flat shards are never on the meta device
 
     def adopt_registered(self, *, is_loading: bool = False) -> bool:
         self.mark_stale()
@@ -552,7 +551,7 @@ class FlatShards(Shards):
             return False
         dtype = self._only_dtype({slot.sharded.dtype for slot in slots})
         with torch.no_grad(), not_inference():
-            buffer = self.buffers[position] = self._new_buffer([slot.total for slot in slots], dtype)
+            buffer = self.buffers[position] = self._buffer_of([slot.total for slot in slots], dtype)
             for slot in slots:
                 chunk = buffer.local_view(slot.index)
                 chunk.copy_(slot.sharded)
