@@ -185,7 +185,7 @@ class ShardedBuffer:
 
     @property
     def full(self) -> torch.Tensor:
-        """The gathered buffer, 1-D, tensor-major; its memory comes and goes with `allocate` and `free`."""
+        """The gathered buffer, 1-D, tensor-major; gathers give it memory, and `free` takes it."""
         if self._full is None:
             with not_inference():
                 if self.is_identity:
@@ -212,11 +212,6 @@ class ShardedBuffer:
         """Whether ``tensor`` lies in the gathered buffer."""
         full = self._full
         return full is not None and 0 <= tensor.data_ptr() - full.data_ptr() < full.nbytes
-
-    def allocate(self) -> None:
-        """Give the gathered buffer memory, if it has none."""
-        if not self.is_identity:
-            allocate_storage(self.full)
 
     def free(self) -> None:
         """Free the gathered buffer's memory."""
@@ -266,7 +261,7 @@ class ShardedBuffer:
     def start_staged_gather(self, allocate: Allocate) -> Gather:
         """`start_gather` through a staging buffer of the caller's; only where there is something to gather."""
         if self._staged_plan is None:
-            self.allocate()  # to make views of it
+            allocate_storage(self.full)  # to make views of it
             with not_inference():
                 rank, offsets = self.comm.rank, self._offsets()
                 self._staged_plan = GatherPlan(self.layout, rank, self.full, offsets, pack_all=True)
@@ -281,10 +276,10 @@ class ShardedBuffer:
         if self.is_identity:
             return Gather()
         if self.layout.world_size == 1:
-            self.allocate()
+            allocate_storage(self.full)
             return Gather(prepare=functools.partial(copy_each, [self.full], [source]))
         if self._plan is None:
-            self.allocate()
+            allocate_storage(self.full)
             with not_inference():
                 self._plan = GatherPlan(self.layout, self.comm.rank, self.full, self._offsets())
                 self._plan.keep(source)
