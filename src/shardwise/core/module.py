@@ -91,7 +91,7 @@ class FSDPModule(_TorchModule):
         return cast(Unit, self.__dict__[_UNIT])
 
     def _get_fsdp_state(self) -> StateForTorch:  # type: ignore[override]
-        return StateForTorch(self._context())
+        return StateForTorch(self._unit.own_context())
 
     def _units(self, recurse: bool) -> Iterator[Unit]:
         modules = cast(nn.Module, self).modules() if recurse else [cast(nn.Module, self)]
@@ -106,9 +106,6 @@ class FSDPModule(_TorchModule):
     def _options(self, recurse: bool) -> Iterator[GroupOptions]:
         for unit in self._units(recurse):
             yield from unit.options
-
-    def _context(self) -> FSDPCommContext:
-        return self._unit.own_context()
 
     # -- Parameters
 
@@ -192,7 +189,7 @@ class FSDPModule(_TorchModule):
                 slot.sharded.grad = None
 
     def _check_root(self, method: str) -> FSDPCommContext:
-        unit, context = self._unit, self._context()
+        unit, context = self._unit, self._unit.own_context()
         if context.has_root and not unit.is_root:
             roots = [other.name or "the outermost wrapped one" for other in context.units if other.is_root]
             raise StateError(f"{method}() was called on {unit.name!r}; call it on the root: {roots[0]}")
@@ -238,7 +235,7 @@ class FSDPModule(_TorchModule):
         Before the last one the order recorded for backward is kept, and strategies with partial or replicated gradients
         (ZeRO-1, DDP) do not reduce. Gradients that were reduced are there after every backward.
         """
-        self._context()
+        self._unit.own_context()
         self._unit.iteration.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
@@ -329,7 +326,7 @@ class FSDPModule(_TorchModule):
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the next forward's first gather start after ``event``, recorded behind the optimizer's step, instead of
         after all computation that is queued by then. The memory that it receives in is taken now."""
-        context = self._context()
+        context = self._unit.own_context()
         context.gather_after(event, next((unit for unit in context.units if unit.is_root), self._unit))
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
@@ -346,7 +343,7 @@ class FSDPModule(_TorchModule):
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be at least 1, not {max_input_buffers}")
         contexts = {id(unit.context): unit.context for unit in self._units(recurse) if unit.context is not None}
-        for context in (contexts or {0: self._context()}).values():
+        for context in (contexts or {0: self._unit.own_context()}).values():
             context.max_pending_reductions = max_input_buffers
 
     # -- Communication
