@@ -258,13 +258,17 @@ class ShardedBuffer:
     def _offsets(self) -> list[int]:
         return [tensor.full_offset for tensor in self.layout.tensors]
 
+    def _make_plan(self, *, pack_all: bool) -> GatherPlan:
+        allocate_storage(self.full)  # to make views of it
+        with not_inference():
+            plan = GatherPlan(self.layout, self.comm.rank, self.full, self._offsets(), pack_all)
+            plan.keep(self.local)
+        return plan
+
     def start_staged_gather(self, allocate: Allocate) -> Gather:
         """`start_gather` through a staging buffer of the caller's; only where there is something to gather."""
         if self._staged_plan is None:
-            allocate_storage(self.full)  # to make views of it
-            with not_inference():
-                rank, offsets = self.comm.rank, self._offsets()
-                self._staged_plan = GatherPlan(self.layout, rank, self.full, offsets, pack_all=True)
+            self._staged_plan = self._make_plan(pack_all=True)
         return self._staged_plan.start(self.local, allocate, casts=True)
 
     def start_gather(self, lane: Lane) -> Gather:
@@ -279,10 +283,7 @@ class ShardedBuffer:
             allocate_storage(self.full)
             return Gather(prepare=functools.partial(copy_each, [self.full], [source]))
         if self._plan is None:
-            allocate_storage(self.full)
-            with not_inference():
-                self._plan = GatherPlan(self.layout, self.comm.rank, self.full, self._offsets())
-                self._plan.keep(source)
+            self._plan = self._make_plan(pack_all=False)
         return self._plan.start(source, lane.allocate, lane.release, casts=self._casts)
 
     @property

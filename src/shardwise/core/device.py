@@ -559,17 +559,12 @@ def run_tensor_hooks(parameters: Sequence[torch.Tensor], gradients: Sequence[tor
         hooks = [parameter._backward_hooks for parameter in parameters]
     if not any(hooks):
         return gradients
-    return [
-        _changed(gradient, tuple(own.values())) if own else gradient
-        for gradient, own in zip(gradients, hooks, strict=True)
-    ]
-
-
-def _changed(gradient: torch.Tensor, hooks: Iterable[Callable[[torch.Tensor], torch.Tensor | None]]) -> torch.Tensor:
-    for hook in hooks:
-        changed = hook(gradient)
-        gradient = gradient if changed is None else changed
-    return gradient
+    changed = [*gradients]
+    for index, own in enumerate(hooks):
+        for hook in tuple(own.values()) if own else ():
+            given = hook(changed[index])
+            changed[index] = changed[index] if given is None else given
+    return changed
 
 
 def post_accumulate_grad_hooks(

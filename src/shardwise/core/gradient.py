@@ -228,10 +228,6 @@ class Route:
             return self.custom.allocate(size, dtype=dtype, device=device)
         return torch.empty(size, dtype=dtype, device=device)
 
-    def all_reduce_thin(self, thin: torch.Tensor) -> Sequence[Waitable]:
-        """Issue the sum of whole gradients."""
-        return self.shard.all_reduce(thin, mean=self.scale.shard_mean)
-
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
         """Issue the reduce-scatter."""
         if self.custom is None:
@@ -310,7 +306,9 @@ class Reduction:
 
         def scatter() -> Sequence[Waitable]:
             works = [*route.reduce_scatter(staged.outputs, staged.inputs)] if staged.inputs else []
-            return works if staged.thin is None else [*works, *route.all_reduce_thin(staged.thin)]
+            if staged.thin is not None:
+                works += route.shard.all_reduce(staged.thin, mean=route.scale.shard_mean)
+            return works
 
         def between() -> Sequence[Waitable]:
             if staged.thin is not None:
