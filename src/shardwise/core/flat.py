@@ -305,7 +305,8 @@ class FlatSlot(Slot):
         if like is None:
             return None
         numel = self.buffer.layout.tensors[self.index].numel
-        run = like.new_zeros(numel, dtype=dtype) if self._has_gaps(gradients) else like.new_empty(numel, dtype=dtype)
+        has_gaps = numel != self.total or any(gradient is None for gradient in gradients)
+        run = like.new_zeros(numel, dtype=dtype) if has_gaps else like.new_empty(numel, dtype=dtype)
         targets, sources = [], []
         for view, gradient in zip(self.views(run), gradients, strict=True):
             if gradient is not None:
@@ -315,10 +316,6 @@ class FlatSlot(Slot):
         for face in self._faces:
             face.grad = None
         return run
-
-    def _has_gaps(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        padded = self.buffer.layout.tensors[self.index].numel != self.total
-        return padded or any(gradient is None for gradient in gradients)
 
     # -- Whole values
 
