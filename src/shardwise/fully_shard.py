@@ -20,7 +20,7 @@ from .core.errors import UnsupportedShardError
 from .core.group import ParamGroup
 from .core.hooks import Unit
 from .core.mesh import DataParallelMesh, data_parallel_mesh, smaller_mesh
-from .core.module import FSDPModule, become_fsdp_module, unit_of
+from .core.module import FSDPModule, become_fsdp_module, unit_of, wrapped_class
 from .core.parameter import Place, alias_of, owner_of, successor_of
 from .core.root import is_never_called, make_root, managed_modules
 from .core.shards import ParameterShards
@@ -179,6 +179,7 @@ def _root_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
             )
         if (unit := unit_of(member)) is not None:
             raise ValueError(f"{type(member).__name__} {unit.name!r} was wrapped by fully_shard already; wrap it once")
+        wrapped_class(type(member))  # a class that refuses does so before anything is changed
     inside = {id(child) for member in given for child in member.modules() if child is not member}
     return [member for member in dict.fromkeys(given) if id(member) not in inside]
 

@@ -95,6 +95,27 @@ def test_nothing_or_something_else_to_wrap() -> None:
 
 
 @on_ranks(1)
+def test_class_that_allows_no_plain_subclass() -> None:
+    class Registered(nn.Module):
+        def __init_subclass__(cls, *, name: str) -> None:
+            super().__init_subclass__()
+
+    class Layers(Registered, name="layers"):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Layer()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x)  # type: ignore[no-any-return]
+
+    model, inputs = Layers(), batch(0, 0, 2, WIDTH)
+    expected = model(inputs)
+    with refused(TypeError, "subclass of Layers", "'name'"):
+        fully_shard(model)
+    assert torch.equal(model(inputs), expected), "a refused call changed something"
+
+
+@on_ranks(1)
 def test_scalar_parameter() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:

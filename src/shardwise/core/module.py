@@ -496,12 +496,25 @@ def class_before_sharding(wrapped: type) -> type[nn.Module]:
     return cast(type[nn.Module], wrapped.__mro__[wrapped.__mro__.index(_TorchModule) + 1])
 
 
+def wrapped_class(original: type) -> type:
+    """The class that wrapped modules of class ``original`` get.
+
+    Raises:
+        TypeError: if that allows no subclass like this.
+    """
+    if original not in _classes:
+        try:
+            _classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), {})
+        except Exception as error:  # of a metaclass or `__init_subclass__`
+            raise TypeError(
+                f"fully_shard makes a subclass of {original.__name__}, without arguments, which failed: {error}"
+            ) from error
+    return _classes[original]
+
+
 def become_fsdp_module(module: nn.Module, unit: Unit) -> None:
     """Give ``module`` its wrapped class, leftmost in its MRO, and its unit."""
-    original = type(module)
-    if (wrapped := _classes.get(original)) is None:
-        wrapped = _classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), {})
-    module.__class__ = wrapped
+    module.__class__ = wrapped_class(type(module))
     set_unit(module, unit)
     answer_pipelines(module, functools.partial(_finish_iteration, unit.reference))
 
