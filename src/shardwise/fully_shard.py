@@ -253,6 +253,11 @@ def _managed_parameters(
             if parameter is None or id(parameter) in ignored_ids:
                 continue
             full = ".".join(part for part in (module_fqn, prefix, name) if part)
+            if isinstance(module, torch.jit.ScriptModule):
+                raise ValueError(
+                    f"parameter {full!r} belongs to a {type(module).__name__}, and compiled TorchScript would not see "
+                    "what takes its place: shard the module that it was made of, and use torch.compile"
+                )
             if id(parameter) not in by_id:
                 _check_parameter(full, parameter, Place(module, name))
                 by_id[id(parameter)] = ManagedParameter(parameter, full, [])

@@ -116,6 +116,18 @@ def test_class_that_allows_no_plain_subclass() -> None:
 
 
 @on_ranks(1)
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_torchscript() -> None:
+    for compiled in (torch.jit.script(nn.Linear(2, 2)), torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))):
+        model = nn.Sequential(compiled, nn.Linear(2, 2))
+        for module, name in ((compiled, "'weight'"), (model, "'0.weight'")):
+            with refused(ValueError, name, "TorchScript", "torch.compile"):
+                fully_shard(module)
+        model(torch.ones(1, 2)).sum().backward()  # nothing was changed
+    fully_shard(nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.ReLU())))(torch.ones(1, 2)).sum().backward()
+
+
+@on_ranks(1)
 def test_scalar_parameter() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
