@@ -303,7 +303,7 @@ def device_for(device: torch.device) -> Device:
     return HostDevice(device) if device.type == "cpu" else AcceleratorDevice(device)
 
 
-# -- Memory ------------------------------------------------------------------------------------------------
+# -- Memory -----------------------------------------------------------------------------------------------------
 
 
 def owns_memory(tensor: torch.Tensor) -> bool:
@@ -333,9 +333,15 @@ def is_elsewhere(tensor: torch.Tensor, device: torch.device) -> bool:
     return tensor.device.type != device.type
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 def not_inference() -> contextlib.AbstractContextManager[Any]:
     """Tensors made inside are ordinary ones also under `torch.inference_mode`, so training can use them later."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING
+
+
+# -- Many tensors in one call -----------------------------------------------------------------------------------
 
 
 def chunk_cat(tensors: Sequence[torch.Tensor], world_size: int, out: torch.Tensor) -> None:
@@ -545,6 +551,8 @@ def shard_like(value: torch.Tensor, sharded: DTensor) -> DTensor:
     return wrap_local(value.detach().clone().to(local.device), spec)
 
 
+# -- Tensor subclasses and hooks on tensors ---------------------------------------------------------------------
+
 without_torch_function: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
 """Attribute access on tensor subclasses inside goes straight to torch, which is faster."""
 
@@ -576,7 +584,7 @@ def post_accumulate_grad_hooks(
     return [(hook, parameter) for parameter, hooks in found if hooks for hook in hooks.values()]
 
 
-# -- Autograd and profiler -------------------------------------------------------------------------------------
+# -- Autograd ---------------------------------------------------------------------------------------------------
 
 
 is_view: Callable[[torch.Tensor], bool] = torch.Tensor._is_view
@@ -603,15 +611,6 @@ def runs_in_this_backward(node: Any) -> bool:
     return torch._C._will_engine_execute_node(node)
 
 
-def parts_of(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """What is in a container of a class that torch's trees know (a deque, and what libraries register), and a function
-    that makes one of other parts; None of anything else."""
-    if (node := SUPPORTED_NODES.get(type(value))) is None:
-        return None
-    parts, rest = node.flatten_fn(value)
-    return list(parts), lambda new: node.unflatten_fn(new, rest)
-
-
 def in_compiled_autograd() -> bool:
     """Whether the current backward pass was compiled: nothing would run what `queue_end_of_backward` is given."""
     compiler = sys.modules.get("torch._dynamo.compiled_autograd")
@@ -623,7 +622,7 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
-_NOTHING = contextlib.nullcontext()
+# -- Profiler ---------------------------------------------------------------------------------------------------
 
 
 _is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
@@ -650,6 +649,9 @@ def labelled(name: str) -> Callable[[Callable[Concatenate[Any, P], R]], Callable
         return cast(Callable[Concatenate[Any, P], R], run)
 
     return decorate
+
+
+# -- torch.func and torch.compile -------------------------------------------------------------------------------
 
 
 in_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
@@ -742,6 +744,9 @@ def trace_by(tracer: Any) -> Any:
     return set_eval_frame(tracer)
 
 
+# -- Steps of optimizers ----------------------------------------------------------------------------------------
+
+
 def step_without_hooks(optimizer_class: type[Optimizer]) -> Callable[..., Any]:
     """``optimizer_class.step`` without what torch wraps around it when the first instance is made."""
     step: Any = optimizer_class.step
@@ -761,7 +766,7 @@ def step_by_foreach(kind: type[torch.Tensor]) -> None:
         _foreach_supported_types.append(kind)
 
 
-# -- Operators ---------------------------------------------------------------------------------------------------
+# -- Operators and containers -----------------------------------------------------------------------------------
 
 
 OperatorMode: TypeAlias = TorchDispatchMode
@@ -778,6 +783,15 @@ truncated_normal_code: CodeType | None = getattr(
 def schema_of(operator: Any) -> Any:
     """What an ATen operator says of its arguments and returns; None of another function."""
     return getattr(operator, "_schema", None)
+
+
+def parts_of(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """What is in a container of a class that torch's trees know (a deque, and what libraries register), and a function
+    that makes one of other parts; None of anything else."""
+    if (node := SUPPORTED_NODES.get(type(value))) is None:
+        return None
+    parts, rest = node.flatten_fn(value)
+    return list(parts), lambda new: node.unflatten_fn(new, rest)
 
 
 # -- torch's pipelines -----------------------------------------------------------------------------------------
