@@ -27,10 +27,9 @@ class Scale:
     and whether each reduction averages by itself."""
 
     before: float | None = None
-    shard_mean: bool = False
     between: float | None = None
-    replicate_mean: bool = False
     after: float | None = None
+    mean: bool = False
 
 
 @functools.lru_cache
@@ -57,7 +56,7 @@ def gradient_scale(
         return Scale(after=float(factor or shard_size * replicate_size))
     if factor is not None:
         return Scale(between=float(factor))
-    return Scale(shard_mean=True, replicate_mean=True)
+    return Scale(mean=True)
 
 
 @dataclass
@@ -116,14 +115,14 @@ class GradientPlan:
         dtype: torch.dtype,
         cast: bool,
         packs_all: bool,
-        flags: int | None = None,
+        flags: int,
     ):
         world_size = shard.size
         self.dtype, self.world_size = dtype, world_size
-        count, self.sums_flags = flags or len(tensors), any(tensor.thin for tensor in tensors)
+        self.sums_flags = any(tensor.thin for tensor in tensors)
         # Where anything is summed whole the flags are too, instead of once for every rank. They are at the start or at
         # the end, so that the shards of gradients lie as those of the parameters do.
-        cuts: list[Cut] = [] if self.sums_flags else [((world_size, count), 0, True, False)]
+        cuts: list[Cut] = [] if self.sums_flags else [((world_size, flags), 0, True, False)]
         front = len(cuts)
         for tensor in tensors:
             is_small = shard.packs(tensor.chunk_numel * dtype.itemsize)
@@ -134,10 +133,10 @@ class GradientPlan:
         self._pads_much = max(padded, default=0) * dtype.itemsize >= PADDED_BYTES
         self.tensors = layout.tensors[front:]
         held = layout.local_numel(shard.rank)
-        self.flags = slice(0, count) if front else slice(held, held + count)
-        self.numel = held if front else held + count
+        self.flags = slice(0, flags) if front else slice(held, held + flags)
+        self.numel = held if front else held + flags
         self.partial: torch.Tensor | None = None
-        self._own_rows = [*thin_rows(layout, shard.rank), (layout.full_numel, count)]
+        self._own_rows = [*thin_rows(layout, shard.rank), (layout.full_numel, flags)]
         self._own_sizes = [size for _, size in self._own_rows]
         self._views = [local_strides(tensor, shard.rank, held) for tensor in self.tensors]
         self._all_present: torch.Tensor | None = None
@@ -231,8 +230,8 @@ class Route:
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
         """Issue the reduce-scatter."""
         if self.custom is None:
-            return self.shard.reduce_scatter(outputs, inputs, mean=self.scale.shard_mean)
-        op = reduce_op(self.scale.shard_mean)
+            return self.shard.reduce_scatter(outputs, inputs, mean=self.scale.mean)
+        op = reduce_op(self.scale.mean)
         works = [
             self.custom(output_tensor=output, input_tensor=input_, group=self.shard.group, op=op)
             for output, input_ in zip(outputs, inputs, strict=True)
@@ -307,7 +306,7 @@ class Reduction:
         def scatter() -> Sequence[Waitable]:
             works = [*route.reduce_scatter(staged.outputs, staged.inputs)] if staged.inputs else []
             if staged.thin is not None:
-                works += route.shard.all_reduce(staged.thin, mean=route.scale.shard_mean)
+                works += route.shard.all_reduce(staged.thin, mean=route.scale.mean)
             return works
 
         def between() -> Sequence[Waitable]:
@@ -321,7 +320,7 @@ class Reduction:
             return []
 
         def all_reduce(comm: Comm) -> Step:
-            return lambda: comm.all_reduce(out, mean=route.scale.replicate_mean)
+            return lambda: comm.all_reduce(out, mean=route.scale.mean)
 
         def complete() -> Sequence[Waitable]:
             if route.hook is not None:
