@@ -20,7 +20,7 @@ from .core.errors import UnsupportedShardError
 from .core.group import ParamGroup
 from .core.hooks import Unit
 from .core.mesh import DataParallelMesh, data_parallel_mesh, smaller_mesh
-from .core.module import FSDPModule, become_fsdp_module, unit_of
+from .core.module import FSDPModule, become_fsdp_module, unit_of, wrapped_class
 from .core.parameter import Place, alias_of, owner_of, successor_of
 from .core.root import is_never_called, make_root, managed_modules
 from .core.shards import ParameterShards
@@ -177,17 +177,11 @@ def _root_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
                 f"{type(member).__name__} has no forward, so nothing would tell when to gather its parameters: "
                 f"call fully_shard on each module in it, or on a list of them"
             )
-        if unit_of(member) is not None:
-            raise ValueError(
-                f"{type(member).__name__} {_unit_name(member)!r} was wrapped by fully_shard already; wrap it once"
-            )
+        if (unit := unit_of(member)) is not None:
+            raise ValueError(f"{type(member).__name__} {unit.name!r} was wrapped by fully_shard already; wrap it once")
+        wrapped_class(type(member))  # a class that refuses does so before anything is changed
     inside = {id(child) for member in given for child in member.modules() if child is not member}
     return [member for member in dict.fromkeys(given) if id(member) not in inside]
-
-
-def _unit_name(module: nn.Module) -> str:
-    unit = unit_of(module)
-    return unit.name if unit is not None else ""
 
 
 def _strategy(placements: Placements | str | None) -> Placements:
@@ -259,6 +253,11 @@ def _managed_parameters(
             if parameter is None or id(parameter) in ignored_ids:
                 continue
             full = ".".join(part for part in (module_fqn, prefix, name) if part)
+            if isinstance(module, torch.jit.ScriptModule):
+                raise ValueError(
+                    f"parameter {full!r} belongs to a {type(module).__name__}, and compiled TorchScript would not see "
+                    "what takes its place: shard the module that it was made of, and use torch.compile"
+                )
             if id(parameter) not in by_id:
                 _check_parameter(full, parameter, Place(module, name))
                 by_id[id(parameter)] = ManagedParameter(parameter, full, [])
@@ -334,14 +333,10 @@ def _check_parameter(name: str, parameter: nn.Parameter, place: Place) -> None:
             "fully_shard([module_a, module_b])"
         )
     if owner is not None or successor_of(parameter) is not None:
-        raise ValueError(_tied_across_units(name))
-
-
-def _tied_across_units(name: str) -> str:
-    return (
-        f"parameter {name!r} is tied to a parameter that another unit has sharded already: one shard cannot be "
-        "gathered by two units, so put the modules that share it into one unit, fully_shard([module_a, module_b])"
-    )
+        raise ValueError(
+            f"parameter {name!r} is tied to a parameter that another unit has sharded already: one shard cannot be "
+            "gathered by two units, so put the modules that share it into one unit, fully_shard([module_a, module_b])"
+        )
 
 
 def _make_groups(

@@ -10,8 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from .core.comm import Comm, comm_for
-from .core.device import eager, local_norms, local_of, mesh_device, scale_each, spec_of, without_torch_function
+from .core.device import eager, local_norms, local_of, scale_each, spec_of, without_torch_function
 from .core.flat import refuse_flat
+from .core.mesh import mesh_device
 from .core.parameter import owner_of, successor_of
 from .grad_scaler import ShardedGradScaler
 

@@ -95,6 +95,39 @@ def test_nothing_or_something_else_to_wrap() -> None:
 
 
 @on_ranks(1)
+def test_class_that_allows_no_plain_subclass() -> None:
+    class Registered(nn.Module):
+        def __init_subclass__(cls, *, name: str) -> None:
+            super().__init_subclass__()
+
+    class Layers(Registered, name="layers"):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Layer()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x)  # type: ignore[no-any-return]
+
+    model, inputs = Layers(), batch(0, 0, 2, WIDTH)
+    expected = model(inputs)
+    with refused(TypeError, "subclass of Layers", "'name'"):
+        fully_shard(model)
+    assert torch.equal(model(inputs), expected), "a refused call changed something"
+
+
+@on_ranks(1)
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_torchscript() -> None:
+    for compiled in (torch.jit.script(nn.Linear(2, 2)), torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))):
+        model = nn.Sequential(compiled, nn.Linear(2, 2))
+        for module, name in ((compiled, "'weight'"), (model, "'0.weight'")):
+            with refused(ValueError, name, "TorchScript", "torch.compile"):
+                fully_shard(module)
+        model(torch.ones(1, 2)).sum().backward()  # nothing was changed
+    fully_shard(nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.ReLU())))(torch.ones(1, 2)).sum().backward()
+
+
+@on_ranks(1)
 def test_scalar_parameter() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from bench.counts import CopyCounter
 from bench.model import Shape, Transformer, loss_of, make_tokens
 from shardwise import fully_shard
-from shardwise.core import device
+from shardwise.core import gradient
 from shardwise.core.layout import Layout
 from shardwise.core.module import unit_of
 
@@ -82,7 +82,7 @@ def test_mixed_precision_casts_once_each_way(fake_mesh: Mesh, world_size: int) -
 
 def test_what_is_padded_is_copied_once(fake_mesh: Mesh) -> None:
     model = nn.Linear(512, 513, bias=False)
-    assert device.PADDED_BYTES <= 4 * 512 * 513
+    assert gradient.PADDED_BYTES <= 4 * 512 * 513
     fully_shard(model, mesh=fake_mesh(8))
     with CopyCounter() as copies:
         model(torch.randn(1, 512)).sum().backward()
@@ -99,6 +99,6 @@ def test_chunks_are_torchs(shapes: list[list[int]], world_size: int, dtype: torc
     tensors = [torch.randn(shape) for shape in shapes]
     sizes = [-(-shape[0] // world_size) * tensor[0].numel() for shape, tensor in zip(shapes, tensors, strict=True)]
     found, expected = torch.full((2, world_size, sum(sizes)), torch.nan, dtype=dtype)
-    device.pad_chunks(tensors, world_size, found)
+    gradient.pad_chunks(tensors, world_size, found)
     torch._chunk_cat(tensors, 0, world_size, out=expected)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)

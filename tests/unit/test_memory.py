@@ -18,7 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import MixedPrecisionPolicy, Placements, fully_shard
-from shardwise.core.device import MAPPED_BYTES, Lane, allocate_storage, free_storage, owns_memory
+from shardwise.core.buffer import MAPPED_BYTES, allocate_storage, free_storage
+from shardwise.core.device import Lane, owns_memory
 from shardwise.core.gradient import GradientPlan
 from shardwise.core.module import unit_of
 

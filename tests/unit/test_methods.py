@@ -352,7 +352,7 @@ def test_divide_factor_and_force_sum_reach_the_reduction(
 @pytest.mark.parametrize(
     ("dtype", "shard", "replicate", "factor", "force", "expected"),
     [
-        (torch.float32, 4, 1, None, False, Scale(shard_mean=True, replicate_mean=True)),
+        (torch.float32, 4, 1, None, False, Scale(mean=True)),
         (torch.bfloat16, 4, 2, None, True, Scale(after=8.0)),
         (torch.bfloat16, 4, 2, 3.0, False, Scale(between=3.0)),
         (torch.float16, 4, 2, None, False, Scale(before=4.0, after=2.0)),

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..core.device import mesh_device
+from ..core.mesh import mesh_device
 
 T = TypeVar("T")
 

@@ -14,9 +14,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..core.device import local_of, mesh_device, not_inference, region_of, spec_of
+from ..core.device import local_of, not_inference, region_of, spec_of
 from ..core.errors import StateError
 from ..core.flat import refuse_flat
+from ..core.mesh import mesh_device
 from ..core.module import unit_of
 from ..core.shards import Shards
 from ..core.slot import Slot

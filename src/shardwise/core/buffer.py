@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import mmap
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from .comm import Comm
-from .device import Lane, allocate_storage, copy_each, free_storage, not_inference, split_rows
+from .device import Lane, copy_each, not_inference, split_rows
 from .layout import Layout, TensorLayout
 
 Allocate = Callable[..., torch.Tensor]
@@ -182,7 +185,7 @@ class ShardedBuffer:
 
     @property
     def full(self) -> torch.Tensor:
-        """The gathered buffer, 1-D, tensor-major; its memory comes and goes with `allocate` and `free`."""
+        """The gathered buffer, 1-D, tensor-major; gathers give it memory, and `free` takes it."""
         if self._full is None:
             with not_inference():
                 if self.is_identity:
@@ -209,11 +212,6 @@ class ShardedBuffer:
         """Whether ``tensor`` lies in the gathered buffer."""
         full = self._full
         return full is not None and 0 <= tensor.data_ptr() - full.data_ptr() < full.nbytes
-
-    def allocate(self) -> None:
-        """Give the gathered buffer memory, if it has none."""
-        if not self.is_identity:
-            allocate_storage(self.full)
 
     def free(self) -> None:
         """Free the gathered buffer's memory."""
@@ -260,13 +258,17 @@ class ShardedBuffer:
     def _offsets(self) -> list[int]:
         return [tensor.full_offset for tensor in self.layout.tensors]
 
+    def _make_plan(self, *, pack_all: bool) -> GatherPlan:
+        allocate_storage(self.full)  # to make views of it
+        with not_inference():
+            plan = GatherPlan(self.layout, self.comm.rank, self.full, self._offsets(), pack_all)
+            plan.keep(self.local)
+        return plan
+
     def start_staged_gather(self, allocate: Allocate) -> Gather:
         """`start_gather` through a staging buffer of the caller's; only where there is something to gather."""
         if self._staged_plan is None:
-            self.allocate()  # to make views of it
-            with not_inference():
-                rank, offsets = self.comm.rank, self._offsets()
-                self._staged_plan = GatherPlan(self.layout, rank, self.full, offsets, pack_all=True)
+            self._staged_plan = self._make_plan(pack_all=True)
         return self._staged_plan.start(self.local, allocate, casts=True)
 
     def start_gather(self, lane: Lane) -> Gather:
@@ -278,13 +280,10 @@ class ShardedBuffer:
         if self.is_identity:
             return Gather()
         if self.layout.world_size == 1:
-            self.allocate()
+            allocate_storage(self.full)
             return Gather(prepare=functools.partial(copy_each, [self.full], [source]))
         if self._plan is None:
-            self.allocate()
-            with not_inference():
-                self._plan = GatherPlan(self.layout, self.comm.rank, self.full, self._offsets())
-                self._plan.keep(source)
+            self._plan = self._make_plan(pack_all=False)
         return self._plan.start(source, lane.allocate, lane.release, casts=self._casts)
 
     @property
@@ -341,3 +340,32 @@ def local_view(tensor: TensorLayout, local: torch.Tensor, rank: int) -> torch.Te
     """``rank``'s chunk of ``tensor`` in the rank-major buffer ``local``."""
     shape, strides, offset = local_strides(tensor, rank, local.numel())
     return local.as_strided(shape, strides, local.storage_offset() + offset)
+
+
+# -- Memory
+
+
+MAPPED_BYTES = 32 * 2**20
+"""glibc takes larger blocks from the kernel each time, so that every page of theirs faults when it is written."""
+
+
+def allocate_storage(tensor: torch.Tensor) -> None:
+    """Give ``tensor`` memory again after `free_storage`; its views see it."""
+    storage = tensor.untyped_storage()
+    if storage.nbytes() == 0:
+        storage.resize_(tensor.numel() * tensor.itemsize)
+        if tensor.device.type == "cpu" and storage.nbytes() > MAPPED_BYTES:
+            _ask_for_huge_pages(storage.data_ptr(), storage.nbytes())
+
+
+def _ask_for_huge_pages(address: int, size: int) -> None:
+    """Let fresh memory consist of pages 512 times as large, of which fewer fault; a hint, which kernels may ignore."""
+    if sys.platform == "linux":
+        start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+        madvise = ctypes.CDLL(None).madvise
+        madvise(ctypes.c_void_p(start), ctypes.c_size_t(address + size - start), mmap.MADV_HUGEPAGE)
+
+
+def free_storage(tensor: torch.Tensor) -> None:
+    """Free the memory of ``tensor`` and of all its views, which stay valid objects."""
+    tensor.untyped_storage().resize_(0)

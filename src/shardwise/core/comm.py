@@ -60,6 +60,13 @@ class _Done:
 class Comm:
     """Collectives of one process group. All tensors are 1-D and contiguous; works are waited for by the caller."""
 
+    thin_from_bytes: float = 2**20
+    """Thin tensors are summed over ranks, in a collective of their own, where that saves so many bytes of padding."""
+    alone_bytes = 16 * 2**20
+    """A whole tensor of so many bytes is sent from and to its own memory, a smaller one in a run with others."""
+    run_bytes = 25 * 2**20
+    """Largest run of several whole tensors: one run is sent while the gradients of the next are computed."""
+
     def __init__(self, group: dist.ProcessGroup):
         # Weak, since the group is the key by which this object is found; the mesh keeps it alive.
         self._group = weakref.ref(group)
@@ -89,9 +96,6 @@ class Comm:
         options = _options(dist.ReduceScatterOptions, reduce_op(mean))
         return [self.group.reduce_scatter_tensor_coalesced(list(outputs), list(inputs), options)]
 
-    thin_from_bytes: float = 2**20
-    """Thin tensors are summed over ranks, in a collective of their own, where that saves so many bytes of padding."""
-
     def packs(self, chunk_bytes: int) -> bool:
         """Whether a tensor of which each rank has ``chunk_bytes`` travels with others."""
         return chunk_bytes < PACK_BELOW_BYTES and chunk_bytes * self.size < PACK_WHOLE_BELOW_BYTES
@@ -103,12 +107,9 @@ class Comm:
 
     def all_reduce(self, tensor: torch.Tensor, *, mean: bool) -> list[Waitable]:
         """Replace ``tensor`` by its sum (``mean``: mean) over ranks."""
-        return [_all_reduce_single(tensor, self.group, reduce_op(mean))]
-
-    alone_bytes = 16 * 2**20
-    """A whole tensor of so many bytes is sent from and to its own memory, a smaller one in a run with others."""
-    run_bytes = 25 * 2**20
-    """Largest run of several whole tensors: one run is sent while the gradients of the next are computed."""
+        # The public wrapper looks for four other uses first, as long as the call itself takes.
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        return [self.group.allreduce([real], _options(dist.AllreduceOptions, reduce_op(mean)))]
 
     def broadcast(self, tensor: torch.Tensor, owner: int) -> list[Waitable]:
         """Replace ``tensor`` by that of rank ``owner``."""
@@ -334,18 +335,16 @@ class _ProcessGroupMemory:
 class ProcessGroupMemoryGather(_ProcessGroupMemory):
     """The default all-gather, staged in the process group's memory."""
 
-    def __call__(self, **arguments: Any) -> Waitable | None:
-        work: Waitable = _all_gather_single(arguments["output_tensor"], arguments["input_tensor"], self.group)
-        return work
+    def __call__(self, **arguments: Any) -> Waitable:
+        return _all_gather_single(arguments["output_tensor"], arguments["input_tensor"], self.group)
 
 
 class ProcessGroupMemoryReduceScatter(_ProcessGroupMemory):
     """The default reduce-scatter, staged in the process group's memory."""
 
-    def __call__(self, **arguments: Any) -> Waitable | None:
+    def __call__(self, **arguments: Any) -> Waitable:
         output, input_ = arguments["output_tensor"], arguments["input_tensor"]
-        work: Waitable = _reduce_scatter_single(output, input_, self.group, arguments["op"])
-        return work
+        return _reduce_scatter_single(output, input_, self.group, arguments["op"])
 
 
 class SymmetricMemoryGather:
@@ -362,10 +361,9 @@ class SymmetricMemoryGather:
         with torch.cuda.use_mem_pool(symmetric_memory.get_mem_pool(device)):
             return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(self, **arguments: Any) -> Waitable | None:
+    def __call__(self, **arguments: Any) -> Waitable:
         symmetric_memory.rendezvous(arguments["output_tensor"], group=self.group.group_name)
-        work: Waitable = _all_gather_single(arguments["output_tensor"], arguments["input_tensor"], self.group)
-        return work
+        return _all_gather_single(arguments["output_tensor"], arguments["input_tensor"], self.group)
 
 
 def require_symmetric_memory(group: dist.ProcessGroup, device: torch.device, backend: str, unit: str) -> None:
@@ -448,19 +446,13 @@ def reduce_op(mean: bool) -> Any:
     return dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
 
 
-def _all_gather_single(output: torch.Tensor, input_: torch.Tensor, group: dist.ProcessGroup) -> Any:
+def _all_gather_single(output: torch.Tensor, input_: torch.Tensor, group: dist.ProcessGroup) -> Waitable:
     # The public wrapper has another name before and after torch 2.13.
     return group._allgather_base(output, input_)
 
 
-def _reduce_scatter_single(output: torch.Tensor, input_: torch.Tensor, group: dist.ProcessGroup, op: Any) -> Any:
+def _reduce_scatter_single(output: torch.Tensor, input_: torch.Tensor, group: dist.ProcessGroup, op: Any) -> Waitable:
     return group._reduce_scatter_base(output, input_, _options(dist.ReduceScatterOptions, op))
-
-
-def _all_reduce_single(tensor: torch.Tensor, group: dist.ProcessGroup, op: Any) -> Any:
-    # The public wrapper looks for four other uses first, as long as the call itself takes.
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return group.allreduce([real], _options(dist.AllreduceOptions, op))
 
 
 @functools.cache

@@ -9,10 +9,8 @@ for it, so the caching allocator never reuses a block early.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import math
-import mmap
 import sys
 import weakref
 from abc import ABC, abstractmethod
@@ -305,40 +303,7 @@ def device_for(device: torch.device) -> Device:
     return HostDevice(device) if device.type == "cpu" else AcceleratorDevice(device)
 
 
-def mesh_device(mesh: DeviceMesh) -> torch.device:
-    """The torch device that this rank computes on under ``mesh``."""
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
-
-
-# -- Memory ------------------------------------------------------------------------------------------------
-
-
-MAPPED_BYTES = 32 * 2**20
-"""glibc takes larger blocks from the kernel each time, so that every page of theirs faults when it is written."""
-
-
-def allocate_storage(tensor: torch.Tensor) -> None:
-    """Give ``tensor`` memory again after `free_storage`; its views see it."""
-    storage = tensor.untyped_storage()
-    if storage.nbytes() == 0:
-        storage.resize_(tensor.numel() * tensor.itemsize)
-        if tensor.device.type == "cpu" and storage.nbytes() > MAPPED_BYTES:
-            _ask_for_huge_pages(storage.data_ptr(), storage.nbytes())
-
-
-def _ask_for_huge_pages(address: int, size: int) -> None:
-    """Let fresh memory consist of pages 512 times as large, of which fewer fault; a hint, which kernels may ignore."""
-    if sys.platform == "linux":
-        start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-        madvise = ctypes.CDLL(None).madvise
-        madvise(ctypes.c_void_p(start), ctypes.c_size_t(address + size - start), mmap.MADV_HUGEPAGE)
-
-
-def free_storage(tensor: torch.Tensor) -> None:
-    """Free the memory of ``tensor`` and of all its views, which stay valid objects."""
-    tensor.untyped_storage().resize_(0)
+# -- Memory -----------------------------------------------------------------------------------------------------
 
 
 def owns_memory(tensor: torch.Tensor) -> bool:
@@ -390,9 +355,7 @@ def is_elsewhere(tensor: torch.Tensor, device: torch.device) -> bool:
     return tensor.device.type != device.type
 
 
-def host_memory(like: torch.Tensor, numel: int) -> torch.Tensor:
-    """1-D memory of the dtype and kind of ``like``, a host tensor."""
-    return torch.empty(numel, dtype=like.dtype, device=like.device, pin_memory=like.is_pinned())
+_NOTHING = contextlib.nullcontext()
 
 
 def not_inference() -> contextlib.AbstractContextManager[Any]:
@@ -400,27 +363,13 @@ def not_inference() -> contextlib.AbstractContextManager[Any]:
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING
 
 
+# -- Many tensors in one call -----------------------------------------------------------------------------------
+
+
 def chunk_cat(tensors: Sequence[torch.Tensor], world_size: int, out: torch.Tensor) -> None:
     """Cut each tensor on dim 0 into ``world_size`` chunks, padded with zeros, and lay rank ``r``'s chunks of all of
     them one after the other into row ``r`` of ``out`` (world size x sum of chunks), casting to its dtype."""
     torch._chunk_cat(list(tensors), 0, world_size, out=out)
-
-
-PADDED_BYTES = 2**20
-"""On the CPU torch first copies a tensor that needs padding to new memory; from this size on, that costs more than one
-call for each tensor."""
-
-
-def pad_chunks(tensors: Sequence[torch.Tensor], world_size: int, out: torch.Tensor) -> None:
-    """`chunk_cat`, tensor by tensor, each copied once."""
-    lengths = [-(-len(tensor) // world_size) for tensor in tensors]
-    sizes = [length * tensor[:1].numel() for length, tensor in zip(lengths, tensors, strict=True)]
-    for tensor, length, rows in zip(tensors, lengths, out.split(sizes, dim=1), strict=True):
-        count = len(tensor) // length
-        rows[:count].copy_(tensor[: count * length].reshape(count, -1))
-        rest = tensor[count * length :].reshape(-1)
-        rows[count:].zero_()
-        rows[count : count + 1, : rest.numel()].copy_(rest)
 
 
 def split_rows(
@@ -618,13 +567,13 @@ def set_local(tensor: torch.Tensor, local: torch.Tensor, spec: DTensorSpec | Non
 
 def shard_like(value: torch.Tensor, sharded: DTensor) -> DTensor:
     """``value``, the same whole tensor on every rank, cut and placed as ``sharded`` is."""
-    spec = make_spec(sharded.device_mesh, sharded.placements, value)
-    local = local_of(sharded)
-    offsets = compute_local_shape_and_global_offset(value.shape, spec.mesh, spec.placements)[1]
-    for dim, (start, size) in enumerate(zip(offsets, local.shape, strict=True)):
+    spec, local = make_spec(sharded.device_mesh, sharded.placements, value), local_of(sharded)
+    for dim, (start, size) in enumerate(zip(region_of(spec)[0], local.shape, strict=True)):
         value = value.narrow(dim, min(start, value.shape[dim]), size)
     return wrap_local(value.detach().clone().to(local.device), spec)
 
+
+# -- Tensor subclasses and hooks on tensors ---------------------------------------------------------------------
 
 without_torch_function: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
 """Attribute access on tensor subclasses inside goes straight to torch, which is faster."""
@@ -640,17 +589,12 @@ def run_tensor_hooks(parameters: Sequence[torch.Tensor], gradients: Sequence[tor
         hooks = [parameter._backward_hooks for parameter in parameters]
     if not any(hooks):
         return gradients
-    return [
-        _changed(gradient, tuple(own.values())) if own else gradient
-        for gradient, own in zip(gradients, hooks, strict=True)
-    ]
-
-
-def _changed(gradient: torch.Tensor, hooks: Iterable[Callable[[torch.Tensor], torch.Tensor | None]]) -> torch.Tensor:
-    for hook in hooks:
-        changed = hook(gradient)
-        gradient = gradient if changed is None else changed
-    return gradient
+    changed = [*gradients]
+    for index, own in enumerate(hooks):
+        for hook in tuple(own.values()) if own else ():
+            given = hook(changed[index])
+            changed[index] = changed[index] if given is None else given
+    return changed
 
 
 def post_accumulate_grad_hooks(
@@ -662,7 +606,7 @@ def post_accumulate_grad_hooks(
     return [(hook, parameter) for parameter, hooks in found if hooks for hook in hooks.values()]
 
 
-# -- Autograd and profiler -------------------------------------------------------------------------------------
+# -- Autograd ---------------------------------------------------------------------------------------------------
 
 
 is_view: Callable[[torch.Tensor], bool] = torch.Tensor._is_view
@@ -689,15 +633,6 @@ def runs_in_this_backward(node: Any) -> bool:
     return torch._C._will_engine_execute_node(node)
 
 
-def parts_of(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """What is in a container of a class that torch's trees know (a deque, and what libraries register), and a function
-    that makes one of other parts; None of anything else."""
-    if (node := SUPPORTED_NODES.get(type(value))) is None:
-        return None
-    parts, rest = node.flatten_fn(value)
-    return list(parts), lambda new: node.unflatten_fn(new, rest)
-
-
 def in_compiled_autograd() -> bool:
     """Whether the current backward pass was compiled: nothing would run what `queue_end_of_backward` is given."""
     compiler = sys.modules.get("torch._dynamo.compiled_autograd")
@@ -709,7 +644,7 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
-_NOTHING = contextlib.nullcontext()
+# -- Profiler ---------------------------------------------------------------------------------------------------
 
 
 _is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
@@ -736,6 +671,9 @@ def labelled(name: str) -> Callable[[Callable[Concatenate[Any, P], R]], Callable
         return cast(Callable[Concatenate[Any, P], R], run)
 
     return decorate
+
+
+# -- torch.func and torch.compile -------------------------------------------------------------------------------
 
 
 in_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
@@ -828,6 +766,9 @@ def trace_by(tracer: Any) -> Any:
     return set_eval_frame(tracer)
 
 
+# -- Steps of optimizers ----------------------------------------------------------------------------------------
+
+
 def step_without_hooks(optimizer_class: type[Optimizer]) -> Callable[..., Any]:
     """``optimizer_class.step`` without what torch wraps around it when the first instance is made."""
     step: Any = optimizer_class.step
@@ -847,7 +788,7 @@ def step_by_foreach(kind: type[torch.Tensor]) -> None:
         _foreach_supported_types.append(kind)
 
 
-# -- Operators ---------------------------------------------------------------------------------------------------
+# -- Operators and containers -----------------------------------------------------------------------------------
 
 
 OperatorMode: TypeAlias = TorchDispatchMode
@@ -864,6 +805,15 @@ truncated_normal_code: CodeType | None = getattr(
 def schema_of(operator: Any) -> Any:
     """What an ATen operator says of its arguments and returns; None of another function."""
     return getattr(operator, "_schema", None)
+
+
+def parts_of(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """What is in a container of a class that torch's trees know (a deque, and what libraries register), and a function
+    that makes one of other parts; None of anything else."""
+    if (node := SUPPORTED_NODES.get(type(value))) is None:
+        return None
+    parts, rest = node.flatten_fn(value)
+    return list(parts), lambda new: node.unflatten_fn(new, rest)
 
 
 # -- torch's pipelines -----------------------------------------------------------------------------------------

@@ -18,17 +18,9 @@ from torch.distributed.tensor import DTensor
 from .buffer import ShardedBuffer
 from .device import call_without_torch_function, copy_each, not_inference, without_torch_function
 from .errors import StateError
-from .layout import Layout, flat
+from .layout import flat
 from .mesh import DataParallelRanks
-from .parameter import (
-    METADATA_METHODS,
-    Place,
-    owner_of,
-    remember_successor,
-    retire,
-    set_owner,
-    successor_of,
-)
+from .parameter import METADATA_METHODS, Place, owner_of, remember_successor, retire, set_owner, successor_of
 from .shards import Shards
 from .slot import GroupPolicy, Slot, refuse_sparse
 from .tree import tensors_in
@@ -87,13 +79,6 @@ class AbsentParameter(torch.Tensor):
     label: str
     owner: weakref.ref[Shards] | None
 
-    @classmethod
-    def stand_in(cls, part: FlatPart, dtype: torch.dtype, owner: weakref.ref[Shards]) -> AbsentParameter:
-        """For ``part`` of the shards ``owner``."""
-        made = torch.empty(part.shape, dtype=dtype, device="meta").as_subclass(cls)
-        made.label, made.owner = part.name, owner
-        return made
-
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """Where it is when it is unsharded."""
@@ -129,28 +114,17 @@ class AbsentParameter(torch.Tensor):
         return _absent(tuple(self.shape), self.dtype, self.label)
 
 
-def _absent(shape: tuple[int, ...], dtype: torch.dtype, label: str) -> AbsentParameter:
-    """As it is unpickled: without an owner, until its wrapper makes another."""
+def _absent(
+    shape: tuple[int, ...], dtype: torch.dtype, label: str, owner: weakref.ref[Shards] | None = None
+) -> AbsentParameter:
+    """Without an owner as it is unpickled, until its wrapper makes another."""
     made = torch.empty(shape, dtype=dtype, device="meta").as_subclass(AbsentParameter)
-    made.label, made.owner = label, None
+    made.label, made.owner = label, owner
     return made
 
 
-_PROPERTIES = {
-    getattr(torch.Tensor, name).__get__
-    for name in (
-        "shape",
-        "dtype",
-        "ndim",
-        "requires_grad",
-        "is_meta",
-        "is_cuda",
-        "layout",
-        "grad",
-        "is_leaf",
-        "itemsize",
-    )
-}
+_READABLE = ("shape", "dtype", "ndim", "requires_grad", "is_meta", "is_cuda", "layout", "grad", "is_leaf", "itemsize")
+_PROPERTIES = {getattr(torch.Tensor, name).__get__ for name in _READABLE}
 
 
 class FlatSlot(Slot):
@@ -191,7 +165,6 @@ class FlatSlot(Slot):
 
     @property
     def sharded_places(self) -> Sequence[Place]:
-        """See `Slot.sharded_places`."""
         return self.parts[0].places if self.home is None else [self.home]
 
     def registered(self) -> nn.Parameter:
@@ -217,7 +190,7 @@ class FlatSlot(Slot):
                 place.put(self.sharded)
         else:
             dtype = self.sharded.dtype
-            self._stand_ins = [AbsentParameter.stand_in(part, dtype, self._owner) for part in self.parts]
+            self._stand_ins = [_absent(part.shape, dtype, part.name, self._owner) for part in self.parts]
             for place in self.places:
                 place.remove()
             self.home.put(self.sharded)
@@ -240,7 +213,6 @@ class FlatSlot(Slot):
         return made
 
     def agree_on_gradients(self) -> None:
-        """See `Shards.agree_on_gradients`."""
         requires_grad = self.sharded.requires_grad
         for face in self._faces:
             if face.requires_grad != requires_grad:
@@ -273,11 +245,9 @@ class FlatSlot(Slot):
 
     @property
     def faces(self) -> Sequence[nn.Parameter]:
-        """See `Slot.faces`."""
         return self._faces
 
     def forget_unsharded(self) -> None:
-        """See `Slot.forget_unsharded`."""
         dtypes = {face.dtype for face in self._faces}
         self._faces = []
         if self.accumulated is not None and self.accumulated.dtype in dtypes:
@@ -287,12 +257,10 @@ class FlatSlot(Slot):
 
     @property
     def has_gradient(self) -> bool:
-        """See `Slot.has_gradient`."""
         self._forget_zeroed()
         return self.accumulated is not None or any(face.grad is not None for face in self._faces)
 
     def drop_gradient(self) -> None:
-        """See `Slot.drop_gradient`."""
         self.accumulated = None
         for face in self._faces:
             face.grad = None
@@ -337,7 +305,8 @@ class FlatSlot(Slot):
         if like is None:
             return None
         numel = self.buffer.layout.tensors[self.index].numel
-        run = like.new_zeros(numel, dtype=dtype) if self._has_gaps(gradients) else like.new_empty(numel, dtype=dtype)
+        has_gaps = numel != self.total or any(gradient is None for gradient in gradients)
+        run = like.new_zeros(numel, dtype=dtype) if has_gaps else like.new_empty(numel, dtype=dtype)
         targets, sources = [], []
         for view, gradient in zip(self.views(run), gradients, strict=True):
             if gradient is not None:
@@ -347,10 +316,6 @@ class FlatSlot(Slot):
         for face in self._faces:
             face.grad = None
         return run
-
-    def _has_gaps(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        padded = self.buffer.layout.tensors[self.index].numel != self.total
-        return padded or any(gradient is None for gradient in gradients)
 
     # -- Whole values
 
@@ -464,7 +429,7 @@ class FlatShards(Shards):
             by_dtype[like.dtype].append(run)
         with torch.no_grad(), not_inference():
             for dtype, members in by_dtype.items():
-                buffer = self._new_buffer([run.numel for run in members], dtype)
+                buffer = self._buffer_of([run.numel for run in members], dtype)
                 self.buffers.append(buffer)
                 for index, run in enumerate(members):
                     self._fill(buffer, index, run)
@@ -473,14 +438,10 @@ class FlatShards(Shards):
         self.slots.sort(key=lambda slot: order[id(slot.sharded)])
         self._remember(runs)
 
-    def _new_buffer(self, totals: Sequence[int], dtype: torch.dtype) -> ShardedBuffer:
-        layout = self._layout_of(totals, dtype)
-        local = self._new_local(layout, dtype, self.mesh.device)
-        return ShardedBuffer(layout, local, self.mesh.shard, self._gather_dtype(dtype), self.mesh.device)
-
-    def _layout_of(self, totals: Sequence[int], dtype: torch.dtype) -> Layout:
-        comm, itemsize = self.mesh.shard, self._gather_dtype(dtype).itemsize
-        return flat(totals, comm.size, [comm.packs(-(-total // comm.size) * itemsize) for total in totals])
+    def _buffer_of(self, totals: Sequence[int], dtype: torch.dtype) -> ShardedBuffer:
+        comm, gathered = self.mesh.shard, self._gather_dtype(dtype)
+        packed = [comm.packs(-(-total // comm.size) * gathered.itemsize) for total in totals]
+        return self._new_buffer(flat(totals, comm.size, packed), dtype, gathered)
 
     def _fill(self, buffer: ShardedBuffer, index: int, run: FlatRun) -> None:
         """Put this rank's part of ``run`` into the buffer, and the sharded parameter around it."""
@@ -508,12 +469,10 @@ class FlatShards(Shards):
     # -- The two faces
 
     def put_sharded(self) -> None:
-        """See `Shards.put_sharded`."""
         for slot in self.slots:
             slot.put_sharded()
 
     def put_unsharded(self) -> None:
-        """See `Shards.put_unsharded`."""
         with without_torch_function():
             for position, slot in enumerate(self.slots):
                 for made in slot.put_unsharded():
@@ -521,7 +480,6 @@ class FlatShards(Shards):
                     remember_successor(made, self.reference, position)
 
     def agree_on_gradients(self) -> None:
-        """See `Shards.agree_on_gradients`."""
         for slot in self.slots:
             slot.agree_on_gradients()
 
@@ -559,12 +517,10 @@ class FlatShards(Shards):
         """See `Shards`. Looked up, not noted: an assignment to ``parameter.data`` tells nobody."""
         return all(slot.is_in_place for slot in self.slots)
 
-    def leave_meta(self) -> list[Slot]:
-        """See `Shards.leave_meta`; flat shards are never on the meta device."""
-        return []
+    def leave_meta(self) -> None:
+        pass  # flat shards are never on the meta device
 
     def adopt_registered(self, *, is_loading: bool = False) -> bool:
-        """See `Shards.adopt_registered`."""
         self.mark_stale()
         rebuilt = False
         for position, buffer in enumerate(self.buffers):
@@ -592,7 +548,7 @@ class FlatShards(Shards):
             return False
         dtype = self._only_dtype({slot.sharded.dtype for slot in slots})
         with torch.no_grad(), not_inference():
-            buffer = self.buffers[position] = self._new_buffer([slot.total for slot in slots], dtype)
+            buffer = self.buffers[position] = self._buffer_of([slot.total for slot in slots], dtype)
             for slot in slots:
                 chunk = buffer.local_view(slot.index)
                 chunk.copy_(slot.sharded)

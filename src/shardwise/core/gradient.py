@@ -16,18 +16,7 @@ import torch
 
 from .buffer import Allocate, cut_chunks, local_strides, thin_rows
 from .comm import Comm, StagedCollective, reduce_op
-from .device import (
-    PADDED_BYTES,
-    Lane,
-    Step,
-    Ticket,
-    Waitable,
-    chunk_cat,
-    copy_each,
-    host_memory,
-    is_elsewhere,
-    pad_chunks,
-)
+from .device import Lane, Step, Ticket, Waitable, chunk_cat, copy_each, is_elsewhere
 from .errors import explain
 from .layout import Cut, TensorLayout, for_gradients
 
@@ -38,10 +27,9 @@ class Scale:
     and whether each reduction averages by itself."""
 
     before: float | None = None
-    shard_mean: bool = False
     between: float | None = None
-    replicate_mean: bool = False
     after: float | None = None
+    mean: bool = False
 
 
 @functools.lru_cache
@@ -68,7 +56,7 @@ def gradient_scale(
         return Scale(after=float(factor or shard_size * replicate_size))
     if factor is not None:
         return Scale(between=float(factor))
-    return Scale(shard_mean=True, replicate_mean=True)
+    return Scale(mean=True)
 
 
 @dataclass
@@ -91,6 +79,23 @@ class Staged:
         return self.inputs if self.thin is None else [*self.inputs, self.thin]
 
 
+PADDED_BYTES = 2**20
+"""On the CPU torch first copies a tensor that needs padding to new memory; from this size on, that costs more than one
+call for each tensor."""
+
+
+def pad_chunks(tensors: Sequence[torch.Tensor], world_size: int, out: torch.Tensor) -> None:
+    """`chunk_cat`, tensor by tensor, each copied once."""
+    lengths = [-(-len(tensor) // world_size) for tensor in tensors]
+    sizes = [length * tensor[:1].numel() for length, tensor in zip(lengths, tensors, strict=True)]
+    for tensor, length, rows in zip(tensors, lengths, out.split(sizes, dim=1), strict=True):
+        count = len(tensor) // length
+        rows[:count].copy_(tensor[: count * length].reshape(count, -1))
+        rest = tensor[count * length :].reshape(-1)
+        rows[count:].zero_()
+        rows[count : count + 1, : rest.numel()].copy_(rest)
+
+
 class GradientPlan:
     """How the gradients of some parameters are laid out for their reduction.
 
@@ -110,14 +115,14 @@ class GradientPlan:
         dtype: torch.dtype,
         cast: bool,
         packs_all: bool,
-        flags: int | None = None,
+        flags: int,
     ):
         world_size = shard.size
         self.dtype, self.world_size = dtype, world_size
-        count, self.sums_flags = flags or len(tensors), any(tensor.thin for tensor in tensors)
+        self.sums_flags = any(tensor.thin for tensor in tensors)
         # Where anything is summed whole the flags are too, instead of once for every rank. They are at the start or at
         # the end, so that the shards of gradients lie as those of the parameters do.
-        cuts: list[Cut] = [] if self.sums_flags else [((world_size, count), 0, True, False)]
+        cuts: list[Cut] = [] if self.sums_flags else [((world_size, flags), 0, True, False)]
         front = len(cuts)
         for tensor in tensors:
             is_small = shard.packs(tensor.chunk_numel * dtype.itemsize)
@@ -128,10 +133,10 @@ class GradientPlan:
         self._pads_much = max(padded, default=0) * dtype.itemsize >= PADDED_BYTES
         self.tensors = layout.tensors[front:]
         held = layout.local_numel(shard.rank)
-        self.flags = slice(0, count) if front else slice(held, held + count)
-        self.numel = held if front else held + count
+        self.flags = slice(0, flags) if front else slice(held, held + flags)
+        self.numel = held if front else held + flags
         self.partial: torch.Tensor | None = None
-        self._own_rows = [*thin_rows(layout, shard.rank), (layout.full_numel, count)]
+        self._own_rows = [*thin_rows(layout, shard.rank), (layout.full_numel, flags)]
         self._own_sizes = [size for _, size in self._own_rows]
         self._views = [local_strides(tensor, shard.rank, held) for tensor in self.tensors]
         self._all_present: torch.Tensor | None = None
@@ -222,15 +227,11 @@ class Route:
             return self.custom.allocate(size, dtype=dtype, device=device)
         return torch.empty(size, dtype=dtype, device=device)
 
-    def all_reduce_thin(self, thin: torch.Tensor) -> Sequence[Waitable]:
-        """Issue the sum of whole gradients."""
-        return self.shard.all_reduce(thin, mean=self.scale.shard_mean)
-
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
         """Issue the reduce-scatter."""
         if self.custom is None:
-            return self.shard.reduce_scatter(outputs, inputs, mean=self.scale.shard_mean)
-        op = reduce_op(self.scale.shard_mean)
+            return self.shard.reduce_scatter(outputs, inputs, mean=self.scale.mean)
+        op = reduce_op(self.scale.mean)
         works = [
             self.custom(output_tensor=output, input_tensor=input_, group=self.shard.group, op=op)
             for output, input_ in zip(outputs, inputs, strict=True)
@@ -276,7 +277,10 @@ class Reduction:
         self._give = deliver
         self.out = route.allocate((plan.numel,), dtype=plan.dtype, device=device)
         self.goes_to_host = is_elsewhere(like, self.out.device) and not route.stop_after_shard
-        self._on_host = host_memory(like, self.out.numel()) if self.goes_to_host else None
+        self._on_host: torch.Tensor | None = None
+        if self.goes_to_host:
+            pinned = like.is_pinned()
+            self._on_host = torch.empty(self.out.numel(), dtype=like.dtype, device=like.device, pin_memory=pinned)
         # Held like the inputs: a lane may read it long after it was replaced.
         self._added = plan.partial
         self._lane = lane
@@ -301,7 +305,9 @@ class Reduction:
 
         def scatter() -> Sequence[Waitable]:
             works = [*route.reduce_scatter(staged.outputs, staged.inputs)] if staged.inputs else []
-            return works if staged.thin is None else [*works, *route.all_reduce_thin(staged.thin)]
+            if staged.thin is not None:
+                works += route.shard.all_reduce(staged.thin, mean=route.scale.mean)
+            return works
 
         def between() -> Sequence[Waitable]:
             if staged.thin is not None:
@@ -314,7 +320,7 @@ class Reduction:
             return []
 
         def all_reduce(comm: Comm) -> Step:
-            return lambda: comm.all_reduce(out, mean=route.scale.replicate_mean)
+            return lambda: comm.all_reduce(out, mean=route.scale.mean)
 
         def complete() -> Sequence[Waitable]:
             if route.hook is not None:

@@ -122,12 +122,6 @@ class Layout:
         """Elements of ``rank``'s local buffer."""
         return self.even_numel + sum(tensor.reserved(rank) for tensor in self.thin)
 
-    @property
-    def padding(self) -> int:
-        """Elements over all ranks' local buffers that no tensor owns."""
-        owned = sum(tensor.numel for tensor in self.tensors if not tensor.thin)
-        return self.even_numel * self.world_size - owned
-
 
 def per_parameter(
     shapes: Sequence[tuple[int, ...]],
@@ -318,15 +312,13 @@ def _cuts(
     packed: Sequence[bool],
     thin: Sequence[bool],
 ) -> list[TensorLayout]:
-    drafts = [
-        TensorLayout(tuple(shape), dim, world_size, 0, 0, flag)
-        for shape, dim, flag in zip(shapes, dims, packed, strict=True)
-    ]
-    spread = [0 < draft.shape[draft.dim] < world_size and draft.dim == 0 for draft in drafts]
-    return [
-        replace(draft, packed=not alone and (draft.packed or not draft.is_contiguous_cut), thin=alone)
-        for draft, alone in zip(drafts, map(bool.__and__, spread, thin), strict=True)
-    ]
+    """The tensors, without offsets yet. Of those that may be ``thin`` the ones with fewer rows than ranks are."""
+    cuts = []
+    for shape, dim, is_packed, may_be_thin in zip(shapes, dims, packed, thin, strict=True):
+        is_thin = may_be_thin and dim == 0 and 0 < shape[0] < world_size
+        cut = TensorLayout(tuple(shape), dim, world_size, 0, 0, is_packed and not is_thin, is_thin)
+        cuts.append(cut if cut.is_contiguous_cut else replace(cut, packed=True))
+    return cuts
 
 
 def _local_order(cuts: Sequence[TensorLayout]) -> list[int]:

@@ -91,7 +91,7 @@ class FSDPModule(_TorchModule):
         return cast(Unit, self.__dict__[_UNIT])
 
     def _get_fsdp_state(self) -> StateForTorch:  # type: ignore[override]
-        return StateForTorch(self._context())
+        return StateForTorch(self._unit.own_context())
 
     def _units(self, recurse: bool) -> Iterator[Unit]:
         modules = cast(nn.Module, self).modules() if recurse else [cast(nn.Module, self)]
@@ -106,9 +106,6 @@ class FSDPModule(_TorchModule):
     def _options(self, recurse: bool) -> Iterator[GroupOptions]:
         for unit in self._units(recurse):
             yield from unit.options
-
-    def _context(self) -> FSDPCommContext:
-        return self._unit.own_context()
 
     # -- Parameters
 
@@ -192,7 +189,7 @@ class FSDPModule(_TorchModule):
                 slot.sharded.grad = None
 
     def _check_root(self, method: str) -> FSDPCommContext:
-        unit, context = self._unit, self._context()
+        unit, context = self._unit, self._unit.own_context()
         if context.has_root and not unit.is_root:
             roots = [other.name or "the outermost wrapped one" for other in context.units if other.is_root]
             raise StateError(f"{method}() was called on {unit.name!r}; call it on the root: {roots[0]}")
@@ -238,7 +235,7 @@ class FSDPModule(_TorchModule):
         Before the last one the order recorded for backward is kept, and strategies with partial or replicated gradients
         (ZeRO-1, DDP) do not reduce. Gradients that were reduced are there after every backward.
         """
-        self._context()
+        self._unit.own_context()
         self._unit.iteration.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
@@ -308,7 +305,8 @@ class FSDPModule(_TorchModule):
             ValueError: if one of them is not wrapped.
             TypeError: if it is no list.
         """
-        self._unit.prefetch_forward = _references(modules, "set_modules_to_forward_prefetch")
+        units = _units_of(modules, "set_modules_to_forward_prefetch")
+        self._unit.prefetch_forward = [unit.reference for unit in units]
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:  # type: ignore[override]
         """Modules to gather when this one starts its backward, in place of the one that ran before it in forward.
@@ -317,7 +315,8 @@ class FSDPModule(_TorchModule):
             ValueError: if one of them is not wrapped.
             TypeError: if it is no list.
         """
-        self._unit.prefetch_backward = _references(modules, "set_modules_to_backward_prefetch")
+        units = _units_of(modules, "set_modules_to_backward_prefetch")
+        self._unit.prefetch_backward = [unit.reference for unit in units]
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether this unit's parameters are gathered for backward; those of an embedding need not be."""
@@ -327,7 +326,7 @@ class FSDPModule(_TorchModule):
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the next forward's first gather start after ``event``, recorded behind the optimizer's step, instead of
         after all computation that is queued by then. The memory that it receives in is taken now."""
-        context = self._context()
+        context = self._unit.own_context()
         context.gather_after(event, next((unit for unit in context.units if unit.is_root), self._unit))
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
@@ -344,7 +343,7 @@ class FSDPModule(_TorchModule):
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be at least 1, not {max_input_buffers}")
         contexts = {id(unit.context): unit.context for unit in self._units(recurse) if unit.context is not None}
-        for context in (contexts or {0: self._context()}).values():
+        for context in (contexts or {0: self._unit.own_context()}).values():
             context.max_pending_reductions = max_input_buffers
 
     # -- Communication
@@ -481,14 +480,14 @@ def _check_collective(method: str, comm: object) -> None:
         raise TypeError(f"{method} takes an object that can be called and has allocate(), not {comm!r:.80}")
 
 
-def _references(modules: Iterable[Any], asked_by: str) -> list[weakref.ref[Unit]]:
+def _units_of(modules: Iterable[Any], asked_by: str) -> list[Unit]:
     if isinstance(modules, nn.Module) or not isinstance(modules, Iterable):
         raise TypeError(f"{asked_by} takes a list of modules, not {type(modules).__name__}")
     units = []
     for module in modules:
         if not isinstance(module, nn.Module) or (unit := unit_of(module)) is None:
             raise ValueError(f"{asked_by} takes modules wrapped by fully_shard, not {type(module).__name__}")
-        units.append(unit.reference)
+        units.append(unit)
     return units
 
 
@@ -497,12 +496,25 @@ def class_before_sharding(wrapped: type) -> type[nn.Module]:
     return cast(type[nn.Module], wrapped.__mro__[wrapped.__mro__.index(_TorchModule) + 1])
 
 
+def wrapped_class(original: type) -> type:
+    """The class that wrapped modules of class ``original`` get.
+
+    Raises:
+        TypeError: if that allows no subclass like this.
+    """
+    if original not in _classes:
+        try:
+            _classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), {})
+        except Exception as error:  # of a metaclass or `__init_subclass__`
+            raise TypeError(
+                f"fully_shard makes a subclass of {original.__name__}, without arguments, which failed: {error}"
+            ) from error
+    return _classes[original]
+
+
 def become_fsdp_module(module: nn.Module, unit: Unit) -> None:
     """Give ``module`` its wrapped class, leftmost in its MRO, and its unit."""
-    original = type(module)
-    if (wrapped := _classes.get(original)) is None:
-        wrapped = _classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), {})
-    module.__class__ = wrapped
+    module.__class__ = wrapped_class(type(module))
     set_unit(module, unit)
     answer_pipelines(module, functools.partial(_finish_iteration, unit.reference))
 
@@ -553,12 +565,6 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     Raises:
         ValueError: if one of them is not wrapped.
     """
-    units = [reference() for reference in _references(modules, "share_comm_ctx")]
-    context: FSDPCommContext | None = None
-    for unit in units:
-        assert unit is not None
-        own = unit.own_context()
-        if context is None:
-            context = own
-            continue
-        context.take_over(own)
+    contexts = [unit.own_context() for unit in _units_of(modules, "share_comm_ctx")]
+    for other in contexts[1:]:
+        contexts[0].take_over(other)

@@ -162,10 +162,8 @@ def _viewed_by(tensor: torch.Tensor) -> ShardedParameter | None:
     return viewed() if viewed is not None else None
 
 
-step_by_foreach(TracedParameter)
-step_by_foreach(SteppedParameter)
-step_by_foreach(ShardedParameter)
-step_by_foreach(ShardedView)
+for _kind in (TracedParameter, SteppedParameter, ShardedParameter, ShardedView):
+    step_by_foreach(_kind)
 
 
 class _Effect(Enum):
@@ -340,13 +338,40 @@ def release_class(parameters: Iterable[torch.Tensor]) -> None:
 
 
 _successors: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""From each original parameter that still exists, and each unsharded one, to the group and index of its slot, so that
+"""From each original parameter that still exists, and each unsharded one, to the owner and index of its slot, so that
 an optimizer over them is found. Weak on both sides."""
 
 
-def remember_successor(original: torch.Tensor, group: weakref.ref[Any], slot: int) -> None:
+def remember_successor(original: torch.Tensor, owner: weakref.ref[Any], slot: int) -> None:
     """The sharded parameter of a slot is the one that counts, not ``original``."""
-    _successors[original] = group, slot
+    _successors[original] = owner, slot
+
+
+def _owner_and_slot_of(original: torch.Tensor) -> tuple[Any, Any]:
+    """Of the sharded parameter that counts instead of ``original``; None twice if there is none, or it is gone."""
+    if (found := _successors.get(original)) is None or (owner := found[0]()) is None:
+        return None, None
+    return owner, owner.slots[found[1]]
+
+
+def successor_of(original: torch.Tensor) -> nn.Parameter | None:
+    """The sharded parameter that replaced ``original``, if one did and still exists."""
+    _, slot = _owner_and_slot_of(original)
+    return None if slot is None else slot.sharded
+
+
+def mark_replaced(parameter: torch.Tensor) -> None:
+    """A sharded parameter is not its unit's any more: another one was loaded in its place."""
+    parameter.__dict__["_shardwise_replaced"] = True
+
+
+def name_of_replaced(parameter: torch.Tensor) -> str | None:
+    """Name of a parameter that a sharded one replaced, "?" if that is gone but left a mark; None of any other."""
+    _, slot = _owner_and_slot_of(parameter)
+    if slot is not None:
+        name: str = slot.name
+        return name
+    return "?" if "_shardwise_replaced" in parameter.__dict__ else None
 
 
 class ReplacedParameter(nn.Parameter):
@@ -377,11 +402,10 @@ _WITHOUT_VALUES = METADATA_METHODS | {
 def _refuse_outdated(parameter: torch.Tensor, operator: str) -> None:
     if type(parameter) is not ReplacedParameter:
         return
-    reference, index = _successors.get(parameter, (None, 0))
-    owner = reference() if reference is not None else None
+    owner, slot = _owner_and_slot_of(parameter)
     if owner is not None and owner.written_since_wrapping:
         raise StateError(
-            f"{operator} reads parameter {owner.slots[index].name!r} as it was before fully_shard replaced it, and the "
+            f"{operator} reads parameter {slot.name!r} as it was before fully_shard replaced it, and the "
             "sharded one has been written since: take the parameters from the model after fully_shard, or clone "
             "this one before if its old values are meant"
         )
@@ -404,28 +428,6 @@ def _refuse_gradient(parameter: torch.Tensor) -> None:
         "so something outside its unit still uses it: tie parameters inside the modules that are wrapped, and take "
         "references to them after fully_shard"
     )
-
-
-def name_of_replaced(parameter: torch.Tensor) -> str | None:
-    """Name of a parameter that a sharded one replaced, "?" if that is gone but left a mark; None of any other."""
-    reference, index = _successors.get(parameter, (None, 0))
-    owner = reference() if reference is not None else None
-    if owner is not None:
-        name: str = owner.slots[index].name
-        return name
-    return "?" if "_shardwise_replaced" in parameter.__dict__ else None
-
-
-def mark_replaced(parameter: torch.Tensor) -> None:
-    """A sharded parameter is not its unit's any more: another one was loaded in its place."""
-    parameter.__dict__["_shardwise_replaced"] = True
-
-
-def successor_of(original: torch.Tensor) -> nn.Parameter | None:
-    """The sharded parameter that replaced ``original``, if one did and still exists."""
-    reference, index = _successors.get(original, (None, 0))
-    group = reference() if reference is not None else None
-    return None if group is None else group.slots[index].sharded
 
 
 class Registry(Protocol):

@@ -85,9 +85,9 @@ class Shards(ABC):
         """Whether what is registered is what was taken over."""
 
     @abstractmethod
-    def leave_meta(self) -> list[Slot]:
-        """Give parameters on the meta device memory, as the same parameter objects; gives those that now wait for
-        values, without which they are refused in forward."""
+    def leave_meta(self) -> None:
+        """Give parameters on the meta device memory, as the same parameter objects; they then wait for values, without
+        which they are refused in forward."""
 
     @abstractmethod
     def adopt_registered(self, *, is_loading: bool = False) -> bool:
@@ -122,19 +122,17 @@ class Shards(ABC):
         wanted = self.policy.precision.param_dtype
         return wanted if wanted is not None and dtype.is_floating_point else dtype
 
-    def _layout(self, shapes: Sequence[tuple[int, ...]], dims: Sequence[int], gathered: torch.dtype) -> Layout:
-        comm, itemsize = self.mesh.shard, gathered.itemsize
-        cuts = per_parameter(shapes, dims, comm.size).tensors
-        packed = [comm.packs(cut.chunk_numel * itemsize) for cut in cuts]
-        # What is cut anew over a smaller world needs room for that one's padding.
-        least = math.inf if self.policy.reshard_to is not None else comm.thin_from_bytes / itemsize
-        return per_parameter(shapes, dims, comm.size, packed, worth_thinning(shapes, dims, comm.size, least))
-
-    def _new_local(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if device.type != "meta":
-            device = torch.device("cpu") if self.policy.offload else self.mesh.device
+    def _new_buffer(
+        self, layout: Layout, dtype: torch.dtype, gathered: torch.dtype, *, on_meta: bool = False
+    ) -> ShardedBuffer:
+        """A buffer of zeros, which is gathered in dtype ``gathered``."""
+        device = torch.device("cpu") if self.policy.offload else self.mesh.device
+        if on_meta:
+            device = torch.device("meta")
         pinned = self.policy.offload and self.policy.pin_memory and pins_memory(device)
-        return torch.zeros(layout.local_numel(self.mesh.shard.rank), dtype=dtype, device=device, pin_memory=pinned)
+        numel = layout.local_numel(self.mesh.shard.rank)
+        local = torch.zeros(numel, dtype=dtype, device=device, pin_memory=pinned)
+        return ShardedBuffer(layout, local, self.mesh.shard, gathered, self.mesh.device)
 
     def _only_dtype(self, dtypes: Collection[torch.dtype]) -> torch.dtype:
         """The dtype that all parameters of a buffer have now.
@@ -299,12 +297,19 @@ class ParameterShards(Shards):
             remember_successor(parameter.value, self.reference, index)
             retire(parameter.value)
 
+    def _layout(self, shapes: Sequence[tuple[int, ...]], dims: Sequence[int], gathered: torch.dtype) -> Layout:
+        comm, itemsize = self.mesh.shard, gathered.itemsize
+        cuts = per_parameter(shapes, dims, comm.size).tensors
+        packed = [comm.packs(cut.chunk_numel * itemsize) for cut in cuts]
+        # What is cut anew over a smaller world needs room for that one's padding.
+        least = math.inf if self.policy.reshard_to is not None else comm.thin_from_bytes / itemsize
+        return per_parameter(shapes, dims, comm.size, packed, worth_thinning(shapes, dims, comm.size, least))
+
     def _add_buffer(self, dtype: torch.dtype, gathered: torch.dtype, members: Sequence[ManagedParameter]) -> None:
         rank = self.mesh.shard.rank
         layout = self._layout([tuple(m.local.shape) for m in members], [m.dim for m in members], gathered)
         on_meta = all(member.value.is_meta for member in members)
-        local = self._new_local(layout, dtype, torch.device("meta") if on_meta else self.mesh.device)
-        buffer = ShardedBuffer(layout, local, self.mesh.shard, gathered, self.mesh.device)
+        buffer = self._new_buffer(layout, dtype, gathered, on_meta=on_meta)
         self.buffers.append(buffer)
         for index, (member, tensor) in enumerate(zip(members, layout.tensors, strict=True)):
             view = buffer.local_view(index)
@@ -326,13 +331,11 @@ class ParameterShards(Shards):
     # -- The two faces
 
     def put_sharded(self) -> None:
-        """See `Shards.put_sharded`."""
         self._note_required()
         for registry, name, sharded, _ in self._faces:
             registry[name] = sharded
 
     def put_unsharded(self) -> None:
-        """See `Shards.put_unsharded`."""
         self.agree_on_gradients()
         for registry, name, _, unsharded in self._faces:
             registry[name] = unsharded
@@ -391,16 +394,13 @@ class ParameterShards(Shards):
         self._registered = [(place.registry, place.name) for place, _ in entries]
         self._taken_over = [sharded for _, sharded in entries], [local_of(slot.sharded) for slot in self.slots]
 
-    def leave_meta(self) -> list[Slot]:
-        """See `Shards.leave_meta`."""
-        waiting: list[Slot] = []
+    def leave_meta(self) -> None:
         with torch.no_grad(), not_inference():
             for position, old in enumerate(self.buffers):
                 members = [slot for slot in self.slots if slot.buffer is old]
                 buffer = old
                 if old.local.is_meta:
-                    local = self._new_local(old.layout, old.local.dtype, self.mesh.device)
-                    buffer = ShardedBuffer(old.layout, local, old.comm, old.dtype, old.device)
+                    buffer = self._new_buffer(old.layout, old.local.dtype, old.dtype)
                 else:
                     members = [slot for slot in members if slot.face_is_meta]
                 if not members:
@@ -417,13 +417,10 @@ class ParameterShards(Shards):
                     replacement.__dict__.update(marks_of(slot.sharded))
                     # Not another object: optimizers may hold this one.
                     torch.utils.swap_tensors(slot.sharded, replacement)
-                waiting += [slot for slot in members if not slot.is_borrowed]
         self._note_registered()
         self.mark_stale()
-        return waiting
 
     def adopt_registered(self, *, is_loading: bool = False) -> bool:
-        """See `Shards.adopt_registered`."""
         self.mark_stale()
         self._waits_for_others, self._faces, self._unsharded, self._required = False, [], [], []
         rebuilt = False
@@ -491,8 +488,7 @@ class ParameterShards(Shards):
         with torch.no_grad(), not_inference():
             layout = self._layout([tensor.shape for tensor in tensors], [tensor.dim for tensor in tensors], gathered)
             meta = any(local.is_meta for local in locals_)
-            local = self._new_local(layout, dtype, torch.device("meta") if meta else self.mesh.device)
-            buffer = ShardedBuffer(layout, local, old.comm, gathered, self.mesh.device)
+            buffer = self._new_buffer(layout, dtype, gathered, on_meta=meta)
             for slot, parameter, value in zip(slots, registered, locals_, strict=True):
                 view = buffer.local_view(slot.index)
                 if meta and not value.is_meta:
@@ -528,14 +524,10 @@ def _is_in_place(slot: Slot, registered: nn.Parameter, local: torch.Tensor) -> b
 def _note_borrowed(slots: Sequence[Slot], registered: Sequence[torch.Tensor], taken: set[int]) -> None:
     """Tell slots whether what is registered is another slot's; ``taken`` has the ids of those that are not."""
     for slot, parameter in zip(slots, registered, strict=True):
-        slot.is_borrowed = id(parameter) in taken or _is_lent(parameter, slot)
+        owner = owner_of(parameter)
+        slot.is_borrowed = id(parameter) in taken or (owner is not None and owner.lends(parameter, to=slot))
         if not slot.is_borrowed:
             taken.add(id(parameter))
-
-
-def _is_lent(parameter: torch.Tensor, to: Slot) -> bool:
-    owner = owner_of(parameter)
-    return owner is not None and owner.lends(parameter, to)
 
 
 def _is_cut_alike(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -147,18 +147,12 @@ class WholePlan:
         pairs = [_without_repeats(*pair) for pair in zip(targets, self.parts(run, flat), strict=True)]
         copy_each([target for target, _ in pairs], [source for _, source in pairs])
 
-    def broadcast(self, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
-        """Start replacing ``tensors`` by their owners'; gives what waits until that is done.
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> list[Callable[[], None]]:
+        """Start replacing ``tensors`` by their owners'; gives what waits, for each run, until that is done.
 
         Where they travel in another dtype the owner rounds its own too, so that all ranks hold the same.
         """
-        started = [self._broadcast_run(run, [tensors[index] for index in run.tensors]) for run in self.layout.runs]
-
-        def finish() -> None:
-            for one in started:
-                one()
-
-        return finish
+        return [self._broadcast_run(run, [tensors[index] for index in run.tensors]) for run in self.layout.runs]
 
     def _broadcast_run(self, run: Run, values: Sequence[torch.Tensor]) -> Callable[[], None]:
         sends, own = run.owner == self.comm.rank, self.own_memory(run, values)
@@ -240,11 +234,11 @@ class WholeBroadcast:
 
     def start(self) -> Callable[[], None]:
         """Start; gives what waits until it is done."""
-        finishes = [plan.broadcast(tensors) for plan, tensors in self._plans]
+        waits = [wait for plan, tensors in self._plans for wait in plan.broadcast(tensors)]
 
         def finish() -> None:
-            for one in finishes:
-                one()
+            for wait in waits:
+                wait()
 
         return finish
 

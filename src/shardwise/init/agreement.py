@@ -10,8 +10,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..core.comm import Comm, comm_for
-from ..core.device import mesh_device
 from ..core.errors import StateError
+from ..core.mesh import mesh_device
 from .record import Record
 from .streams import Position
 

@@ -20,7 +20,7 @@ from ..adapters.wrapping import (
     units_in,
 )
 from ..checkpoint.peers import Peers
-from ..core.device import mesh_device
+from ..core.mesh import mesh_device
 from ..core.module import unit_of
 from ..core.root import is_never_called
 from ..fairscale.wrap import auto_wrap, enable_wrap

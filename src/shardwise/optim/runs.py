@@ -167,11 +167,9 @@ def _follows(last: Member, member: Member) -> bool:
     )
 
 
-def _gradients_follow(last: tuple[Member, torch.Tensor | None], member: Member, gradient: torch.Tensor | None) -> bool:
+def _gradients_follow(last: tuple[Member, torch.Tensor], member: Member, gradient: torch.Tensor) -> bool:
     """Whether the gradients lie as the parameters do; those without elements lie anywhere."""
     before, one = last
-    if one is None or gradient is None:
-        return one is gradient
     if not (one.numel() and gradient.numel()):
         return True
     return (
@@ -423,17 +421,15 @@ class Run:
     def _cut(self, gradients: Sequence[torch.Tensor | None], states: States) -> list[list[Member]]:
         """Members with gradients, cut where they cannot be stepped as one."""
         pieces: list[list[Member]] = []
-        last: Member | None = None  # of the piece, with elements if any has
+        last: tuple[Member, torch.Tensor] | None = None  # of the piece, with elements if any has
         for member in self.members:
             gradient = gradients[member.index]
             if gradient is None:
                 last = None
-            elif last is not None and (
-                _alike(last, member, states) and _gradients_follow((last, gradients[last.index]), member, gradient)
-            ):
+            elif last is not None and _alike(last[0], member, states) and _gradients_follow(last, member, gradient):
                 pieces[-1].append(member)
-                last = member if member.local.numel() else last
+                last = (member, gradient) if member.local.numel() else last
             else:
                 pieces.append([member])
-                last = member
+                last = member, gradient
         return pieces
