@@ -133,7 +133,7 @@ def test_missing_waits_would_be_heard(world: World, monkeypatch: pytest.MonkeyPa
     world(torch.Size(CASES[name].axes).numel())
     quiet = train(monkeypatch, CASES[name], Noise())
     if DEVICE == "cuda":
-        monkeypatch.setattr("shardwise.core.device._StreamTicket.wait", lambda self: None)
-        monkeypatch.setattr("shardwise.core.device._StreamTicket.synchronize", lambda self: None)
+        monkeypatch.setattr("shardwise.core.lanes._StreamTicket.wait", lambda self: None)
+        monkeypatch.setattr("shardwise.core.lanes._StreamTicket.synchronize", lambda self: None)
     noisy = train(monkeypatch, CASES[name], Noise("lanes"))
     assert any(not torch.equal(noisy[key], value) for key, value in quiet.items()) == (DEVICE == "cuda")

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardwise.core.device import Device, Lane, Step, Ticket
+from shardwise.core.lanes import Device, Lane, Step, Ticket
 
 Clock = dict[int, int]
 

@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import MixedPrecisionPolicy, Placements, fully_shard
 from shardwise.core.buffer import MAPPED_BYTES, allocate_storage, free_storage
-from shardwise.core.device import Lane, owns_memory
+from shardwise.core.device import owns_memory
 from shardwise.core.gradient import GradientPlan
+from shardwise.core.lanes import Lane
 from shardwise.core.module import unit_of
 
 from ..models import Transformer, inputs_for

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import torch
 
 from .comm import Comm
-from .device import Lane, copy_each, not_inference, split_rows
+from .device import copy_each, not_inference, split_rows
+from .lanes import Lane
 from .layout import Layout, TensorLayout
 
 Allocate = Callable[..., torch.Tensor]

@@ -25,8 +25,8 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
-from .device import Waitable
 from .errors import StateError
+from .lanes import Waitable
 
 PAIRWISE_WORLD_SIZE = 8
 PACK_BELOW_BYTES = 128 * 1024

@@ -11,18 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .device import (
-    Device,
-    backward_number,
-    device_for,
-    eager,
-    in_compiled_autograd,
-    label,
-    queue_end_of_backward,
-)
+from .device import backward_number, eager, in_compiled_autograd, label, queue_end_of_backward
 from .errors import StateError
 from .gradient import Reduction
 from .iteration import Iteration
+from .lanes import Device, device_for
 from .order import ExecutionOrder
 
 if TYPE_CHECKING:

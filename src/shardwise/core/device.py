@@ -1,10 +1,4 @@
-"""Streams and events of the compute device, and every private torch API that is not about communication.
-
-The rest of the engine asks a `Device` for lanes. On an accelerator a lane is a side stream; on the CPU there is
-none, and communication overlaps by asynchronous work alone. Memory is only ever allocated on the compute stream:
-a lane waits for the compute stream before it works, and its memory is held until the compute stream has waited
-for it, so the caching allocator never reuses a block early.
-"""
+"""Every private torch API that is not about communication, and operators on memory and on many tensors."""
 
 from __future__ import annotations
 
@@ -12,12 +6,10 @@ import contextlib
 import functools
 import math
 import sys
-import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from types import CodeType
-from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeAlias, TypeVar, cast
 
 import torch
 from torch import nn
@@ -32,7 +24,6 @@ from torch.autograd import Variable
 from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import GroupMember
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -58,249 +49,6 @@ R = TypeVar("R")
 REDUCES_IN_DTYPE_OF_SHARDS = torch.__version__ >= (2, 15)  # type: ignore[operator]
 """Whether a `MixedPrecisionPolicy` without ``reduce_dtype`` means the dtype of the shards, as its documentation says
 from torch 2.15 on, and not that of the gradients, as before; also whether autograd rounds to a narrower one."""
-
-
-class Waitable(Protocol):
-    """Work under way: its `wait` orders the current stream, or the host, after it."""
-
-    def wait(self) -> object: ...
-
-
-class Ticket(Protocol):
-    """What `Lane.submit` gives."""
-
-    def wait(self) -> object:
-        """Order the compute stream after the work."""
-
-    def synchronize(self) -> object:
-        """Order the host after the work."""
-
-
-_abandoned: list[tuple[Callable[[], Any], Sequence[Waitable]]] = []
-"""Works that nobody waited for before their `Flight` was deleted, each with a reference to the default process group of
-that time."""
-
-
-class Flight:
-    """Works under way. They are kept alive even if whoever started them is deleted without waiting: gloo breaks a
-    connection when one of its messages is freed before it is complete, and the next collective hangs."""
-
-    __slots__ = ("works",)
-
-    def __init__(self, works: Sequence[Waitable]):
-        self.works = works
-
-    def wait(self) -> None:
-        """Order the current stream, or the host, after them."""
-        for work in self.works:
-            work.wait()
-        self.works = ()
-
-    # Arguments, since the names of modules may go before objects when the interpreter ends.
-    def __del__(self, abandoned: list[Any] = _abandoned, world: Any = GroupMember, refer: Any = weakref.ref) -> None:
-        if works := getattr(self, "works", ()):
-            abandoned.append((refer(world.WORLD or world), works))
-
-
-def _land_abandoned() -> None:
-    """Wait for abandoned works, and free what they hold; other ranks have abandoned the same ones."""
-    while _abandoned:
-        world, works = _abandoned.pop()
-        if world() is GroupMember.WORLD:  # otherwise a peer may be gone that they would wait for
-            with contextlib.suppress(RuntimeError):
-                for work in works:
-                    work.wait()
-
-
-Step = Callable[[], Sequence[Waitable]]
-"""Issues collectives and gives their works; may also compute, on what earlier steps received."""
-
-
-class Lane(ABC):
-    """An ordered sequence of communication beside the computation."""
-
-    @abstractmethod
-    def submit(self, *steps: Step, after: Sequence[Any] = ()) -> Ticket:
-        """Run ``steps`` one after the other.
-
-        Args:
-            steps: issue the collectives.
-            after: events to wait for; none means all computation that is queued by now. One of them must be a
-                `Device.mark` made after all memory that the steps use was allocated.
-        """
-
-    @abstractmethod
-    def wait_event(self, event: Any) -> None:
-        """Let everything that is submitted from now on start after ``event``."""
-
-    keeps_staging = False
-    """Whether the staging memory released last is allocated again, where that is as large."""
-
-    def __init__(self) -> None:
-        self._spare: torch.Tensor | None = None
-
-    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Staging memory for what is submitted next."""
-        spare, self._spare = self._spare, None
-        if spare is not None and spare.shape == size and spare.dtype == dtype:
-            return spare
-        del spare
-        with not_inference():
-            return torch.empty(size, dtype=dtype, device=device)
-
-    def release(self, staging: torch.Tensor) -> None:
-        """Nothing uses ``staging`` any more, which `allocate` gave."""
-        if self.keeps_staging:
-            self._spare = staging
-
-    def rest(self) -> None:
-        """Nothing is submitted for a while."""
-        self._spare = None
-
-
-class Device(ABC):
-    """A compute device as the engine sees it."""
-
-    def __init__(self, device: torch.device):
-        self.torch_device = device
-
-    @abstractmethod
-    def lane(self) -> Lane:
-        """A new lane."""
-
-    is_asynchronous = True
-    """Whether the compute stream runs behind the host."""
-
-    @abstractmethod
-    def mark(self) -> Any:
-        """An event after which everything queued on the compute stream so far is done."""
-
-    @abstractmethod
-    def move_inputs(self, value: Any) -> Any:
-        """``value`` with its tensors moved to this device, where a device other than the host computes."""
-
-
-class _HostTicket(Flight):
-    """The first step runs at once, the others when this is waited for."""
-
-    __slots__ = ("steps",)
-
-    def __init__(self, steps: Sequence[Step]):
-        self.works, self.steps = steps[0](), steps[1:]
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
-        for step in self.steps:
-            for work in step():
-                work.wait()
-        self.works, self.steps = (), ()
-
-    synchronize = wait
-
-
-class _HostLane(Lane):
-    # If it were freed and allocated again for each unit, the C library would often return its pages to the kernel in
-    # between, and each would fault again.
-    keeps_staging = True
-
-    def submit(self, *steps: Step, after: Sequence[Any] = ()) -> Ticket:
-        return _HostTicket(steps)
-
-    def wait_event(self, event: Any) -> None:
-        event.wait()
-
-
-class HostDevice(Device):
-    """The CPU: collectives run on the process group's own threads."""
-
-    is_asynchronous = False
-
-    def mark(self) -> Any:
-        return None
-
-    def lane(self) -> Lane:
-        _land_abandoned()
-        return _HostLane()
-
-    def move_inputs(self, value: Any) -> Any:
-        return value
-
-
-class _StreamTicket:
-    """Holds what the work uses until the compute stream or the host waits for it, at the latest when it is deleted."""
-
-    __slots__ = ("event", "module", "steps")
-
-    def __init__(self, module: Any, event: Any, steps: Sequence[Step]):
-        self.module, self.event, self.steps = module, event, steps
-
-    def wait(self) -> None:
-        self.module.current_stream().wait_event(self.event)
-        self.steps = ()
-
-    def synchronize(self) -> None:
-        self.event.synchronize()
-        self.steps = ()
-
-    def __del__(self) -> None:
-        if self.steps:
-            self.wait()
-
-
-class _StreamLane(Lane):
-    def __init__(self, module: Any, device: torch.device):
-        super().__init__()
-        self.module, self.device = module, device
-        # High priority: its kernels are short and computation waits for them.
-        self.stream = module.Stream(device=device, priority=-1)
-
-    def submit(self, *steps: Step, after: Sequence[Any] = ()) -> Ticket:
-        computes = self.module.current_stream(self.device)
-        if not after:
-            self.stream.wait_stream(computes)
-        for event in after:
-            self.stream.wait_event(event)
-        try:
-            with self.module.stream(self.stream):
-                for step in steps:
-                    for work in step():
-                        work.wait()
-        except BaseException:
-            computes.wait_stream(self.stream)  # unwinding frees what earlier steps still use
-            raise
-        return _StreamTicket(self.module, self.stream.record_event(), steps)
-
-    def wait_event(self, event: Any) -> None:
-        self.stream.wait_event(event)
-
-
-class AcceleratorDevice(Device):
-    """CUDA and devices with its stream semantics."""
-
-    def __init__(self, device: torch.device):
-        super().__init__(device)
-        self.module = torch.get_device_module(device)
-
-    def mark(self) -> Any:
-        return self.module.current_stream(self.torch_device).record_event()
-
-    def lane(self) -> Lane:
-        return _StreamLane(self.module, self.torch_device)
-
-    def move_inputs(self, value: Any) -> Any:
-        return tree_map(self._move, value)
-
-    def _move(self, leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.device.type != self.torch_device.type:
-            return leaf.to(self.torch_device, non_blocking=True)
-        return leaf
-
-
-@functools.lru_cache
-def device_for(device: torch.device) -> Device:
-    """The `Device` of a torch device."""
-    return HostDevice(device) if device.type == "cpu" else AcceleratorDevice(device)
 
 
 # -- Memory -----------------------------------------------------------------------------------------------------
@@ -814,6 +562,10 @@ def parts_of(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
         return None
     parts, rest = node.flatten_fn(value)
     return list(parts), lambda new: node.unflatten_fn(new, rest)
+
+
+map_leaves: Callable[[Callable[[Any], Any], Any], Any] = tree_map
+"""``(function, value)``: nested containers with ``function`` of everything else in them."""
 
 
 # -- torch's pipelines -----------------------------------------------------------------------------------------

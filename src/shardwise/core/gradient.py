@@ -16,8 +16,9 @@ import torch
 
 from .buffer import Allocate, cut_chunks, local_strides, thin_rows
 from .comm import Comm, StagedCollective, reduce_op
-from .device import Lane, Step, Ticket, Waitable, chunk_cat, copy_each, is_elsewhere
+from .device import chunk_cat, copy_each, is_elsewhere
 from .errors import explain
+from .lanes import Lane, Step, Ticket, Waitable
 from .layout import Cut, TensorLayout, for_gradients
 
 

@@ -14,19 +14,9 @@ from torch import nn
 
 from .buffer import Gather, ShardedBuffer
 from .comm import StagedCollective
-from .device import (
-    Lane,
-    Ticket,
-    Waitable,
-    labelled,
-    local_of,
-    make_spec,
-    not_inference,
-    outside_transforms,
-    unwrapped,
-    without_torch_function,
-)
+from .device import labelled, local_of, make_spec, not_inference, outside_transforms, unwrapped, without_torch_function
 from .errors import explain
+from .lanes import Lane, Ticket, Waitable
 from .layout import per_parameter
 from .mesh import DataParallelMesh, DataParallelRanks
 from .parameter import make_sharded_parameter, mark_replaced, remember_successor

@@ -16,18 +16,11 @@ from torch.utils.hooks import RemovableHandle
 
 from .boundary import Call, announce_begin
 from .context import FSDPCommContext
-from .device import (
-    Lane,
-    backward_number,
-    eager,
-    in_backward,
-    label,
-    labelled,
-    runs_in_this_backward,
-)
+from .device import backward_number, eager, in_backward, label, labelled, runs_in_this_backward
 from .errors import StateError
 from .group import ParamGroup
 from .iteration import Iteration
+from .lanes import Lane
 from .parameter import owner_of
 from .slot import GroupOptions
 from .step import end_steps

@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from .buffer import ShardedBuffer
 from .device import (
-    Lane,
     add_each,
     is_elsewhere,
     local_of,
@@ -24,6 +23,7 @@ from .device import (
 )
 from .errors import StateError
 from .gradient import Deliver, GradientPlan, Reduction, Route, Scale, gradient_scale
+from .lanes import Lane
 from .mesh import DataParallelRanks
 from .parameter import local_gradient
 from .shards import Shards

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from torch import nn
 
 from .context import FSDPCommContext
-from .device import device_for, eager
+from .device import eager
 from .errors import StateError
 from .group import ShardState
 from .hooks import Unit
+from .lanes import device_for
 from .module import unit_of
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from .buffer import ShardedBuffer
 from .device import (
-    Ticket,
     get_local,
     get_requires_grad,
     local_of,
@@ -29,6 +28,7 @@ from .device import (
     without_torch_function,
 )
 from .errors import StateError
+from .lanes import Ticket
 from .layout import Layout, per_parameter, worth_thinning
 from .mesh import DataParallelMesh, DataParallelRanks
 from .parameter import (

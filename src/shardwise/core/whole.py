@@ -16,9 +16,10 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from .comm import Comm
-from .device import Flight, backward_number, copy_each, not_inference, owns_memory, shares_storage
+from .device import backward_number, copy_each, not_inference, owns_memory, shares_storage
 from .errors import StateError, explain
 from .gradient import Scale, gradient_scale
+from .lanes import Flight
 from .layout import Run, whole
 
 RUNS_IN_FLIGHT = 4
