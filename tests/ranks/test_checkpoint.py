@@ -41,6 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shardwise
 from shardwise import Placements
 from shardwise.checkpoint import CheckpointError, latest, load, save, wait
+from shardwise.checkpoint import sharded as sharded_files
 from shardwise.checkpoint.asynchronous import background
 from shardwise.checkpoint.integrity import SummingStream
 
@@ -845,6 +846,11 @@ def test_an_interrupt_of_one_rank_leaves_the_ranks_in_step() -> None:
             save(directory, model=model, extra=Interrupted(-1))
             with pytest.raises(expected):
                 load(directory, model=model, extra=Interrupted(rank))
+            with ExitStack() as stack:
+                if dist.get_rank() == rank:
+                    stack.enter_context(patched(sharded_files, "find_damage", interrupt))
+                with pytest.raises(expected):
+                    load(directory, model=model)
             load(directory, model=model)
         dist.barrier()
         assert sorted(os.listdir(directory)) == ["checkpoint-000001", "checkpoint-000002"]

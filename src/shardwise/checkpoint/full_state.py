@@ -38,23 +38,33 @@ def full_state_dict(model: nn.Module, *, cpu: bool = True, rank0_only: bool = Tr
 
     Raises:
         ValueError: naming tensors without values, on all ranks.
+        RuntimeError: on all ranks, naming a tensor that one of them cannot keep, as when its memory is full.
     """
     state = weights_of(model, asked_by="full_state_dict", of_world=True)
     with state.peers.together():
         state.check_values()
     keeps = state.peers.is_first or not rank0_only
     values: dict[str, Any] = {name: value for name, (_, value) in state.objects.items()}
+    # Raised at the end: until then the others wait for this rank.
+    failures: dict[str, Exception] = {}
     with Progress("Gathering", sum(w.nbytes for w in state.weights), shown=state.peers.is_first) as progress:
         for weight in state.weights:
             whole = weight.gather()
-            if keeps:
-                kept = whole.cpu() if cpu else whole
-                live = weight.local
-                shared = kept.device == live.device and kept.data_ptr() == live.data_ptr()
-                values.update(dict.fromkeys(weight.names, kept.clone() if shared else kept))
+            with _noting(weight.names[0], failures):
+                if keeps and not failures:
+                    values.update(dict.fromkeys(weight.names, _kept(whole, weight.local, cpu=cpu)))
             del whole
             progress.advance(weight.nbytes)
+    with state.peers.together():
+        for name, error in failures.items():
+            raise RuntimeError(f"full_state_dict cannot keep {name!r}: {error}") from error
     return {name: values[name] for name in state.names} if keeps else {}
+
+
+def _kept(whole: torch.Tensor, live: torch.Tensor, *, cpu: bool) -> torch.Tensor:
+    """``whole``, which may share the memory of ``live``, in memory of its own."""
+    kept = whole.cpu() if cpu else whole
+    return kept.clone() if kept.device == live.device and kept.data_ptr() == live.data_ptr() else kept
 
 
 @dataclass(frozen=True)
@@ -110,11 +120,12 @@ def load_weights(loading: ModelWeights, sd: Mapping[str, Any] | None, *, broadca
         for found in matches:
             found.weight.prepare_memory(loading.device)
     _write(matches, tensors, peers, broadcast_from_rank0=broadcast_from_rank0)
-    for found in matches:
-        found.weight.accept_values()
-    for name, value in objects.items():
-        if (owner := loading.objects[name][0]) is not None:
-            owner.set_extra_state(value)
+    with peers.together():
+        for found in matches:
+            found.weight.accept_values()
+        for name, value in objects.items():
+            if (owner := loading.objects[name][0]) is not None:
+                owner.set_extra_state(value)
 
 
 def _sort(

@@ -229,8 +229,9 @@ def check_files(path: Path, manifest: Manifest, ranks: SavingRanks, advance: Cal
     Raises:
         CorruptFileError: on all ranks, naming all files that one of them found damaged.
     """
-    found = ranks.exchange(find_damage(path, manifest, ranks.position, ranks.size, advance))
-    damage = {name: problem for own in reversed(found) for name, problem in own.items()}
+    with ranks.together():
+        found = find_damage(path, manifest, ranks.position, ranks.size, advance)
+    damage = {name: problem for own in reversed(ranks.exchange(found)) for name, problem in own.items()}
     if not damage:
         return
     others = [other.name for other in checkpoints_in(path.parent) if other != path]
