@@ -1000,6 +1000,16 @@ def test_the_process_does_not_end_before_the_checkpoint_is_complete(tmp_path: Pa
         assert "the last checkpoint was not saved: writing a checkpoint into" in done.stderr
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch: quantized tensors will go
+def test_a_quantized_buffer_beside_training(tmp_path: Path) -> None:
+    model, other = make(), make(1)
+    for module, value in ((model, 1.5), (other, 0.0)):
+        module.register_buffer("table", torch.quantize_per_tensor(torch.full((3,), value), 0.5, 3, torch.quint8))
+    save(tmp_path, model=model, async_=True)
+    load(tmp_path, model=other)
+    assert other.table.dequantize().tolist() == [1.5] * 3
+
+
 def test_a_save_that_failed_keeps_no_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: SummingStream, data: object) -> int:
         raise OSError(28, "No space left on device")

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..core.device import local_of, pins_memory, spec_of, wrap_local
+from .integrity import is_plain
 from .objects import Path
 
 _logger = logging.getLogger("shardwise")
@@ -30,6 +31,8 @@ def host_copies(leaves: Mapping[Path, Any]) -> dict[Path, Any]:
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     local = local_of(tensor).detach()
+    if not is_plain(local):  # of quantized tensors and subclasses the numbers are not all
+        return local.to("cpu", copy=True)
     pinned = local.device.type != "cpu" and pins_memory(torch.device("cpu"))
     copy = torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=pinned)
     copy.copy_(local, non_blocking=True)

@@ -221,7 +221,7 @@ class Manifest:
         try:
             text, _, own_sum = path.read_bytes().partition(b"\n")
             if own_sum != b"%d\n" % xxh3_64_intdigest(text):
-                raise ValueError("its checksum differs")
+                raise ValueError(f"its checksum differs, or it is not of format {FORMAT}")
             body = json.loads(text)
             if body["format"] != FORMAT or body["block"] != BLOCK:
                 raise CheckpointError(
