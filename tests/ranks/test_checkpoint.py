@@ -820,6 +820,30 @@ def test_errors_of_one_rank_are_raised_on_all() -> None:
             load(directory / "none", model=model)
 
 
+class History(nn.Linear):
+    """With extra state that is a tensor of as many elements as it wants."""
+
+    def __init__(self, *numbers: float):
+        super().__init__(2, 2)
+        self.numbers = torch.tensor(numbers)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.numbers
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.numbers = state
+
+
+@on_ranks(2)
+def test_extra_state_that_is_a_tensor_may_differ_in_shape() -> None:
+    rank = dist.get_rank()
+    with shared_directory() as directory:
+        save(directory, model=shardwise.fully_shard(History(*range(1 + rank))))
+        for other in (History(), History(3.0, 4.0, 5.0)):
+            load(directory, model=shardwise.fully_shard(other))
+            assert other.numbers.tolist() == list(range(1 + rank))
+
+
 class Interrupted:
     """With a state that takes so long that the user interrupts one rank."""
 
