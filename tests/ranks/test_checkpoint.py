@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import itertools
 import math
 import multiprocessing
 import os
@@ -44,6 +45,7 @@ from shardwise.checkpoint import CheckpointError, latest, load, save, wait
 from shardwise.checkpoint import sharded as sharded_files
 from shardwise.checkpoint.asynchronous import background
 from shardwise.checkpoint.integrity import SummingStream
+from shardwise.checkpoint.ranks import SavingRanks
 
 from ..models import Transformer, inputs_for, wrap
 from .harness import on_ranks
@@ -878,6 +880,34 @@ def test_an_interrupt_of_one_rank_leaves_the_ranks_in_step() -> None:
             load(directory, model=model)
         dist.barrier()
         assert sorted(os.listdir(directory)) == ["checkpoint-000001", "checkpoint-000002"]
+
+
+@on_ranks(2)
+def test_an_interrupt_of_a_rank_that_waits_for_the_others_leaves_them_in_step() -> None:
+    before, exchange = signal.signal(signal.SIGALRM, interrupt), SavingRanks.exchange
+    with shared_directory() as directory:
+        model, verbs = sharded(), {"save": save, "load": load}
+        save(directory, model=model)
+        for verb, number in (("save", 1), ("save", 3), ("load", 1), ("load", 2), ("load", 4)):
+            calls = itertools.count(1)
+
+            def interrupted(self: SavingRanks, value: Any, calls: Any = calls, number: int = number) -> list[Any]:
+                found = exchange(self, value)
+                if next(calls) == number:
+                    signal.raise_signal(signal.SIGALRM)
+                return found
+
+            with ExitStack() as stack:
+                if dist.get_rank() == 1:
+                    stack.enter_context(patched(SavingRanks, "exchange", interrupted))
+                with pytest.raises(KeyboardInterrupt if dist.get_rank() == 1 else RuntimeError):
+                    verbs[verb](directory, model=model)
+            load(directory, model=model)
+            save(directory, model=model, keep=2)
+        dist.barrier()
+        assert len(os.listdir(directory)) == 2
+        assert signal.getsignal(signal.SIGALRM) is interrupt
+    signal.signal(signal.SIGALRM, before)
 
 
 @on_ranks(2, damage=["flip", "truncate", "remove"])

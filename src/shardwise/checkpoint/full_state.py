@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from .interrupts import held
 from .matching import Match, WeightsError, check_ties, match
 from .peers import Peers
 from .progress import Progress
@@ -22,6 +23,7 @@ BLOCK_BYTES = 2**24
 """Bytes broadcast at a time, rounded down to whole rows, of which there is at least one."""
 
 
+@held()
 @torch.no_grad()
 def full_state_dict(model: nn.Module, *, cpu: bool = True, rank0_only: bool = True) -> dict[str, Any]:
     """The model's state dict with whole plain tensors, none of which shares memory with the model.
@@ -97,6 +99,7 @@ def load_full_state_dict(model: nn.Module, sd: Mapping[str, Any] | None, *, broa
     load_weights(loading.with_extra_as_objects(), sd, broadcast_from_rank0=broadcast_from_rank0)
 
 
+@held()
 @torch.no_grad()
 def load_weights(loading: ModelWeights, sd: Mapping[str, Any] | None, *, broadcast_from_rank0: bool = True) -> None:
     """What `load_full_state_dict` does, for ``loading``, which has extra state among its objects."""

@@ -18,6 +18,7 @@ from torch import nn
 
 from .atomic import path_of, sync_directory
 from .integrity import CorruptFileError
+from .interrupts import held
 from .matching import IncompatibleKeys, Match, WeightsError, check_ties, match
 from .peers import Peers
 from .progress import Progress
@@ -43,6 +44,7 @@ Rename = Mapping[str, str] | Callable[[str], str | None]
 # -- Loading
 
 
+@held()
 @torch.no_grad()
 def load_safetensors(
     model: nn.Module,
@@ -168,6 +170,7 @@ class _Files(contextlib.ExitStack):
 # -- Saving
 
 
+@held()
 @torch.no_grad()
 def save_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, max_shard_size: int | str = "5GB") -> None:
     """Save a model's parameters and persistent buffers for any reader of safetensors; all ranks that hold it call this.

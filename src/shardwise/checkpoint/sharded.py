@@ -19,6 +19,7 @@ from .asynchronous import background, host_copies
 from .atomic import DCP_METADATA, MANIFEST, Draft, checkpoints_in, is_name_of_ours, latest, path_of, prune
 from .contents import apart, contents, digests
 from .integrity import CheckpointError, CorruptFileError, Manifest, find_damage
+from .interrupts import held
 from .model_state import check_fit
 from .names import listed
 from .objects import Pickled, is_stateful
@@ -32,6 +33,7 @@ from .writing import Leaves, naming, write_leaves
 Optimizers = Optimizer | Iterable[Optimizer] | Mapping[Any, Optimizer]
 
 
+@held()
 def save(
     directory: str | os.PathLike[str],
     *,
@@ -143,6 +145,7 @@ def _abandon(draft: Draft | None, ranks: SavingRanks) -> None:
         ranks.exchange(None)
 
 
+@held()
 def load(
     directory: str | os.PathLike[str],
     *,
