@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import itertools
 import math
 import multiprocessing
 import os
@@ -41,8 +42,10 @@ from torch.nn.parallel import DistributedDataParallel
 import shardwise
 from shardwise import Placements
 from shardwise.checkpoint import CheckpointError, latest, load, save, wait
+from shardwise.checkpoint import sharded as sharded_files
 from shardwise.checkpoint.asynchronous import background
 from shardwise.checkpoint.integrity import SummingStream
+from shardwise.checkpoint.ranks import SavingRanks
 
 from ..models import Transformer, inputs_for, wrap
 from .harness import on_ranks
@@ -819,6 +822,30 @@ def test_errors_of_one_rank_are_raised_on_all() -> None:
             load(directory / "none", model=model)
 
 
+class History(nn.Linear):
+    """With extra state that is a tensor of as many elements as it wants."""
+
+    def __init__(self, *numbers: float):
+        super().__init__(2, 2)
+        self.numbers = torch.tensor(numbers)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.numbers
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.numbers = state
+
+
+@on_ranks(2)
+def test_extra_state_that_is_a_tensor_may_differ_in_shape() -> None:
+    rank = dist.get_rank()
+    with shared_directory() as directory:
+        save(directory, model=shardwise.fully_shard(History(*range(1 + rank))))
+        for other in (History(), History(3.0, 4.0, 5.0)):
+            load(directory, model=shardwise.fully_shard(other))
+            assert other.numbers.tolist() == list(range(1 + rank))
+
+
 class Interrupted:
     """With a state that takes so long that the user interrupts one rank."""
 
@@ -845,9 +872,42 @@ def test_an_interrupt_of_one_rank_leaves_the_ranks_in_step() -> None:
             save(directory, model=model, extra=Interrupted(-1))
             with pytest.raises(expected):
                 load(directory, model=model, extra=Interrupted(rank))
+            with ExitStack() as stack:
+                if dist.get_rank() == rank:
+                    stack.enter_context(patched(sharded_files, "find_damage", interrupt))
+                with pytest.raises(expected):
+                    load(directory, model=model)
             load(directory, model=model)
         dist.barrier()
         assert sorted(os.listdir(directory)) == ["checkpoint-000001", "checkpoint-000002"]
+
+
+@on_ranks(2)
+def test_an_interrupt_of_a_rank_that_waits_for_the_others_leaves_them_in_step() -> None:
+    before, exchange = signal.signal(signal.SIGALRM, interrupt), SavingRanks.exchange
+    with shared_directory() as directory:
+        model, verbs = sharded(), {"save": save, "load": load}
+        save(directory, model=model)
+        for verb, number in (("save", 1), ("save", 3), ("load", 1), ("load", 2), ("load", 4)):
+            calls = itertools.count(1)
+
+            def interrupted(self: SavingRanks, value: Any, calls: Any = calls, number: int = number) -> list[Any]:
+                found = exchange(self, value)
+                if next(calls) == number:
+                    signal.raise_signal(signal.SIGALRM)
+                return found
+
+            with ExitStack() as stack:
+                if dist.get_rank() == 1:
+                    stack.enter_context(patched(SavingRanks, "exchange", interrupted))
+                with pytest.raises(KeyboardInterrupt if dist.get_rank() == 1 else RuntimeError):
+                    verbs[verb](directory, model=model)
+            load(directory, model=model)
+            save(directory, model=model, keep=2)
+        dist.barrier()
+        assert len(os.listdir(directory)) == 2
+        assert signal.getsignal(signal.SIGALRM) is interrupt
+    signal.signal(signal.SIGALRM, before)
 
 
 @on_ranks(2, damage=["flip", "truncate", "remove"])

@@ -122,6 +122,34 @@ def test_like_torch() -> None:
     assert_equal(full_state_dict(model), dict(theirs))
 
 
+class Picky(nn.Linear):
+    """With extra state that the last rank refuses."""
+
+    def get_extra_state(self) -> int:
+        return 1
+
+    def set_extra_state(self, state: int) -> None:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            raise ValueError(f"not {state}")
+
+
+@on_ranks(2)
+def test_what_one_rank_cannot_keep_or_take_is_an_error_on_all() -> None:
+    model = shard_plainly(build("mlp", 1))
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 0:
+            to_host = torch.Tensor.cpu
+            patch.setattr(torch.Tensor, "cpu", lambda self: fail() if self.shape == (12, 17) else to_host(self))
+        assert_raises_alike(RuntimeError, "cannot keep 'layers.1.weight': no memory", lambda: full_state_dict(model))
+    assert_equal(full_state_dict(model), of_rank_zero(dict(build("mlp", 1).state_dict())))
+    state = Picky(3, 3).state_dict()
+    assert_raises_alike(ValueError, "not 1", lambda: load_full_state_dict(shard_plainly(Picky(3, 3)), state))
+
+
+def fail() -> Any:
+    raise RuntimeError("no memory")
+
+
 @on_ranks(2)
 def test_converts_dtypes() -> None:
     state = {name: value.double() for name, value in build("mlp", 1).state_dict().items()}

@@ -409,6 +409,12 @@ def test_one_rank_that_fails_fails_all() -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
     with pytest.raises((TypeError, RuntimeError), match="seed must be an int" if rank else "failed on another rank"):
         materialize(model, seed="5" if rank else 5)  # type: ignore[arg-type]
+
+    def interrupted(module: nn.Module) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt if rank else RuntimeError, match="" if rank else "failed on another rank"):
+        materialize(model, seed=5, init_fn=interrupted if rank else None)
     dist.barrier()
 
 

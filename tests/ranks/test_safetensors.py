@@ -601,6 +601,31 @@ def test_an_interrupt_of_one_rank_leaves_the_ranks_in_step() -> None:
 
 
 @on_ranks(2)
+def test_a_file_that_is_replaced_while_it_is_read() -> None:
+    """By one of another layout, between the header and the data."""
+    check, path = ours._check_same, "model.safetensors"
+
+    def check_and_replace(*given: Any) -> None:
+        check(*given)
+        if dist.get_rank() == 0:
+            (directory / "new").replace(directory / path)
+        dist.barrier()
+
+    with shared_directory() as directory, pytest.MonkeyPatch.context() as patch:
+        state = {name: value.double() for name, value in build("mlp", 1).state_dict().items()}
+        if dist.get_rank() == 0:
+            save_file(build("mlp", 1).state_dict(), directory / path)
+            save_file(state, directory / "new")
+        dist.barrier()
+        model = shard_plainly(build("mlp", 2))
+        patch.setattr(ours, "_check_same", check_and_replace)
+        assert_raises_alike(ValueError, f"{path} was replaced", lambda: load_safetensors(model, directory))
+        patch.undo()
+        load_safetensors(model, directory)
+        assert_state(model, build("mlp", 1).state_dict())
+
+
+@on_ranks(2)
 def test_a_disk_too_full_for_a_header_is_told_with_the_file() -> None:
     model = shard_plainly(build("mlp", 1))
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)

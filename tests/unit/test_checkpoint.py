@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections import Counter, OrderedDict
@@ -999,6 +1000,16 @@ def test_the_process_does_not_end_before_the_checkpoint_is_complete(tmp_path: Pa
         assert "the last checkpoint was not saved: writing a checkpoint into" in done.stderr
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch: quantized tensors will go
+def test_a_quantized_buffer_beside_training(tmp_path: Path) -> None:
+    model, other = make(), make(1)
+    for module, value in ((model, 1.5), (other, 0.0)):
+        module.register_buffer("table", torch.quantize_per_tensor(torch.full((3,), value), 0.5, 3, torch.quint8))
+    save(tmp_path, model=model, async_=True)
+    load(tmp_path, model=other)
+    assert other.table.dequantize().tolist() == [1.5] * 3
+
+
 def test_a_save_that_failed_keeps_no_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: SummingStream, data: object) -> int:
         raise OSError(28, "No space left on device")
@@ -1012,6 +1023,42 @@ def test_a_save_that_failed_keeps_no_copies(tmp_path: Path, monkeypatch: pytest.
     assert shapes.count((12_345, 1)) == 1  # the model's
     with pytest.raises(CheckpointError, match="No space left"):
         wait()
+
+
+def load_and_leave(root: Path) -> None:
+    wait()
+    load(root, model=make())
+    os._exit(7)
+
+
+def test_a_forked_process_does_not_wait_for_the_save_of_its_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, model=make())
+    may_write, write = threading.Event(), SummingStream.write
+
+    def wait_and_write(self: SummingStream, data: Any) -> int:
+        may_write.wait(60)
+        return write(self, data)
+
+    monkeypatch.setattr(SummingStream, "write", wait_and_write)
+    newest = save(tmp_path, model=make(), async_=True)
+    process = fork(load_and_leave, tmp_path)
+    process.join(20)
+    may_write.set()
+    wait()
+    assert process.exitcode == 7
+    assert latest(tmp_path) == newest
+
+
+def test_without_another_thread_the_save_is_made_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    for _ in range(2):
+        assert save(tmp_path, model=make(), async_=True) == latest(tmp_path)
+    wait()
 
 
 def test_nothing_is_left_open_or_running(tmp_path: Path) -> None:

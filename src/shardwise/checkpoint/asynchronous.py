@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import traceback
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..core.device import local_of, pins_memory, spec_of, wrap_local
+from .integrity import is_plain
 from .objects import Path
 
 _logger = logging.getLogger("shardwise")
@@ -29,6 +31,8 @@ def host_copies(leaves: Mapping[Path, Any]) -> dict[Path, Any]:
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     local = local_of(tensor).detach()
+    if not is_plain(local):  # of quantized tensors and subclasses the numbers are not all
+        return local.to("cpu", copy=True)
     pinned = local.device.type != "cpu" and pins_memory(torch.device("cpu"))
     copy = torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=pinned)
     copy.copy_(local, non_blocking=True)
@@ -49,6 +53,10 @@ class Background:
     """One piece of work at a time, on a thread of its own. The process does not end before it is done."""
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Take nothing to be under way, as in a forked process, which does not have the thread."""
         self._thread: threading.Thread | None = None
         self._done = threading.Event()
         self._error: Exception | None = None
@@ -59,7 +67,11 @@ class Background:
         self._done.clear()
         # An argument, not a closure's cell, which the traceback of an error would keep alive.
         self._thread = threading.Thread(target=self._run, args=(work,), name="shardwise.save")
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # no thread is to be had; the other ranks write already, and wait for this one
+            self._thread = None
+            self._run(work)
 
     def _run(self, work: Callable[[], None]) -> None:
         try:
@@ -85,6 +97,7 @@ class Background:
 
 
 background = Background()
+os.register_at_fork(after_in_child=background.forget)
 
 
 @atexit.register

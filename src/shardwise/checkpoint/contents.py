@@ -88,15 +88,15 @@ def _is_own(value: Any, loads: dict[tuple[DeviceMesh, tuple[int, ...]], list[int
 
 
 def digests(items: Mapping[Path, torch.Tensor | Pickled], model: nn.Module | None) -> dict[Path, int]:
-    """A checksum of everything in which ranks may differ: pickled objects, and buffers of ``model``."""
+    """A checksum of everything in which ranks may differ: pickled objects, buffers and extra state of ``model``."""
     found = {path: zlib.crc32(item.data) for path, item in items.items() if isinstance(item, Pickled)}
     if model is None:
         return found
     # With every name of a shared buffer: all of them are saved, and loaded into the same memory.
-    for key, _ in model.named_buffers(remove_duplicate=False):
-        path = MODEL, plain_name(model, key)
-        item = items.get(path)
-        if isinstance(item, torch.Tensor) and is_plain(item):
+    buffers = {(MODEL, plain_name(model, key)) for key, _ in model.named_buffers(remove_duplicate=False)}
+    for path, item in items.items():
+        may_differ = path in buffers or (path[0] == MODEL and str(path[-1]).split(".")[-1] == "_extra_state")
+        if may_differ and isinstance(item, torch.Tensor) and is_plain(item):
             found[path] = zlib.crc32(raw(item.cpu()))
     return found
 

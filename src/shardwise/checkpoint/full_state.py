@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from .interrupts import held
 from .matching import Match, WeightsError, check_ties, match
 from .peers import Peers
 from .progress import Progress
@@ -22,6 +23,7 @@ BLOCK_BYTES = 2**24
 """Bytes broadcast at a time, rounded down to whole rows, of which there is at least one."""
 
 
+@held()
 @torch.no_grad()
 def full_state_dict(model: nn.Module, *, cpu: bool = True, rank0_only: bool = True) -> dict[str, Any]:
     """The model's state dict with whole plain tensors, none of which shares memory with the model.
@@ -38,23 +40,33 @@ def full_state_dict(model: nn.Module, *, cpu: bool = True, rank0_only: bool = Tr
 
     Raises:
         ValueError: naming tensors without values, on all ranks.
+        RuntimeError: on all ranks, naming a tensor that one of them cannot keep, as when its memory is full.
     """
     state = weights_of(model, asked_by="full_state_dict", of_world=True)
     with state.peers.together():
         state.check_values()
     keeps = state.peers.is_first or not rank0_only
     values: dict[str, Any] = {name: value for name, (_, value) in state.objects.items()}
+    # Raised at the end: until then the others wait for this rank.
+    failures: dict[str, Exception] = {}
     with Progress("Gathering", sum(w.nbytes for w in state.weights), shown=state.peers.is_first) as progress:
         for weight in state.weights:
             whole = weight.gather()
-            if keeps:
-                kept = whole.cpu() if cpu else whole
-                live = weight.local
-                shared = kept.device == live.device and kept.data_ptr() == live.data_ptr()
-                values.update(dict.fromkeys(weight.names, kept.clone() if shared else kept))
+            with _noting(weight.names[0], failures):
+                if keeps and not failures:
+                    values.update(dict.fromkeys(weight.names, _kept(whole, weight.local, cpu=cpu)))
             del whole
             progress.advance(weight.nbytes)
+    with state.peers.together():
+        for name, error in failures.items():
+            raise RuntimeError(f"full_state_dict cannot keep {name!r}: {error}") from error
     return {name: values[name] for name in state.names} if keeps else {}
+
+
+def _kept(whole: torch.Tensor, live: torch.Tensor, *, cpu: bool) -> torch.Tensor:
+    """``whole``, which may share the memory of ``live``, in memory of its own."""
+    kept = whole.cpu() if cpu else whole
+    return kept.clone() if kept.device == live.device and kept.data_ptr() == live.data_ptr() else kept
 
 
 @dataclass(frozen=True)
@@ -87,6 +99,7 @@ def load_full_state_dict(model: nn.Module, sd: Mapping[str, Any] | None, *, broa
     load_weights(loading.with_extra_as_objects(), sd, broadcast_from_rank0=broadcast_from_rank0)
 
 
+@held()
 @torch.no_grad()
 def load_weights(loading: ModelWeights, sd: Mapping[str, Any] | None, *, broadcast_from_rank0: bool = True) -> None:
     """What `load_full_state_dict` does, for ``loading``, which has extra state among its objects."""
@@ -110,11 +123,12 @@ def load_weights(loading: ModelWeights, sd: Mapping[str, Any] | None, *, broadca
         for found in matches:
             found.weight.prepare_memory(loading.device)
     _write(matches, tensors, peers, broadcast_from_rank0=broadcast_from_rank0)
-    for found in matches:
-        found.weight.accept_values()
-    for name, value in objects.items():
-        if (owner := loading.objects[name][0]) is not None:
-            owner.set_extra_state(value)
+    with peers.together():
+        for found in matches:
+            found.weight.accept_values()
+        for name, value in objects.items():
+            if (owner := loading.objects[name][0]) is not None:
+                owner.set_extra_state(value)
 
 
 def _sort(

@@ -112,8 +112,8 @@ class SummingStream(io.RawIOBase):
 
     def __init__(self, file: BinaryIO, advance: Callable[[int], None]):
         self._file, self._advance, self._sum = file, advance, RunningSum()
-        self.error: OSError | None = None
-        """The first one. torch's serialization mostly raises something else when its stream fails."""
+        self.error: BaseException | None = None
+        """The first one, or an interrupt. torch's serialization mostly raises something else when its stream fails."""
 
     @property
     def sum(self) -> FileSum:
@@ -124,12 +124,12 @@ class SummingStream(io.RawIOBase):
         """Write all of ``data``."""
         view = memoryview(data).cast("B")
         # Not in smaller pieces: the page cache takes in large ones at once.
-        for start in range(0, len(view), BLOCK):
-            piece = view[start : start + BLOCK]
-            self._sum.add(piece)
-            with self._noting_errors():
+        with self._noting_errors():
+            for start in range(0, len(view), BLOCK):
+                piece = view[start : start + BLOCK]
+                self._sum.add(piece)
                 self._file.write(piece)
-            self._advance(len(piece))
+                self._advance(len(piece))
         return len(view)
 
     def flush(self) -> None:
@@ -143,7 +143,7 @@ class SummingStream(io.RawIOBase):
     def _noting_errors(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
+        except BaseException as error:
             self.error = self.error or error
             raise
 
@@ -167,7 +167,7 @@ def summed(path: str | os.PathLike[str], mode: str, advance: Callable[[int], Non
         advance: called with the number of bytes written.
 
     Raises:
-        OSError: what kept it from being written, also where torch's serialization raised something else for it.
+        Exception: what kept it from being written, also where torch's serialization raised something else for it.
     """
     with cast(BinaryIO, open(path, mode)) as file, SummingStream(file, advance) as stream:
         try:
@@ -221,7 +221,7 @@ class Manifest:
         try:
             text, _, own_sum = path.read_bytes().partition(b"\n")
             if own_sum != b"%d\n" % xxh3_64_intdigest(text):
-                raise ValueError("its checksum differs")
+                raise ValueError(f"its checksum differs, or it is not of format {FORMAT}")
             body = json.loads(text)
             if body["format"] != FORMAT or body["block"] != BLOCK:
                 raise CheckpointError(

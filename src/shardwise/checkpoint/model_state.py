@@ -78,7 +78,8 @@ class SavedModel:
     """
 
     def __init__(self, stored: StoredData, model: nn.Module, preferred: str):
-        self._model, self._kinds = weights_of(model, asked_by="load", plain_names=True), stored.kinds
+        loading = weights_of(model, asked_by="load", plain_names=True)
+        self._model, self._kinds = loading.with_extra_as_objects(), stored.kinds
         self.prefix = _best_prefix(list(self._model.tensors) or self._model.names, self._kinds, preferred)
         """What stands before its names in the checkpoint."""
         split = {name: stored.below(f"{self.prefix}{name}.") for name in self._model.objects}
@@ -111,10 +112,10 @@ class SavedModel:
             own: from a key to that of this rank's own value, which may have another shape.
         """
         known, tensors = set(self.names), self._model.tensors
-        whole = [name for name in self.names if name not in self._split]
         missing = [name for name in self._model.names if name not in known]
         unexpected = [name for name in self._saved if name not in self._model.keys]
-        texts = (_misfit(name, tensors.get(name), self._kinds[own(self.prefix + name)]) for name in whole)
+        both = [name for name in self.names if name in tensors]
+        texts = (_misfit(name, tensors[name], self._kinds[own(self.prefix + name)]) for name in both)
         return Misfit(missing, unexpected, [text for text in texts if text])
 
     def lacks(self, name: str) -> bool:
@@ -125,16 +126,23 @@ class SavedModel:
         known = set(self.names)
         return [weight for weight in self._model.weights if not known.isdisjoint(weight.names)]
 
-    def targets(self) -> dict[str, torch.Tensor]:
+    def targets(self, own: Callable[[str], str] = str) -> dict[str, torch.Tensor]:
         """The model's own memory for the saved tensors, by key; what is on the meta device gets memory. Until `load`
-        a forward of the units concerned is refused."""
+        a forward of the units concerned is refused.
+
+        Args:
+            own: as of `misfit`.
+        """
         for weight in self._loaded():
             weight.prepare_memory(self._model.device)
         tensors = {name: weight.value for weight in self._model.weights for name in weight.names}
         found = {self.prefix + name: tensors[name] for name in self.names if name in tensors}
-        for key in (key for parts in self._split.values() for key in parts):
-            if isinstance(kind := self._kinds[key], TensorStorageMetadata):
-                found[key] = torch.empty(kind.size, dtype=kind.properties.dtype, device="cpu")
+        # Extra state is handed over: it may have another shape each time.
+        for name in (name for name in self.names if name not in tensors):
+            device = "cpu" if name in self._split else self._model.device
+            for key in self._split.get(name, [self.prefix + name]):
+                if isinstance(kind := self._kinds[own(key)], TensorStorageMetadata):
+                    found[key] = torch.empty(kind.size, dtype=kind.properties.dtype, device=device)
         return found
 
     @torch.no_grad()
@@ -179,11 +187,9 @@ def _best_prefix(names: Iterable[str], keys: Iterable[str], preferred: str) -> s
     return best[0]
 
 
-def _misfit(name: str, tensor: torch.Tensor | None, stored: Any) -> str | None:
+def _misfit(name: str, tensor: torch.Tensor, stored: Any) -> str | None:
     if not isinstance(stored, TensorStorageMetadata):
-        return None if tensor is None else f"{name!r} is not a tensor in the checkpoint"
-    if tensor is None:
-        return f"{name!r} is a tensor in the checkpoint"
+        return f"{name!r} is not a tensor in the checkpoint"
     if tuple(tensor.shape) != tuple(stored.size):
         return f"{name!r} has shape {tuple(tensor.shape)}, and {tuple(stored.size)} in the checkpoint"
     if not convertible(stored.properties.dtype, tensor.dtype):

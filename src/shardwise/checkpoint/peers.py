@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..core.mesh import mesh_device
+from .interrupts import held, let_in
 
 T = TypeVar("T")
 
@@ -72,11 +73,13 @@ class Peers:
                 raised on its own rank, and as a RuntimeError on the others.
         """
         own: BaseException | None = None
-        try:
-            yield
-        except BaseException as error:  # the other ranks must not go on by themselves
-            own = error
-        failures = zip(self.ranks, self.exchange(_portable(own)), strict=True)
+        with held():
+            try:
+                with let_in():
+                    yield
+            except BaseException as error:  # the other ranks must not go on by themselves
+                own = error
+            failures = zip(self.ranks, self.exchange(_portable(own)), strict=True)
         rank, first = next(((rank, failure) for rank, failure in failures if failure is not None), (0, None))
         if first is None:
             return

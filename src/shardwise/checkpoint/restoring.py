@@ -115,7 +115,7 @@ class Restoring:
         Args:
             advance: called with the number of bytes read.
         """
-        targets = self._model.targets() if self._model is not None else {}
+        targets = self._model.targets(self._own) if self._model is not None else {}
         if self._model is not None and self._optimizer is not None:
             targets.update(self._optimizer.targets(self._wanted.optimizers, self._model.device))
         # What the caller's objects hold now says how the new values are sharded.

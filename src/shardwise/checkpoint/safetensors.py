@@ -17,10 +17,22 @@ import torch
 from torch import nn
 
 from .atomic import path_of, sync_directory
+from .integrity import CorruptFileError
+from .interrupts import held
 from .matching import IncompatibleKeys, Match, WeightsError, check_ties, match
 from .peers import Peers
 from .progress import Progress
-from .tensor_files import INDEX, SINGLE, PlannedFile, StoredTensor, TensorMover, index_of, plan_files, read_stored
+from .tensor_files import (
+    INDEX,
+    SINGLE,
+    PlannedFile,
+    StoredTensor,
+    TensorMover,
+    index_of,
+    plan_files,
+    read_stored,
+    version_of,
+)
 from .weights import ModelWeights, Region, Weight, weights_of
 
 ABANDONED_AFTER = 86400.0
@@ -32,6 +44,7 @@ Rename = Mapping[str, str] | Callable[[str], str | None]
 # -- Loading
 
 
+@held()
 @torch.no_grad()
 def load_safetensors(
     model: nn.Module,
@@ -141,16 +154,23 @@ class _Files(contextlib.ExitStack):
         self._open: dict[str, int] = {}
 
     def of(self, stored: StoredTensor) -> int:
-        """The descriptor of a stored tensor's file."""
+        """The descriptor of a stored tensor's file.
+
+        Raises:
+            CorruptFileError: if it is not the file whose header was read.
+        """
         if stored.file not in self._open:
-            self._open[stored.file] = os.open(stored.file, os.O_RDONLY | os.O_CLOEXEC)
-            self.callback(os.close, self._open[stored.file])
+            self._open[stored.file] = descriptor = os.open(stored.file, os.O_RDONLY | os.O_CLOEXEC)
+            self.callback(os.close, descriptor)
+            if version_of(descriptor) != stored.version:
+                raise CorruptFileError(f"{stored.file} was replaced or changed while it was read: load once more")
         return self._open[stored.file]
 
 
 # -- Saving
 
 
+@held()
 @torch.no_grad()
 def save_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, max_shard_size: int | str = "5GB") -> None:
     """Save a model's parameters and persistent buffers for any reader of safetensors; all ranks that hold it call this.

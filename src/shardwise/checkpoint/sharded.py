@@ -19,6 +19,7 @@ from .asynchronous import background, host_copies
 from .atomic import DCP_METADATA, MANIFEST, Draft, checkpoints_in, is_name_of_ours, latest, path_of, prune
 from .contents import apart, contents, digests
 from .integrity import CheckpointError, CorruptFileError, Manifest, find_damage
+from .interrupts import held
 from .model_state import check_fit
 from .names import listed
 from .objects import Pickled, is_stateful
@@ -32,6 +33,7 @@ from .writing import Leaves, naming, write_leaves
 Optimizers = Optimizer | Iterable[Optimizer] | Mapping[Any, Optimizer]
 
 
+@held()
 def save(
     directory: str | os.PathLike[str],
     *,
@@ -143,6 +145,7 @@ def _abandon(draft: Draft | None, ranks: SavingRanks) -> None:
         ranks.exchange(None)
 
 
+@held()
 def load(
     directory: str | os.PathLike[str],
     *,
@@ -229,8 +232,9 @@ def check_files(path: Path, manifest: Manifest, ranks: SavingRanks, advance: Cal
     Raises:
         CorruptFileError: on all ranks, naming all files that one of them found damaged.
     """
-    found = ranks.exchange(find_damage(path, manifest, ranks.position, ranks.size, advance))
-    damage = {name: problem for own in reversed(found) for name, problem in own.items()}
+    with ranks.together():
+        found = find_damage(path, manifest, ranks.position, ranks.size, advance)
+    damage = {name: problem for own in reversed(ranks.exchange(found)) for name, problem in own.items()}
     if not damage:
         return
     others = [other.name for other in checkpoints_in(path.parent) if other != path]

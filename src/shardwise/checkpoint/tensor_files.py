@@ -66,6 +66,7 @@ class StoredTensor:
         label: the format's name of its dtype.
         shape: of the whole tensor.
         start: where its data starts in the file, in bytes.
+        version: of the file when its header was read (see `version_of`).
     """
 
     file: str
@@ -73,11 +74,18 @@ class StoredTensor:
     label: str
     shape: tuple[int, ...]
     start: int
+    version: tuple[int, ...]
 
     @property
     def dtype(self) -> torch.dtype | None:
         """None if torch does not have it."""
         return DTYPES.get(self.label)
+
+
+def version_of(descriptor: int) -> tuple[int, ...]:
+    """Differs between an open file and what was at its path before, or will be."""
+    state = os.fstat(descriptor)
+    return state.st_ino, state.st_size, state.st_mtime_ns
 
 
 # -- What is stored
@@ -150,7 +158,7 @@ def _read_index(path: Path) -> dict[str, StoredTensor]:
 def _read_header(path: Path) -> dict[str, StoredTensor]:
     try:
         with path.open("rb", buffering=0) as file:
-            size = file.read(8)
+            size, version = file.read(8), version_of(file.fileno())
         # The library checks that sizes agree with shapes and that the data has neither holes nor overlaps and ends
         # with the file: so the tensors lie one after the other.
         with safe_open(path, "numpy") as header:
@@ -158,7 +166,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
             for key in header.offset_keys():
                 entry = header.get_slice(key)
                 label, shape = str(entry.get_dtype()), tuple(entry.get_shape())
-                stored[key] = StoredTensor(str(path), key, label, shape, position)
+                stored[key] = StoredTensor(str(path), key, label, shape, position, version)
                 position += math.prod(shape) * _bits(label) // 8
         return stored
     except SafetensorError as error:

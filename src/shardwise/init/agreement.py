@@ -76,7 +76,7 @@ def telling_failure(meshes: Sequence[DeviceMesh]) -> Iterator[None]:
     """An error inside makes the other ranks, which go on to `require_same`, raise there."""
     try:
         yield
-    except Exception:
+    except BaseException:  # an interrupt too
         for _ in range(2):  # as many collectives as `require_same` makes on each mesh
             _extremes(meshes, _FAILED)
         raise

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from ..checkpoint.atomic import DCP_METADATA, MANIFEST, path_of, sync_directory
 from ..checkpoint.integrity import CheckpointError, FileSum, Manifest, summed
+from ..checkpoint.interrupts import held
 from ..checkpoint.model_state import SavedModel, check_fit
 from ..checkpoint.names import parameter_names
 from ..checkpoint.objects import leaves, pickled
@@ -194,6 +195,7 @@ def _exchanged(one: Path, other: Path) -> bool:
     return rename is not None and rename(_HERE, names[0], _HERE, names[1], _RENAME_EXCHANGE) == 0
 
 
+@held()
 @torch.no_grad()
 def write_directory(path: Path, sharded: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
     """Write a sharded checkpoint; what was at ``path`` stays until it is complete. A collective of all ranks.
