@@ -18,7 +18,7 @@ from .device import (
     take_history,
 )
 from .errors import StateError
-from .tree import Additions, Replacement, map_tensors, tensors_requiring_grad
+from .tree import Additions, Replacement, is_flat, map_tensors, tensors_requiring_grad
 
 
 class Told(Protocol):
@@ -37,7 +37,6 @@ class Told(Protocol):
         """The gradients of the inputs of a call in this forward pass are complete; ``call`` is its node."""
 
 
-_NO_CONTAINERS = (torch.Tensor, type(None), bool, int, float, str)
 _CHANGED_AND_REPEATED = (
     "forward of a unit of fully_shard changed a tensor in place that it was given several times, or with a view of it: "
     "each of them has an autograd history of its own there, so that gradients would be wrong: pass a clone, or add "
@@ -50,36 +49,46 @@ class Call:
 
     Args:
         module: its id.
+        args: positional ones.
+        kwargs: others.
     """
 
-    def __init__(self, module: int):
+    def __init__(self, module: int, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.module = module
+        self._values = (*args, *kwargs.values()) if kwargs else args
+        self._keywords = tuple(kwargs)
         self._replacements: list[Replacement] = []
         self._additions: Additions | None = None
         self._passed: list[tuple[torch.Tensor, torch.Tensor, Any]] = []
         """What was given, what takes its place, and the history of that."""
 
-    def replace(self, arguments: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-        """``arguments`` with ``function`` of each tensor in them."""
-        self._replacements.append(Replacement(function))
-        return self._replacements[-1].of(arguments)
+    @property
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the module gets."""
+        count = len(self._values) - len(self._keywords)
+        return self._values[:count], dict(zip(self._keywords, self._values[count:], strict=True))
 
-    def announce_end(self, unit: Told, forward_pass: int, arguments: Any) -> tuple[Any, Any]:
-        """``arguments`` that tell ``unit`` when backward has come to them, and the node that will, if one does."""
-        inputs = tensors_requiring_grad(arguments)
+    def replace(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Let it get ``function`` of each tensor in its arguments."""
+        self._replacements.append(Replacement(function))
+        self._values = self._replacements[-1].of(self._values)
+
+    def announce_end(self, unit: Told, forward_pass: int) -> Any:
+        """Let it get what tells ``unit`` when backward has come to its arguments; gives the node that will, if one
+        does."""
+        inputs = tensors_requiring_grad(self._values)
         if not inputs:
-            return arguments, None
+            return None
         aliases = apply_function(_PostBackward, unit, forward_pass, *inputs)
         self._passed = [(old, new, new.grad_fn) for old, new in zip(inputs, aliases, strict=True)]
         left = iter(aliases)
-        replaced = self.replace(arguments, lambda tensor: next(left) if tensor.requires_grad else tensor)
-        return replaced, aliases[0].grad_fn
+        self.replace(lambda tensor: next(left) if tensor.requires_grad else tensor)
+        return aliases[0].grad_fn
 
-    def watch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note what is in the containers that forward gets: what it adds are outputs."""
-        values = (*args, *kwargs.values()) if kwargs else args
-        if not all(isinstance(value, _NO_CONTAINERS) for value in values):
-            self._additions = Additions(values)
+    def watch(self) -> None:
+        """Note what is in the containers that it gets: what it adds are outputs."""
+        if not is_flat(self._values):
+            self._additions = Additions(self._values)
 
     def leave(self, unit: Told) -> None:
         """What forward changed in place in its arguments, tensors and containers, becomes the caller's.

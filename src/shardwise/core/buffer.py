@@ -354,9 +354,9 @@ def allocate_storage(tensor: torch.Tensor) -> None:
     """Give ``tensor`` memory again after `free_storage`; its views see it."""
     storage = tensor.untyped_storage()
     if storage.nbytes() == 0:
-        storage.resize_(tensor.numel() * tensor.itemsize)
-        if tensor.device.type == "cpu" and storage.nbytes() > MAPPED_BYTES:
-            _ask_for_huge_pages(storage.data_ptr(), storage.nbytes())
+        storage.resize_(size := tensor.nbytes)
+        if size > MAPPED_BYTES and tensor.device.type == "cpu":
+            _ask_for_huge_pages(storage.data_ptr(), size)
 
 
 def _ask_for_huge_pages(address: int, size: int) -> None:

@@ -331,10 +331,13 @@ call_without_torch_function: Callable[[Any, Any, Any, Any], Any] = torch._C._dis
 """``(func, types, args, kwargs)``: call ``func`` as torch does for a class whose ``__torch_function__`` is disabled."""
 
 
+_get_hooks, _get_late_hooks = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+
+
 def run_tensor_hooks(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """``gradients[i]`` after the hooks that the user registered by ``parameters[i].register_hook``."""
     with without_torch_function():
-        hooks = [parameter._backward_hooks for parameter in parameters]
+        hooks = [*map(_get_hooks, parameters)]
     if not any(hooks):
         return gradients
     changed = [*gradients]
@@ -350,8 +353,12 @@ def post_accumulate_grad_hooks(
 ) -> list[tuple[Callable[[torch.Tensor], None], torch.Tensor]]:
     """Hooks that the user registered to run when the gradient of a parameter is ready, each with its parameter."""
     with without_torch_function():
-        found = [(parameter, parameter._post_accumulate_grad_hooks) for parameter in parameters]
-    return [(hook, parameter) for parameter, hooks in found if hooks for hook in hooks.values()]
+        found = [*map(_get_late_hooks, parameters)]
+    if not any(found):
+        return []
+    return [
+        (hook, parameter) for parameter, hooks in zip(parameters, found, strict=True) for hook in (hooks or {}).values()
+    ]
 
 
 # -- Autograd ---------------------------------------------------------------------------------------------------

@@ -179,11 +179,12 @@ class ParamGroup:
             self._prepared = _Prepared(gathers, (event, mark()), self.shards.stamp())
 
     def _gathers_by(self, buffer: ShardedBuffer) -> StagedCollective | None:
-        if (custom := self.options.custom_gather) is None or self.mesh.shard.size == 1 or buffer.is_resharded:
-            return None
-        return custom
+        """What the user set to gather it, if it does."""
+        return None if self.mesh.shard.size == 1 or buffer.is_resharded else self.options.custom_gather
 
     def _start_gathers(self, lane: Lane) -> Sequence[Gather]:
+        if self.options.custom_gather is None:
+            return [buffer.start_gather(lane) for buffer in self.shards.buffers]
         gathers = []
         for buffer in self.shards.buffers:
             custom = self._gathers_by(buffer)
@@ -192,7 +193,7 @@ class ParamGroup:
 
     def _issue_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
         first = self.shards.buffers[0]
-        if (custom := self._gathers_by(first)) is None:
+        if self.options.custom_gather is None or (custom := self._gathers_by(first)) is None:
             return first.gather_comm.all_gather(outputs, inputs)
         works = [
             custom(output_tensor=output, input_tensor=input_, group=first.comm.group, async_op=False)
@@ -223,13 +224,13 @@ class ParamGroup:
             keeps = self._keeps_unsharded or not self.options.reshard_after_forward
             self.shards.note_gathered(keeps=keeps)
         self.shards.put_unsharded()
-        self._drop_resharded()
+        if self.state is ShardState.RESHARDED:
+            self._drop_resharded()
         self.state = ShardState.UNSHARDED
 
     def _drop_resharded(self) -> None:
-        if self.state is ShardState.RESHARDED:
-            for buffer in self.shards.buffers:
-                buffer.drop_resharded()
+        for buffer in self.shards.buffers:
+            buffer.drop_resharded()
 
     def reshard(self, *, after_forward: bool = False, keep: bool = False) -> None:
         """Register the sharded parameters and free the gathered ones, unless the strategy keeps them.
@@ -249,7 +250,8 @@ class ParamGroup:
             return
         self._prepared = None
         self.shards.put_sharded()
-        self._drop_resharded()
+        if self.state is ShardState.RESHARDED:
+            self._drop_resharded()
         self.state = ShardState.SHARDED
         self._is_kept = keep or self._keeps_unsharded
         if self._is_kept:

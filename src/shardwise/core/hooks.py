@@ -134,8 +134,9 @@ class Unit:
         if self.phase is Phase.PRE_BACKWARD:
             if in_backward():  # recomputation of a checkpointed forward
                 self.unshard_again()
-                recomputed: tuple[Any, Any] = self._cast_inputs(Call(id(module)), (args, kwargs))
-                return recomputed
+                call = Call(id(module), args, kwargs)
+                self._cast_inputs(call)
+                return call.arguments
             context.recover_from_aborted_backward()
         if self._opaque:
             self._refuse_unannounced()
@@ -156,21 +157,21 @@ class Unit:
                 context.queue_end_of_backward()
             elif context.forward_root is None:
                 args, kwargs = self._enter_pass(context, args, kwargs)
-        call, arguments = Call(id(module)), (args, kwargs)
+        call = Call(id(module), args, kwargs)
         if self.precision.param_dtype is not None:
-            arguments = self._cast_inputs(call, arguments)
+            self._cast_inputs(call)
         for group in self.groups:
             group.unshard(context.gather_lane, for_backward=self._recomputes)
         self._inside.append(call)
         if is_first and torch.is_grad_enabled():
-            arguments = self._announce_end(context, call, arguments)
-        call.watch(*arguments)
+            self._announce_end(context, call)
+        call.watch()
         if is_first and not self._recomputes:
             # Before the wait, so that a link that all wait for is never idle.
             self._prefetch_for_forward(context)
         for group in self.groups:
             group.wait_for_unshard()
-        return arguments
+        return call.arguments
 
     def _check_unsharded(self) -> None:
         """
@@ -369,12 +370,12 @@ class Unit:
                 if group.is_gathering and not group.is_asked_for:
                     group.reshard()
 
-    def _cast_inputs(self, call: Call, arguments: Any) -> Any:
+    def _cast_inputs(self, call: Call) -> None:
         dtype = self.precision.param_dtype
         if dtype is None or not self.precision.cast_forward_inputs:
-            return arguments
+            return
         with label("FSDP::cast_forward_inputs", self.name):
-            return call.replace(arguments, casting(dtype))
+            call.replace(casting(dtype))
 
     def _cast_output(self, output: Any) -> Any:
         dtype = self.precision.output_dtype
@@ -383,17 +384,16 @@ class Unit:
         with label("FSDP::cast_forward_outputs", self.name):
             return map_tensors(output, casting(dtype))
 
-    def _announce_end(self, context: FSDPCommContext, call: Call, arguments: Any) -> Any:
+    def _announce_end(self, context: FSDPCommContext, call: Call) -> None:
         forward_pass = context.passes
         if self._recomputes:
             # Backward may go through this call (reentrant checkpointing) or not: nothing else must wait for it.
             self._recomputations += 1
             forward_pass = -self._recomputations
         self._calls[forward_pass] += 1
-        arguments, node = call.announce_end(self, forward_pass, arguments)
+        node = call.announce_end(self, forward_pass)
         if node is not None:
             self._nodes.setdefault(forward_pass, weakref.ref(node))
-        return arguments
 
     # -- Backward
 

@@ -196,19 +196,19 @@ class GradientReducer:
         return Reduction(plan, self._route(dtype), filled, known, lane, device, like.local, give, self.shards.unit_name)
 
     def _route(self, dtype: torch.dtype) -> Route:
-        options, replicate = self.options, self.mesh.replicate
-        size = self.mesh.size // self.mesh.shard.size
+        options, mesh = self.options, self.mesh
+        size = mesh.size // mesh.shard.size
         if options.divisors is not None:
             scale = Scale(before=options.divisors[0], after=options.divisors[1])
         else:
             # A number, since a tensor may hold another one by the next time.
             factor = None if options.divide_factor is None else float(options.divide_factor)
-            scale = gradient_scale(dtype, self.mesh.shard.size, size, factor, options.force_sum)
+            scale = gradient_scale(dtype, mesh.shard.size, size, factor, options.force_sum)
         return Route(
-            options.reduce_comm or self.mesh.shard,
-            replicate,
+            options.reduce_comm or mesh.shard,
+            mesh.replicate,
             scale,
-            stop_after_shard=bool(replicate) and not options.all_reduce_gradients,
+            stop_after_shard=bool(mesh.replicate) and not options.all_reduce_gradients,
             hook=options.all_reduce_hook,
             custom=options.custom_reduce_scatter,
         )

@@ -16,6 +16,7 @@ from .device import parts_of
 
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), Enum, torch.dtype, torch.device, torch.layout, type)
 """Types of values that have no tensors inside."""
+_FLAT = {torch.Tensor, torch.nn.Parameter, str, int, float, bool, type(None)}
 
 
 class Replacement:
@@ -288,7 +289,14 @@ def tensors_requiring_grad(value: Any) -> list[torch.Tensor]:
     return [tensor for tensor in _all_tensors(value) if tensor.requires_grad]
 
 
+def is_flat(value: Any) -> bool:
+    """Whether ``value`` is a tuple, as most arguments are, with nothing in it that could contain other tensors."""
+    return type(value) is tuple and _FLAT.issuperset(map(type, value))
+
+
 def _all_tensors(value: Any) -> list[torch.Tensor]:
+    if is_flat(value):
+        return [one for one in value if isinstance(one, torch.Tensor)]
     found: list[torch.Tensor] = []
 
     def visit(tensor: torch.Tensor) -> torch.Tensor:
