@@ -43,6 +43,7 @@ from shardwise.checkpoint.model_state import model_state
 from shardwise.checkpoint.objects import leaves, pickled, tree_of, unpickled, warn_of_unsafe
 from shardwise.checkpoint.reading import _MetadataUnpickler
 from shardwise.lightning_common.files import METADATA, SavedDirectory, read_file, save_file, write_directory, write_file
+from shardwise.lightning_common.weights import load_values
 
 
 def make(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -1104,3 +1105,24 @@ def test_metadata_gives_members_of_enumerations_and_no_other_attributes() -> Non
         load(_ByGetattr(torch.Size, "__init__"))
     with pytest.raises(KeyError):
         load(_ByGetattr(_MEM_FORMAT_ENCODING, "__init__"))
+
+
+NOT_WHOLE = {
+    "meta": lambda: torch.empty(3, 5, device="meta"),
+    "sparse": lambda: torch.eye(3, 5).to_sparse(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(5)] * 3),
+    "tied": lambda: torch.ones(3, 5),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_WHOLE)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_lightning_loads_all_of_a_state_dict_or_nothing(kind: str) -> None:
+    model = make()
+    state = {**make(seed=1).state_dict(), "2.weight": NOT_WHOLE[kind]()}
+    if kind == "tied":
+        model.other = model[2]  # type: ignore[assignment]
+        state.update({"other.weight": torch.zeros(3, 5), "other.bias": state["2.bias"]})
+    with pytest.raises(ValueError, match=r"'2\.weight'"):
+        load_values(model, state)
+    assert torch.equal(model[0].weight, make()[0].weight)

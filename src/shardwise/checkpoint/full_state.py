@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,19 +106,15 @@ def load_weights(loading: ModelWeights, sd: Mapping[str, Any] | None, *, broadca
     peers = loading.peers
     has_values = peers.is_first or not broadcast_from_rank0
     with peers.together():
-        tensors, objects, problems = _sort(loading, sd) if has_values else ({}, {}, [])
-        # A nested tensor has no shape.
-        dense = {name: value for name, value in tensors.items() if not value.is_nested}
-        described = {name: _Description(tuple(value.shape), value.dtype) for name, value in dense.items()}
+        tensors, objects, problems = sort_state(loading, sd) if has_values else ({}, {}, [])
+        described = {name: _Description(tuple(value.shape), value.dtype) for name, value in tensors.items()}
         packed = _packed((described, objects, problems)) if broadcast_from_rank0 else b""
     if broadcast_from_rank0:
         described, objects, problems = pickle.loads(peers.exchange(packed)[0])
     with peers.together():
         matches, _ = match(loading, described, "the state dict", objects=objects, problems=problems)
         if has_values:
-            check_ties(matches, "the state dict", lambda w, a, b: not _equal(tensors[a], tensors[b], w.dtype))
-        for found in matches:
-            found.weight.check_region()
+            refuse_untied(matches, tensors)
     with peers.together():
         for found in matches:
             found.weight.prepare_memory(loading.device)
@@ -126,15 +122,13 @@ def load_weights(loading: ModelWeights, sd: Mapping[str, Any] | None, *, broadca
     with peers.together():
         for found in matches:
             found.weight.accept_values()
-        for name, value in objects.items():
-            if (owner := loading.objects[name][0]) is not None:
-                owner.set_extra_state(value)
+        loading.set_extra_state(objects)
 
 
-def _sort(
+def sort_state(
     loading: ModelWeights, sd: Mapping[str, Any] | None
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any], list[str]]:
-    """The tensors and the other objects of a state dict, and what is wrong with them.
+    """The tensors of a state dict, but for those that have no shape, its other objects, and what is wrong with them.
 
     Raises:
         TypeError: if it is not a dict.
@@ -153,7 +147,16 @@ def _sort(
         ],
     }
     problems = [f"{kind}: {', '.join(map(repr, names))}" for kind, names in wrong.items() if names]
-    return tensors, {name: value for name, value in sd.items() if name not in tensors}, problems
+    objects = {name: value for name, value in sd.items() if name not in tensors}
+    return {name: value for name, value in tensors.items() if not value.is_nested}, objects, problems
+
+
+def refuse_untied(matches: Iterable[Match], tensors: Mapping[str, torch.Tensor]) -> None:
+    """
+    Raises:
+        WeightsError: naming tied weights of which ``tensors`` has several names with different values.
+    """
+    check_ties(matches, "the state dict", lambda w, a, b: not _equal(tensors[a], tensors[b], w.dtype))
 
 
 def _packed(values: object) -> bytes:

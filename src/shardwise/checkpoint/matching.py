@@ -77,6 +77,7 @@ def match(
 
     Raises:
         WeightsError: listing all missing, unexpected and mis-shaped names, and dtypes that cannot be converted.
+        ValueError: if what this rank holds of one need not be one box of it.
     """
     matches = [Match(w, [name for name in w.names if name in stored]) for w in model.weights]
     absent = [m.weight for m in matches if not m.stored and not _may_be_missing(model, m.weight)]
@@ -97,7 +98,10 @@ def match(
     lines = [f"{kind}: {', '.join(items)}" for kind, items in found.items() if items]
     if lines or problems:
         raise WeightsError("\n  ".join([f"{source} does not fit the model:", *problems, *lines]))
-    return [m for m in matches if m.stored], IncompatibleKeys(missing, unexpected)
+    loaded = [m for m in matches if m.stored]
+    for m in loaded:
+        m.weight.check_region()
+    return loaded, IncompatibleKeys(missing, unexpected)
 
 
 def check_ties(matches: Iterable[Match], source: object, differ: Callable[[Weight, str, str], bool]) -> None:

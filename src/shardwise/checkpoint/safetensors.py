@@ -84,8 +84,6 @@ def load_safetensors(
     with peers.together():
         stored, problems = _renamed(read_stored(path_or_dir), rename)
         matches, keys = match(loading, stored, str(path_or_dir), strict=strict, problems=problems)
-        for found in matches:
-            found.weight.check_region()
     _check_same(peers, stored, path_or_dir)
     with peers.together(), _Files() as files:
         mover = TensorMover()

@@ -246,6 +246,13 @@ class ModelWeights:
         weights = [weight for weight in self.weights if weight.extra_of is None]
         return replace(self, weights=weights, objects={**self.objects, **extra})
 
+    def set_extra_state(self, values: Mapping[str, Any]) -> None:
+        """Give those of `objects` that ``values`` has to their modules."""
+        for name, value in values.items():
+            owner, _ = self.objects.get(name, (None, None))
+            if owner is not None:
+                owner.set_extra_state(value)
+
     @cached_property
     def _meshes(self) -> list[DeviceMesh]:
         return list(dict.fromkeys(w.tensor.device_mesh for w in self.weights if isinstance(w.tensor, DTensor)))

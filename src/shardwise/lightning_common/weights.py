@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..adapters.wrapping import LOADED
+from ..checkpoint.full_state import refuse_untied, sort_state
 from ..checkpoint.matching import IncompatibleKeys, Match, match
 from ..checkpoint.tensor_files import read_stored
 from ..checkpoint.weights import weights_of
@@ -39,13 +40,9 @@ def load_values(model: nn.Module, state: Mapping[str, Any], *, strict: bool = Tr
         ValueError: (also a RuntimeError) listing all that does not fit; nothing is changed then.
     """
     loading = weights_of(model).with_extra_as_objects()
-    tensors = {name: v for name, v in state.items() if isinstance(v, torch.Tensor) and name not in loading.objects}
-    if sharded := [name for name, value in tensors.items() if isinstance(value, DTensor)]:
-        raise ValueError(f"{', '.join(map(repr, sharded[:5]))} are sharded: give whole tensors (full_tensor())")
-    objects = {name: value for name, value in state.items() if name not in tensors}
-    matches, incompatible = match(loading, tensors, "the state dict", strict=strict, objects=objects)
-    for found in matches:
-        found.weight.check_region()
+    tensors, objects, problems = sort_state(loading, state)
+    matches, incompatible = match(loading, tensors, "the state dict", strict=strict, objects=objects, problems=problems)
+    refuse_untied(matches, tensors)
     with not_inference():
         for found in matches:
             value = tensors[found.stored[0]]
@@ -53,10 +50,7 @@ def load_values(model: nn.Module, state: Mapping[str, Any], *, strict: bool = Tr
                 found.weight.prepare_memory(loading.device)
                 found.weight.write_rows(value, 0)
                 found.weight.accept_values()
-    for name, value in objects.items():
-        owner = loading.objects[name][0] if name in loading.objects else None
-        if owner is not None:
-            owner.set_extra_state(value)
+    loading.set_extra_state(objects)
     return incompatible
 
 
