@@ -1126,3 +1126,9 @@ def test_lightning_loads_all_of_a_state_dict_or_nothing(kind: str) -> None:
     with pytest.raises(ValueError, match=r"'2\.weight'"):
         load_values(model, state)
     assert torch.equal(model[0].weight, make()[0].weight)
+
+
+def test_a_sparse_tensor_in_a_sharded_checkpoint_of_lightning(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="model.mask is a tensor of layout torch.sparse_coo"):
+        write_directory(tmp_path / "sharded", {"model": {"mask": torch.eye(3).to_sparse()}}, {})
+    assert not list(tmp_path.iterdir())

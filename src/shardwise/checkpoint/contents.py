@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from .integrity import is_plain, raw
 from .model_state import model_state
 from .names import parameter_names, plain_name
-from .objects import Path, Pickled, capture, is_kept_by_leaves, leaves, pickled, warn_of_unsafe
+from .objects import Path, Pickled, as_saved, capture, is_kept_by_leaves, key_of, leaves, pickled, warn_of_unsafe
 from .optimizer_state import optimizer_state
 from .rng import random_states
 from .weights import replica_of
@@ -59,13 +59,11 @@ def contents(
 
 
 def _leaf(path: Path, value: Any) -> torch.Tensor | Pickled:
-    where = ".".join(map(str, path))
-    if isinstance(value, torch.Tensor) and path[0] != RNG:  # a generator's state is an object in which ranks differ
-        if value.layout is not torch.strided:
-            raise TypeError(f"{where} is a tensor of layout {value.layout}: checkpoints hold dense tensors only")
-        return value.detach()
-    item = pickled(value, where)
-    if path[0] in (SCHEDULER, EXTRA):
+    where = key_of(path)
+    if path[0] == RNG:  # a generator's state is an object in which ranks differ
+        return pickled(value, where)
+    item = as_saved(value, where)
+    if path[0] in (SCHEDULER, EXTRA) and isinstance(item, Pickled):
         warn_of_unsafe(item, where)
     return item
 

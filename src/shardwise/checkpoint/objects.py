@@ -27,6 +27,13 @@ from ..core.tree import tensors_in
 Path = tuple[str | int, ...]
 """Where a leaf is in a tree of dicts and lists: keys (as strings) and positions."""
 
+
+
+def key_of(path: Path) -> str:
+    """The name by which `torch.distributed.checkpoint` knows a leaf."""
+    return ".".join(map(str, path))
+
+
 SHARDED = "__shardwise_sharded__"
 """Key of the one-item dict that stands for a sharded tensor in a pickled tree; the item is the tensor's name."""
 
@@ -63,6 +70,23 @@ def pickled(value: Any, where: str) -> Pickled:
     except Exception as error:  # pickling runs code of the object's own
         raise TypeError(f"{where} cannot be saved, since it cannot be pickled: {error}") from error
     return Pickled(stream.getvalue())
+
+
+def as_saved(value: Any, where: str) -> torch.Tensor | Pickled:
+    """A leaf as it is saved: a tensor itself, anything else as it is now.
+
+    Args:
+        value: any leaf.
+        where: what it is called in messages.
+
+    Raises:
+        TypeError: for a tensor that is not dense, or what cannot be pickled.
+    """
+    if not isinstance(value, torch.Tensor):
+        return pickled(value, where)
+    if value.layout is not torch.strided:
+        raise TypeError(f"{where} is a tensor of layout {value.layout}: checkpoints hold dense tensors only")
+    return value.detach()
 
 
 def warn_of_unsafe(item: Pickled, where: str) -> None:
@@ -204,7 +228,7 @@ def capture(value: Any, sharded: dict[str, DTensor], path: Path = ()) -> Any:
     if is_stateful(value):
         value = value.state_dict()
     if isinstance(value, DTensor):
-        name = ".".join(map(str, path))
+        name = key_of(path)
         while name in sharded:
             name += "_"
         sharded[name] = value

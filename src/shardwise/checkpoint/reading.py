@@ -34,7 +34,7 @@ from torch.futures import Future
 from .atomic import DCP_METADATA
 from .integrity import CheckpointError, CorruptFileError, is_plain, raw, read_all
 from .names import listed
-from .objects import Path, UnsafeObjectError, unpickled
+from .objects import Path, UnsafeObjectError, key_of, unpickled
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -175,7 +175,7 @@ def _problem_of(metadata: Metadata, directory: FilePath) -> str | None:
     paths = metadata.planner_data or {}
     if not isinstance(paths, Mapping) or not all(isinstance(path, tuple) for path in paths.values()):
         return "it has no paths of what was saved"
-    if wrong := [key for key, path in paths.items() if key != ".".join(map(str, path))]:
+    if wrong := [key for key, path in paths.items() if key != key_of(path)]:
         return f"the paths of {listed(wrong)} are others than the keys say"
     indices: list[MetadataIndex] = []
     for key, kind in metadata.state_dict_metadata.items():

@@ -22,18 +22,13 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from .atomic import DCP_METADATA
 from .integrity import CheckpointError, FileSum, Manifest, is_plain, raw, sum_file, summed
 from .names import listed
-from .objects import Path, Pickled
+from .objects import Path, Pickled, key_of
 from .ranks import SavingRanks
 
 COPY_AHEAD = 10_000_000
 """Bytes that are copied from a device while others are written; DCP's default."""
 Leaves = Mapping[Path, Any]
 """What this rank gives to a checkpoint: tensors and `Pickled` objects."""
-
-
-def key_of(path: Path) -> str:
-    """The name by which `torch.distributed.checkpoint` knows a leaf."""
-    return ".".join(map(str, path))
 
 
 class _SavePlanner(DefaultSavePlanner):

@@ -25,7 +25,7 @@ from ..checkpoint.integrity import CheckpointError, FileSum, Manifest, summed
 from ..checkpoint.interrupts import held
 from ..checkpoint.model_state import SavedModel, check_fit
 from ..checkpoint.names import parameter_names
-from ..checkpoint.objects import leaves, pickled
+from ..checkpoint.objects import as_saved, key_of, leaves
 from ..checkpoint.optimizer_state import SavedOptimizer, optimizer_paths
 from ..checkpoint.ranks import saving_ranks
 from ..checkpoint.reading import StoredData
@@ -215,12 +215,7 @@ def write_directory(path: Path, sharded: Mapping[str, Any], rest: Mapping[str, A
                 if ranks.is_first:
                     _remove(draft)
                     draft.mkdir(parents=True)
-                items = {
-                    where: value.detach()
-                    if isinstance(value, torch.Tensor)
-                    else pickled(value, ".".join(map(str, where)))
-                    for where, value in leaves(sharded)
-                }
+                items = {where: as_saved(value, key_of(where)) for where, value in leaves(sharded)}
             manifest = write_leaves(draft, items, ranks, lambda _: None)
             with ranks.together(), naming(path):
                 if manifest is not None:
