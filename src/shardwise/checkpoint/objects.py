@@ -148,13 +148,18 @@ def _safe_types() -> list[Any]:
     dates = [datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone]
     others = [decimal.Decimal, fractions.Fraction, uuid.UUID, uuid.SafeUUID]
     paths = [pathlib.PosixPath, pathlib.PurePosixPath, pathlib.WindowsPath, pathlib.PureWindowsPath]
-    arrays: list[Any] = []
-    if "numpy" in sys.modules:
-        import numpy as np
+    return [*builtin, *dates, *others, *paths, *(numpy_types() if "numpy" in sys.modules else [])]
 
-        rebuild: list[Any] = [np.empty(0).__reduce__()[0], np.float64(0).__reduce__()[0]]
-        arrays = [np.ndarray, np.dtype, *rebuild, *{type(np.dtype(code)) for code in np.typecodes["All"]}]
-    return [*builtin, *dates, *others, *paths, *arrays]
+
+def numpy_types() -> list[Any]:
+    """What pickles of numpy's arrays and numbers name, for `torch.serialization.safe_globals`."""
+    import numpy as np
+
+    rebuild: dict[str, Any] = {"_reconstruct": np.empty(0).__reduce__()[0], "scalar": np.float64(0).__reduce__()[0]}
+    # numpy 1 and 2 have these functions in modules of other names, and either reads what the other wrote.
+    modules = [f"numpy.{core}.multiarray" for core in ("core", "_core")]
+    named = [(function, f"{module}.{name}") for module in modules for name, function in rebuild.items()]
+    return [np.ndarray, np.dtype, *named, *{type(np.dtype(code)) for code in np.typecodes["All"]}]
 
 
 # -- Trees

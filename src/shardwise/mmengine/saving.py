@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from mmengine.config import ConfigDict
 from mmengine.dist import is_main_process
@@ -19,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ..adapters.whole import gather_in
 from ..checkpoint.full_state import full_state_dict
+from ..checkpoint.objects import numpy_types
 from ..checkpoint.peers import Peers, world_mesh
 from ..core.errors import StateError
 from ..core.tree import tensors_in
@@ -99,30 +99,8 @@ def _method(owner: Any, name: str) -> Any:
 def allow_checkpoints() -> None:
     """Let `torch.load` read, without ``weights_only=False``, what MMEngine's checkpoints have beside tensors: histories
     of logged values, configs, a schedule's function, numpy's arrays and numbers."""
-    # numpy 1 and 2 have these functions in modules of other names.
-    numbers = [
-        (rebuild, f"numpy.{core}.multiarray.{name}")
-        for core in ("core", "_core")
-        for name, rebuild in (("_reconstruct", _made_by(np.zeros(1))), ("scalar", _made_by(np.float64(0))))
-    ]
-    dtypes = {type(np.dtype(code)) for code in np.typecodes["All"]}
-    torch.serialization.add_safe_globals(
-        [
-            HistoryBuffer,
-            OneCycleParamScheduler,
-            ConfigDict,
-            np.ndarray,
-            np.dtype,
-            (_method, "builtins.getattr"),
-            *numbers,
-            *dtypes,
-        ]
-    )
-
-
-def _made_by(value: Any) -> Any:
-    """The function that pickles of ``value`` call."""
-    return value.__reduce__()[0]
+    own = [HistoryBuffer, OneCycleParamScheduler, ConfigDict, (_method, "builtins.getattr")]
+    torch.serialization.add_safe_globals([*own, *numpy_types()])
 
 
 allow_checkpoints()
