@@ -30,6 +30,7 @@ pytest.importorskip("lightning")
 import shardwise
 from shardwise import CheckpointError, CorruptFileError
 from shardwise.adapters.whole import gather_in
+from shardwise.checkpoint.reading import StoredData
 from tests.adapters.lightning_ranks import check_in_ranks
 
 NAMESPACE: str = globals().get("NAMESPACE", "lightning.fabric")
@@ -664,7 +665,7 @@ def hosts_with_files_of_their_own(directory: Path) -> None:
 
     with on_rank_one(files, "DCP_METADATA", "missing"), pytest.raises(FileNotFoundError, match=differently):
         used.load(path, {"model": model})
-    with on_rank_one(files.StoredData, "open", fails), pytest.raises(CheckpointError, match="no such disk"):
+    with on_rank_one(StoredData, "open", fails), pytest.raises(CheckpointError, match="no such disk"):
         used.load(path, {"model": model})
     with on_rank_one(files, "MANIFEST", "nothing"):
         used.load(path, {"model": model})

@@ -158,7 +158,9 @@ class SummingStream(io.RawIOBase):
 
 
 @contextmanager
-def summed(path: str | os.PathLike[str], mode: str, advance: Callable[[int], None]) -> Iterator[SummingStream]:
+def summed(
+    path: str | os.PathLike[str], mode: str, advance: Callable[[int], None] = lambda _: None
+) -> Iterator[SummingStream]:
     """A file that is opened for writing.
 
     Args:
@@ -236,10 +238,12 @@ class Manifest:
 def sum_file(path: Path) -> FileSum:
     """The `FileSum` of a file as it is now."""
     size = path.stat().st_size
-    return FileSum(size, tuple(_block_sums(path, range(-(-size // BLOCK)), lambda _: None)))
+    return FileSum(size, tuple(_block_sums(path, range(-(-size // BLOCK)))))
 
 
-def _block_sums(path: Path, indices: Sequence[int], advance: Callable[[int], None]) -> Iterator[int]:
+def _block_sums(
+    path: Path, indices: Sequence[int], advance: Callable[[int], None] = lambda _: None
+) -> Iterator[int]:
     """The checksums of blocks of a file as it is now."""
     memory = memoryview(bytearray(PIECE))
     with open(path, "rb", buffering=0) as file:

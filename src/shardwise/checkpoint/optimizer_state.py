@@ -116,22 +116,27 @@ class SavedOptimizer:
     """What a checkpoint has of optimizers.
 
     Args:
+        optimizers: to load into.
+        names: of the model's parameters.
+        stored: the checkpoint's data.
         paths: where each of its keys is in the saved tree, from "state", "param_groups" or another key on.
         objects: values of the keys that are not tensors.
-        tensors: what is known about the others.
-        names: of the model's parameters.
+
+    Raises:
+        ValueError: if ``optimizers`` have other param groups than were saved.
     """
 
     def __init__(
         self,
+        optimizers: Sequence[Optimizer],
+        names: Names,
+        stored: StoredData,
         paths: Mapping[str, Path],
         objects: Mapping[str, Any],
-        tensors: Mapping[str, TensorStorageMetadata],
-        names: Names,
     ):
-        self._names = names
+        self._optimizers, self._names, self._objects = optimizers, names, objects
         self._parameters = {name: parameter for parameter, own in names.items() for name in own}
-        self._objects, self._tensors = objects, tensors
+        self._tensors = {key: kind for key, kind in stored.tensors().items() if key in paths}
         self._state_paths: dict[str, Path] = {}
         self._group_paths: dict[str, Path] = {}
         self._other_paths: dict[str, Path] = {}
@@ -142,6 +147,7 @@ class SavedOptimizer:
                 self._other_paths[key] = path
             elif isinstance(path[0], str):
                 self._add_flattened(key, *path[0].partition("."))
+        self._matching({**objects, **dict.fromkeys(self._tensors)})
 
     def _add_flattened(self, key: str, kind: str, _: str, rest: str) -> None:
         """A key of ``flatten_optimizer_state_dict=True``: state and settings of every parameter, by dotted names."""
@@ -162,7 +168,7 @@ class SavedOptimizer:
         for name, settings in tree.items():
             yield {**settings, PARAMETERS: [name]}
 
-    def _matching(self, optimizers: Sequence[Optimizer], values: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
+    def _matching(self, values: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
         """For each group of each optimizer the saved settings of its parameters.
 
         Raises:
@@ -174,7 +180,7 @@ class SavedOptimizer:
             known = frozenset(self._parameters.get(name, name) for name in group[PARAMETERS])
             by_parameters.setdefault(known, []).append(group)
         found: list[list[dict[str, Any]]] = []
-        for optimizer in optimizers:
+        for optimizer in self._optimizers:
             found.append([])
             for index, group in enumerate(optimizer.param_groups):
                 _names_of(optimizer, group[PARAMETERS], self._names)
@@ -224,22 +230,14 @@ class SavedOptimizer:
 
     # -- Loading
 
-    def check(self, optimizers: Sequence[Optimizer]) -> None:
-        """
-        Raises:
-            ValueError: if ``optimizers`` have other param groups than were saved.
-        """
-        self._matching(optimizers, {**self._objects, **dict.fromkeys(self._tensors)})
-
-    def targets(self, optimizers: Sequence[Optimizer], device: torch.device) -> dict[str, torch.Tensor]:
-        """Memory for the saved tensors: what ``optimizers`` have, where it fits, and new tensors elsewhere.
+    def targets(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """Memory for the saved tensors: what the optimizers have, where it fits, and new tensors elsewhere.
 
         Args:
-            optimizers: to be loaded.
             device: for state of parameters that are still on the meta device.
         """
         held: dict[torch.Tensor, Any] = {}
-        for optimizer in optimizers:
+        for optimizer in self._optimizers:
             held.update(optimizer.state)
         found = {}
         for key, path in (*self._state_paths.items(), *self._group_paths.items(), *self._other_paths.items()):
@@ -250,13 +248,13 @@ class SavedOptimizer:
                 found[key] = _target(self._tensors[key], parameter, existing, device)
         return found
 
-    def load(self, optimizers: Sequence[Optimizer], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Give ``optimizers`` the saved state and settings; ``tensors`` are `targets`, with values."""
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Give the optimizers the saved state and settings; ``tensors`` are `targets`, with values."""
         values = {**self._objects, **tensors}
         state = tree_of((path, values[key]) for key, path in self._state_paths.items()) if self._state_paths else {}
         by_parameter = {self._parameters.get(name, name): value for name, value in state.items()}
         others = tree_of((path, values[key]) for key, path in self._other_paths.items()) if self._other_paths else {}
-        for optimizer, groups in zip(optimizers, self._matching(optimizers, values), strict=True):
+        for optimizer, groups in zip(self._optimizers, self._matching(values), strict=True):
             _load(optimizer, groups, by_parameter, others)
 
 

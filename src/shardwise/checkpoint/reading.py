@@ -12,7 +12,7 @@ import operator
 import os
 import pickle
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path as FilePath
@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from .atomic import DCP_METADATA
-from .integrity import CheckpointError, CorruptFileError, is_plain, raw, read_all
+from .integrity import CheckpointError, CorruptFileError, Manifest, is_plain, raw, read_all
 from .names import listed
 from .objects import Path, UnsafeObjectError, key_of, unpickled
 
@@ -90,17 +90,17 @@ class StoredData:
     Args:
         directory: of the checkpoint.
         metadata: of DCP.
-        unusual: keys of tensors that are not stored as one contiguous run of numbers; None if it is not known which.
+        manifest: of `shardwise.save`; None if another program wrote it.
         weights_only: whether to refuse objects that run code when they are loaded.
     """
 
     directory: FilePath
     metadata: Metadata
-    unusual: Sequence[str] | None
+    manifest: Manifest | None
     weights_only: bool
 
     @staticmethod
-    def open(directory: FilePath, unusual: Sequence[str] | None, weights_only: bool) -> StoredData:
+    def open(directory: FilePath, manifest: Manifest | None, weights_only: bool) -> StoredData:
         """
         Raises:
             CheckpointError: if its metadata are not those of a checkpoint.
@@ -121,7 +121,7 @@ class StoredData:
             problem = repr(error)
         if problem:
             raise CorruptFileError(f"{path} does not describe the files beside it: {problem}")
-        return StoredData(directory, metadata, unusual, weights_only)
+        return StoredData(directory, metadata, manifest, weights_only)
 
     @property
     def kinds(self) -> Mapping[str, TensorStorageMetadata | BytesStorageMetadata]:
@@ -143,21 +143,23 @@ class StoredData:
         """The names at the top of the tree, for messages."""
         return listed(dict.fromkeys(str(self._path_of(key)[0]) for key in self.kinds))
 
-    def objects(self) -> list[str]:
-        """Keys of what is not a tensor."""
-        return [key for key, kind in self.kinds.items() if isinstance(kind, BytesStorageMetadata)]
-
     def tensors(self) -> dict[str, TensorStorageMetadata]:
         """What is known about tensors, by key."""
         return {key: kind for key, kind in self.kinds.items() if isinstance(kind, TensorStorageMetadata)}
 
-    def read(self, values: dict[str, Any], advance: Callable[[int], None]) -> None:
+    def read_objects(self, keys: Iterable[str]) -> dict[str, Any]:
+        """What is stored under those of ``keys`` that are not tensors, by key."""
+        values: dict[str, Any] = {key: None for key in keys if isinstance(self.kinds.get(key), BytesStorageMetadata)}
+        self.read(values)
+        return values
+
+    def read(self, values: dict[str, Any], advance: Callable[[int], None] = lambda _: None) -> None:
         """Fill ``values``, by key: tensors get this rank's part of what is stored, other values are replaced."""
         planner = _LoadPlanner(self.weights_only)
         planner.set_up_planner(values, self.metadata, True)
         reader: StorageReader = FileSystemReader(self.directory)
-        if self.unusual is not None:
-            reader = _DirectReader(self.directory, frozenset(self.unusual), advance)
+        if self.manifest is not None:
+            reader = _DirectReader(self.directory, frozenset(self.manifest.unusual), advance)
         reader.set_up_storage_reader(self.metadata, True)
         try:
             reader.read_data(create_default_local_load_plan(values, self.metadata), planner).wait()

@@ -44,7 +44,6 @@ class Restoring:
 
     Args:
         stored: the checkpoint's data.
-        saved_by: number of ranks that saved it; None if it was not `shardwise.save`.
         rank: of this process.
         world_size: ranks that load it.
         wanted: what to load into.
@@ -53,18 +52,19 @@ class Restoring:
         ValueError: if the checkpoint does not have something that is wanted.
     """
 
-    def __init__(self, stored: StoredData, saved_by: int | None, rank: int, world_size: int, wanted: Wanted):
-        self._stored, self._saved_by, self._rank, self._wanted = stored, saved_by, rank, wanted
-        self._has_own = saved_by == world_size
+    def __init__(self, stored: StoredData, rank: int, world_size: int, wanted: Wanted):
+        self._stored, self._rank, self._wanted = stored, rank, wanted
+        self._saved_by = None if stored.manifest is None else stored.manifest.world_size
+        self._has_own = self._saved_by == world_size
         self._values: dict[str, Any] = {}
         self._model = SavedModel(stored, wanted.model, f"{MODEL}.") if wanted.model is not None else None
         self._optimizer_paths = self._find_optimizer() if wanted.optimizers else {}
         for name, value in ((SCHEDULER, wanted.scheduler), (EXTRA, wanted.extra)):
             if value is not None and not stored.below(f"{name}."):
                 raise ValueError(f"the checkpoint has no {name}; it has {stored.tops()}")
-        self._rng_keys = list(stored.below(f"{RNG}.")) if wanted.rng and saved_by is not None else []
+        self._rng_keys = list(stored.below(f"{RNG}.")) if wanted.rng and self._saved_by is not None else []
         self._read_objects()
-        self._optimizer = self._check_optimizer()
+        self._optimizer = self._saved_optimizer()
 
     @property
     def misfit(self) -> Misfit:
@@ -93,19 +93,15 @@ class Restoring:
         keys += self._stored.below(f"{SCHEDULER}.") if self._wanted.scheduler is not None else []
         for key in self._rng_keys:
             keys += [key, f"{RANKS}.{self._rank}.{key}"]
-        objects = set(self._stored.objects())
-        read: dict[str, Any] = {self._own(key): None for key in keys if key in objects}
-        self._stored.read(read, lambda _: None)
-        self._values = {key: read[self._own(key)] for key in keys if key in objects}
+        own = {key: self._own(key) for key in keys}
+        read = self._stored.read_objects(own.values())
+        self._values = {key: read[where] for key, where in own.items() if where in read}
 
-    def _check_optimizer(self) -> SavedOptimizer | None:
-        wanted, tensors = self._wanted, self._stored.tensors()
-        if wanted.model is None or not wanted.optimizers:
+    def _saved_optimizer(self) -> SavedOptimizer | None:
+        model, optimizers = self._wanted.model, self._wanted.optimizers
+        if model is None or not optimizers:
             return None
-        own = {key: tensors[key] for key in self._optimizer_paths if key in tensors}
-        saved = SavedOptimizer(self._optimizer_paths, self._values, own, parameter_names(wanted.model))
-        saved.check(wanted.optimizers)
-        return saved
+        return SavedOptimizer(optimizers, parameter_names(model), self._stored, self._optimizer_paths, self._values)
 
     # -- Reading
 
@@ -117,7 +113,7 @@ class Restoring:
         """
         targets = self._model.targets(self._own) if self._model is not None else {}
         if self._model is not None and self._optimizer is not None:
-            targets.update(self._optimizer.targets(self._wanted.optimizers, self._model.device))
+            targets.update(self._optimizer.targets(self._model.device))
         # What the caller's objects hold now says how the new values are sharded.
         held: dict[str, DTensor] = {}
         capture(self._wanted.extra, held)
@@ -140,7 +136,7 @@ class Restoring:
         if self._model is not None:
             self._model.load(self._values)
         if self._optimizer is not None:
-            self._optimizer.load(wanted.optimizers, self._values)
+            self._optimizer.load(self._values)
         if wanted.scheduler is not None:
             restore(wanted.scheduler, self._tree(SCHEDULER), SCHEDULER)
         extra = self._tree(EXTRA)

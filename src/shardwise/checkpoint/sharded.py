@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..core.device import local_of, not_inference
@@ -200,19 +199,14 @@ def load(
     path, manifest = ranks.exchange(found)[0]
     share = sum(file.size for file in manifest.files.values()) // ranks.size if manifest is not None else 0
     with Progress("Loading", 2 * share, shown=ranks.is_first) as progress, torch.no_grad(), not_inference():
-        if manifest is not None:
-            check_files(path, manifest, ranks, progress.advance)
-        with ranks.together():
-            stored = StoredData.open(path, None if manifest is None else manifest.unusual, weights_only)
-        return _restore(stored, None if manifest is None else manifest.world_size, wanted, ranks, strict, progress)
+        stored = open_checked(path, manifest, ranks, weights_only, progress.advance)
+        return _restore(stored, wanted, ranks, strict, progress)
 
 
-def _restore(
-    stored: StoredData, saved_by: int | None, wanted: Wanted, ranks: SavingRanks, strict: bool, progress: Progress
-) -> Any:
-    """Fill what is wanted with what ``saved_by`` ranks stored; return the saved extra."""
+def _restore(stored: StoredData, wanted: Wanted, ranks: SavingRanks, strict: bool, progress: Progress) -> Any:
+    """Fill what is wanted with what is stored; return the saved extra."""
     with ranks.together():
-        restoring = Restoring(stored, saved_by, ranks.position, ranks.size, wanted)
+        restoring = Restoring(stored, ranks.position, ranks.size, wanted)
     check_fit(ranks.exchange(restoring.misfit), strict)
     with ranks.together():
         restoring.read(progress.advance)
@@ -220,18 +214,34 @@ def _restore(
         return restoring.hand_over()
 
 
-def check_files(path: Path, manifest: Manifest, ranks: SavingRanks, advance: Callable[[int], None]) -> None:
-    """Compare a checkpoint with its manifest, each rank a part. A collective.
+def open_checked(
+    path: Path,
+    manifest: Manifest | None,
+    ranks: SavingRanks,
+    weights_only: bool,
+    advance: Callable[[int], None] = lambda _: None,
+) -> StoredData:
+    """Open a checkpoint whose files, where it has a manifest, are as they were saved; each rank compares a part. A
+    collective.
 
     Args:
         path: of the checkpoint.
-        manifest: of the checkpoint.
+        manifest: of the checkpoint; None if another program wrote it.
         ranks: that share the work.
+        weights_only: whether to refuse objects that run code when they are loaded.
         advance: called with the number of bytes compared.
 
     Raises:
         CorruptFileError: on all ranks, naming all files that one of them found damaged.
+        CheckpointError: on all ranks, if its metadata are not those of a checkpoint.
     """
+    if manifest is not None:
+        _check_files(path, manifest, ranks, advance)
+    with ranks.together():
+        return StoredData.open(path, manifest, weights_only)
+
+
+def _check_files(path: Path, manifest: Manifest, ranks: SavingRanks, advance: Callable[[int], None]) -> None:
     with ranks.together():
         found = find_damage(path, manifest, ranks.position, ranks.size, advance)
     damage = {name: problem for own in reversed(ranks.exchange(found)) for name, problem in own.items()}
@@ -304,4 +314,4 @@ def _scheduler(scheduler: Any) -> Any:
 def _size(leaf: torch.Tensor | Pickled) -> int:
     if isinstance(leaf, Pickled):
         return len(leaf.data)
-    return local_of(leaf).nbytes if isinstance(leaf, DTensor) else leaf.nbytes
+    return local_of(leaf).nbytes

@@ -85,7 +85,7 @@ class _SummingFileSystem(FileSystem):
 
 
 def write_leaves(
-    directory: FilePath, leaves: Leaves, ranks: SavingRanks, advance: Callable[[int], None]
+    directory: FilePath, leaves: Leaves, ranks: SavingRanks, advance: Callable[[int], None] = lambda _: None
 ) -> Manifest | None:
     """Write what all ranks give, together, and wait until it is on the disk.
 

@@ -28,8 +28,7 @@ from ..checkpoint.names import parameter_names
 from ..checkpoint.objects import as_saved, key_of, leaves
 from ..checkpoint.optimizer_state import SavedOptimizer, optimizer_paths
 from ..checkpoint.ranks import saving_ranks
-from ..checkpoint.reading import StoredData
-from ..checkpoint.sharded import check_files
+from ..checkpoint.sharded import open_checked
 from ..checkpoint.weights import weights_of
 from ..checkpoint.writing import naming, write_leaves
 from ..core.device import not_inference
@@ -157,7 +156,7 @@ def save_file(path: Path, content: Any) -> FileSum:
     Raises:
         CheckpointError: naming the file, if it cannot be written.
     """
-    with naming(path), summed(path, "wb", lambda _: None) as stream:
+    with naming(path), summed(path, "wb") as stream:
         torch.save(content, cast(IO[bytes], stream))
         stream.flush()
         os.fsync(stream.fileno())
@@ -216,7 +215,7 @@ def write_directory(path: Path, sharded: Mapping[str, Any], rest: Mapping[str, A
                     _remove(draft)
                     draft.mkdir(parents=True)
                 items = {where: as_saved(value, key_of(where)) for where, value in leaves(sharded)}
-            manifest = write_leaves(draft, items, ranks, lambda _: None)
+            manifest = write_leaves(draft, items, ranks)
             with ranks.together(), naming(path):
                 if manifest is not None:
                     manifest.files[METADATA] = save_file(draft / METADATA, dict(rest))
@@ -243,13 +242,8 @@ class SavedDirectory:
         with ranks.together():
             if ranks.is_first and (path / MANIFEST).is_file():
                 own = Manifest.read(path)
-        manifest = ranks.exchange(own)[0]
-        if manifest is not None:
-            check_files(path, manifest, ranks, lambda _: None)
-        unusual = None if manifest is None else manifest.unusual
-        with ranks.together():
-            # Only numbers and names are pickled in it; everything else is in ``meta.pt``.
-            self._stored = StoredData.open(path, unusual, weights_only=True)
+        # Only numbers and names are pickled in it; everything else is in ``meta.pt``.
+        self._stored = open_checked(path, ranks.exchange(own)[0], ranks, weights_only=True)
 
     def has(self, name: str) -> bool:
         """Whether something was saved under ``name``."""
@@ -298,12 +292,9 @@ class SavedDirectory:
         self.check_model(name, model, strict=strict)
         with not_inference(), self._ranks.together():
             saved = self._model(name, model)
-            objects = set(self._stored.objects())
-            values: dict[str, Any] = {key: None for key in saved.keys() if key in objects}  # noqa: SIM118
-            self._stored.read(values, lambda _: None)
-            targets = saved.targets()
-            self._stored.read(dict(targets), lambda _: None)
-            saved.load({**values, **targets})
+            objects, targets = self._stored.read_objects(saved.keys()), saved.targets()
+            self._stored.read(dict(targets))
+            saved.load({**objects, **targets})
 
     @torch.no_grad()
     def load_optimizer(self, name: str, optimizer: Optimizer, model: nn.Module) -> None:
@@ -318,15 +309,11 @@ class SavedDirectory:
             paths = {key: where for key, where in paths.items() if key.startswith(f"{name}.")}
             if not paths:
                 raise ValueError(f"the checkpoint {self._path} has no optimizer {name!r}; it has {self._stored.tops()}")
-            objects, known = set(self._stored.objects()), self._stored.tensors()
-            values: dict[str, Any] = {key: None for key in paths if key in objects}
-            self._stored.read(values, lambda _: None)
-            tensors = {key: known[key] for key in paths if key in known}
-            saved = SavedOptimizer(paths, values, tensors, parameter_names(model))
-            saved.check([optimizer])
-            targets = saved.targets([optimizer], weights_of(model).device)
-            self._stored.read(dict(targets), lambda _: None)
-            saved.load([optimizer], targets)
+            objects = self._stored.read_objects(paths)
+            saved = SavedOptimizer([optimizer], parameter_names(model), self._stored, paths, objects)
+            targets = saved.targets(weights_of(model).device)
+            self._stored.read(dict(targets))
+            saved.load(targets)
 
 
 def refuse_directory(path: Path) -> None:
