@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .adapters.whole import gather_in
-from .adapters.wrapping import Policy, forget_history, without_gradient_sync
+from .adapters.wrapping import Policy, forget_history, units_in, without_gradient_sync
 from .checkpoint.atomic import path_of
 from .checkpoint.full_state import full_state_dict
 from .checkpoint.model_state import model_state
@@ -475,8 +475,7 @@ def _overlap(one: Any, other: Any) -> bool:
 
 def _is_whole_on_meta(module: nn.Module) -> bool:
     """Whether all its parameters are on the meta device, and no unit in it could take a part."""
-    has_units = any(unit_of(inner) is not None for inner in module.modules())
-    return not has_units and all(parameter.is_meta for parameter in module.parameters())
+    return not units_in(module) and all(parameter.is_meta for parameter in module.parameters())
 
 
 def _refuse_sharded_inside(name: str, value: Any) -> None:

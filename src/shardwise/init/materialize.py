@@ -23,7 +23,7 @@ from .targets import (
     find_random_buffers,
     find_shards,
     find_targets,
-    modules_of,
+    names_of_modules,
     write_each,
 )
 
@@ -68,8 +68,8 @@ def materialize(
     if not isinstance(model, nn.Module):
         raise TypeError(f"materialize takes a module, not {type(model).__name__}")
     shards = find_shards(model)
-    names = {module: name for name, module in modules_of(model, shards)}
-    targets = find_targets([(name, module) for module, name in names.items()], shards)
+    names = names_of_modules(model, shards)
+    targets = find_targets(names, shards)
     # Also where this rank lacks nothing: others might, which all have to know.
     meshes = find_meshes(names, shards)
     with _Generators() as generators:

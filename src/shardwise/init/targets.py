@@ -194,8 +194,9 @@ def find_meshes(modules: Iterable[nn.Module], shards: list[Shards]) -> list[Devi
     return list({id(mesh): mesh for mesh in meshes}.values())
 
 
-def modules_of(model: nn.Module, shards: list[Shards]) -> list[tuple[str, nn.Module]]:
-    """``model``'s modules, children before the modules that contain them, and those that share units with them."""
+def names_of_modules(model: nn.Module, shards: list[Shards]) -> dict[nn.Module, str]:
+    """``model``'s modules, children before the modules that contain them, and those that share units with them; with
+    their names."""
     found: dict[nn.Module, str] = {}
     _visit("", model, found)
     for owner in shards:
@@ -204,7 +205,7 @@ def modules_of(model: nn.Module, shards: list[Shards]) -> list[tuple[str, nn.Mod
                 module = place.module()
                 if module is not None and module not in found:
                     found[module] = slot.name.rpartition(".")[0]
-    return [(name, module) for module, name in found.items()]
+    return found
 
 
 def _visit(name: str, module: nn.Module, found: dict[nn.Module, str]) -> None:
@@ -214,9 +215,8 @@ def _visit(name: str, module: nn.Module, found: dict[nn.Module, str]) -> None:
     found[module] = name
 
 
-def find_targets(modules: list[tuple[str, nn.Module]], shards: list[Shards]) -> list[Target]:
-    """All parameters and buffers of ``modules`` without values."""
-    names = {module: name for name, module in modules}
+def find_targets(names: Mapping[nn.Module, str], shards: list[Shards]) -> list[Target]:
+    """All parameters and buffers without values, of the modules that have these ``names``."""
 
     def full(site: Site) -> str:
         return f"{names[site.module]}.{site.name}" if names.get(site.module) else site.name
@@ -230,7 +230,7 @@ def find_targets(modules: list[tuple[str, nn.Module]], shards: list[Shards]) -> 
                     targets.append(SlotTarget(full(sites[0]), sites, slot))
     device = shards[0].mesh.device if shards else None
     plain: dict[int, list[Site]] = {}
-    for _, module in modules:
+    for module in names:
         for site in sites_of(module):
             tensor = site.get()
             if owner_of(tensor) is None and not is_lazy(tensor) and _is_meta(tensor):

@@ -22,6 +22,7 @@ from ..adapters.wrapping import (
     refuse_uncuttable,
     share_values,
     take_whole_tensors,
+    units_in,
 )
 from ..checkpoint.peers import Peers
 from ..core.errors import StateError
@@ -31,7 +32,7 @@ from ..fairscale.checkpoint_wrapper import checkpoint_wrapper
 from ..fairscale.wrap import auto_wrap, default_auto_wrap_policy, enable_wrap
 from ..fully_shard import fully_shard
 from ..init.initializers import InitFn, uninitialized
-from ..init.targets import find_shards, find_targets, modules_of
+from ..init.targets import find_shards, find_targets, names_of_modules
 
 INITIALIZERS = ("reset_parameters", "_reset_parameters", "_init_weights")
 """Methods of modules that `materialize` calls."""
@@ -161,7 +162,7 @@ class Sharding:
 
     def _chosen(self, model: nn.Module, children_too: bool) -> list[tuple[nn.Module, dict[str, Any]]]:
         """The modules inside ``model`` to wrap, those inside others first, each with arguments of its own."""
-        if any(unit_of(module) is not None for module in model.modules()):
+        if units_in(model):
             if self.policy is not None:
                 warnings.warn(
                     f"{type(model).__name__} has modules that were wrapped by hand, so auto_wrap_policy is not asked",
@@ -174,7 +175,7 @@ class Sharding:
             chosen.append((module, overrides))
             return module
 
-        choose = functools.partial(_choose_inside, model, self._chooser(), *(_children(model, children_too)))
+        choose = functools.partial(_choose_inside, model, self._chooser(), *_children(model, children_too))
         with enable_wrap(choose, wrapper_cls=note):
             auto_wrap(model)
         return chosen
@@ -226,14 +227,14 @@ def refuse_uninitialized(model: nn.Module, init_fn: InitFn | None) -> None:
         if any(callable(getattr(module, name, None)) for name in INITIALIZERS):
             initialized.update(module.modules())
     shards = find_shards(model)
-    modules = modules_of(model, shards)
+    names = names_of_modules(model, shards)
     left = [
         target
-        for target in find_targets(modules, shards)
+        for target in find_targets(names, shards)
         if target.origin() is None and initialized.isdisjoint(site.module for site in target.sites)
     ]
     if left:
-        raise StateError(uninitialized(left, {module: name for name, module in modules}))
+        raise StateError(uninitialized(left, names))
 
 
 def _checkpointed(model: nn.Module, policy: Policy | None) -> list[nn.Module]:
