@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .record import Constant, Explicit, Op, Record, View, leaves_of, replace_leaves
+from .record import Constant, Explicit, Op, Record, View, all_in, leaves_of, replace_leaves
 from .replay import Replay, States, as_recorded, default_dtype
 from .streams import default_generator, derived_seed, digest, seeded_state
 from .targets import Target, write_each
@@ -62,13 +62,11 @@ class FastReplay:
 
     def _treats_elements(self, op: Op, target: View) -> bool:
         views: list[View] = [view for view in op.outputs if view is not None]
-        constants: list[Constant] = []
-        replace_leaves((op.args, op.kwargs), View, views.append)
-        replace_leaves((op.args, op.kwargs), Constant, constants.append)
+        views += all_in((op.args, op.kwargs), View)
         memory = self._record.memory
         return (
             (op.name in _OF_ELEMENTS or torch.Tag.pointwise in op.function.tags)
-            and not constants
+            and not all_in((op.args, op.kwargs), Constant)
             and all(view.size == target.size and view.stride == target.stride for view in views)
             and all(view.covers(memory[view.storage].nbytes) for view in views)
         )
@@ -102,7 +100,7 @@ class FastReplay:
             generator = default_generator(device)
             args, kwargs = _sized(op, size)
             if op.before is not None:
-                if _has_generator(op):
+                if op.is_given_generator:
                     generator = torch.Generator(device)
                 generator.manual_seed(_stream_seed(self._states, op, block))
             args, kwargs = replace_leaves((args, kwargs), View, tensor_of)
@@ -141,12 +139,6 @@ def _stream_seed(states: States, op: Op, block: int | None) -> int:
 
 def _given(generator: torch.Generator, _: Explicit) -> torch.Generator:
     return generator
-
-
-def _has_generator(op: Op) -> bool:
-    found: list[Explicit] = []
-    replace_leaves((op.args, op.kwargs), Explicit, found.append)
-    return bool(found)
 
 
 def _sized(op: Op, size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

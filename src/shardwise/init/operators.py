@@ -9,7 +9,7 @@ import torch
 
 from ..core.device import schema_of
 from ..core.tree import map_tensors, tensors_in
-from .record import replace_leaves
+from .record import all_in
 
 OVERWRITE = {
     *("fill_", "zero_", "copy_", "normal_", "uniform_", "random_", "exponential_"),
@@ -66,17 +66,14 @@ class Call:
     @functools.cached_property
     def storages(self) -> list[torch.UntypedStorage]:
         """Memory that tensors and storages among the arguments refer to, each once."""
-        found: list[torch.UntypedStorage] = []
-        replace_leaves((self.args, self.kwargs), torch.UntypedStorage, found.append)
+        found = all_in((self.args, self.kwargs), torch.UntypedStorage)
         found += [tensor.untyped_storage() for tensor in self.tensors if has_plain_memory(tensor)]
         return list({id(storage): storage for storage in found}.values())
 
     @functools.cached_property
     def generators(self) -> list[torch.Generator]:
         """The generators among the arguments."""
-        found: list[torch.Generator] = []
-        replace_leaves((self.args, self.kwargs), torch.Generator, found.append)
-        return found
+        return all_in((self.args, self.kwargs), torch.Generator)
 
     @property
     def device(self) -> torch.device:

@@ -16,13 +16,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from ..core.device import local_of, negative_view, schema_of
 from ..core.errors import StateError
 from .streams import Position
+
+T = TypeVar("T")
 
 COPIED_BELOW_BYTES = 2**20
 """Values that a constructor took from elsewhere are copied below this size, and held by reference above."""
@@ -171,6 +173,11 @@ class Op:
         return name
 
     @property
+    def is_given_generator(self) -> bool:
+        """Whether the constructor passed a generator."""
+        return bool(all_in((self.args, self.kwargs), Explicit))
+
+    @property
     def argument_names(self) -> list[str]:
         """The names of the arguments in its schema."""
         schema = schema_of(self.function)
@@ -270,7 +277,8 @@ class Record:
             StateError: if values that were taken from elsewhere have changed.
         """
         for op in self.ops:
-            replace_leaves((op.args, op.kwargs), Constant, lambda constant: constant.value())
+            for constant in all_in((op.args, op.kwargs), Constant):
+                constant.value()
 
     def keep(self, storages: Iterable[int]) -> None:
         """Forget what none of ``storages`` depends on, except for the draws, which move their generators."""
@@ -284,12 +292,11 @@ class Record:
         """Equal on all ranks that recorded the same."""
         state = hashlib.blake2b(digest_size=8)
         for op in self.ops:
-            start = op.before.start if op.before is not None else None
-            fixed = start is not None and not start.is_entry and start.state is not None
             function = op.name if isinstance(op.function, FunctionType) else str(op.function)
             described = (function, _plain(op.args), _plain(op.kwargs), op.outputs, op.default_dtype)
             state.update(repr(described).encode())
-            if fixed and start is not None and start.state is not None:
+            start = op.before.start if op.before is not None else None
+            if start is not None and not start.is_entry and start.state is not None:
                 state.update(start.state.numpy().tobytes())
         return state.digest()
 
@@ -310,6 +317,13 @@ def replace_leaves(value: Any, kind: type | tuple[type, ...], function: Callable
     if isinstance(value, (list, tuple)):
         return type(value)(replace_leaves(item, kind, function) for item in value)
     return value
+
+
+def all_in(value: Any, kind: type[T]) -> list[T]:
+    """Each ``kind`` in nested dicts, lists and tuples."""
+    found: list[T] = []
+    replace_leaves(value, kind, found.append)
+    return found
 
 
 def leaves_of(value: Any) -> list[Any]:

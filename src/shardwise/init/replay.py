@@ -97,10 +97,8 @@ def _call(op: Op, tensor_of: Callable[[View], torch.Tensor], state: torch.Tensor
     """The operator's result, and the state of its generator afterwards, if it draws from ``state``."""
     generator: torch.Generator | None = None
     if op.before is not None and state is not None:
-        explicit: list[Explicit] = []
-        replace_leaves((op.args, op.kwargs), Explicit, explicit.append)
         device = op.before.device
-        generator = torch.Generator(device) if explicit else default_generator(device)
+        generator = torch.Generator(device) if op.is_given_generator else default_generator(device)
         generator.set_state(state)
     args, kwargs = replace_leaves((op.args, op.kwargs), View, tensor_of)
     args, kwargs = replace_leaves((args, kwargs), Constant, lambda constant: constant.value())
