@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
-from torch.distributed.tensor import DTensor
 
 from .core.comm import comm_for
 from .core.device import local_norms, local_of, scale_each, unscale_each
@@ -114,18 +113,16 @@ def _by_device_and_dtype(
     found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if parameter.grad is not None and (local := _local_gradient(parameter)).numel():
+            if parameter.grad is not None and (local := local_of(dense_gradient(parameter))).numel():
                 found.setdefault((local.device, local.dtype), []).append(local)
     return found
 
 
-def _local_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    gradient = parameter.grad
-    assert gradient is not None
-    if isinstance(gradient, DTensor):
-        return local_of(gradient)
-    if gradient.is_sparse:
-        # Duplicate indices may only overflow together.
-        parameter.grad = gradient = gradient.coalesce()
-        return gradient.values()
-    return gradient
+def dense_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """The elements of a gradient; changing them changes it."""
+    assert parameter.grad is not None
+    if not parameter.grad.is_sparse:
+        return parameter.grad
+    # Duplicate indices may only overflow together.
+    parameter.grad = parameter.grad.coalesce()
+    return parameter.grad.values()

@@ -20,6 +20,7 @@ from ..core.layout import deal
 from ..core.tree import map_tensors
 from ..core.whole import WholeBroadcast
 from ..grad import scale_to_norm
+from ..grad_scaler import dense_gradient
 
 ARGUMENTS = {
     "params": Argument("parameters, named parameters or param groups, as for any torch optimizer"),
@@ -272,7 +273,7 @@ class OSS(Optimizer):
         mine = [parameter for parameter, owner in owners.items() if owner == self.rank and parameter.grad is not None]
         counted = mine if filter_params_fn is None else self._chosen(mine, filter_params_fn(mine))
         norm = self._total_norm(counted, float(norm_type))
-        gradients = [_dense_gradient(parameter) for parameter in owners if parameter.grad is not None]
+        gradients = [dense_gradient(parameter) for parameter in owners if parameter.grad is not None]
         scale_to_norm(gradients, norm, float(max_norm))
         return norm
 
@@ -300,7 +301,7 @@ class OSS(Optimizer):
             device=device,
         )
         if counted:
-            norms = [norm.to(vector) for norm in _norms([_dense_gradient(p) for p in counted], norm_type)]
+            norms = [norm.to(vector) for norm in _norms([dense_gradient(p) for p in counted], norm_type)]
             vector[[number[id(parameter)] for parameter in counted]] = torch.stack(norms)
         if self.world_size > 1:
             self._comm(device).all_reduce_now(vector)
@@ -504,15 +505,6 @@ def _copy_settings(source: Sequence[dict[str, Any]], target: Sequence[dict[str, 
 def _owned_numbers(owners: Sequence[Sequence[int]], rank: int) -> list[int]:
     """Numbers, counted over all param groups, of the parameters that ``rank`` owns."""
     return [number for number, owner in enumerate(itertools.chain.from_iterable(owners)) if owner == rank]
-
-
-def _dense_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    """The elements of a gradient; changing them changes it."""
-    assert parameter.grad is not None
-    if not parameter.grad.is_sparse:
-        return parameter.grad
-    parameter.grad = parameter.grad.coalesce()
-    return parameter.grad.values()
 
 
 def _norms(gradients: Sequence[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
