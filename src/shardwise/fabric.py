@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .adapters.whole import gather_in
+from .adapters.whole import gather_in, parameters_of
 from .adapters.wrapping import Policy, forget_history, units_in, without_gradient_sync
 from .checkpoint.atomic import path_of
 from .checkpoint.full_state import full_state_dict
@@ -215,8 +215,7 @@ class _FabricStrategy(ProcessesStrategy):
         """
         own = {id(parameter) for parameter in module.parameters()}
         for optimizer in optimizers:
-            held = (parameter for group in optimizer.param_groups for parameter in group["params"])
-            if any(parameter.is_meta and id(parameter) not in own for parameter in held):
+            if any(parameter.is_meta and id(parameter) not in own for parameter in parameters_of(optimizer)):
                 raise RuntimeError(
                     f"{type(optimizer).__name__} has references to meta-device parameters that are not of the model it "
                     "is set up with: set up their model first, or create the optimizer after setting up the model"
@@ -436,7 +435,7 @@ class _FabricStrategy(ProcessesStrategy):
         def load(alive: Optimizer) -> None:
             saved.load_optimizer(name, alive, _model_of(alive, models))
 
-        if any(parameter.is_meta for group in optimizer.param_groups for parameter in group["params"]):
+        if any(parameter.is_meta for parameter in parameters_of(optimizer)):
             self._postponed.add(optimizer, load)
         else:
             load(optimizer)
@@ -486,7 +485,7 @@ def _refuse_sharded_inside(name: str, value: Any) -> None:
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
         parameters: Iterable[torch.Tensor] = item.parameters() if isinstance(item, nn.Module) else ()
         if isinstance(item, Optimizer):
-            parameters = [parameter for group in item.param_groups for parameter in group["params"]]
+            parameters = parameters_of(item)
         if any(isinstance(parameter, DTensor) for parameter in parameters):
             raise TypeError(
                 f"state[{name!r}] has {type(item).__name__} inside, which is sharded: give each module and each "
@@ -530,8 +529,8 @@ def _model_of(optimizer: Optimizer, models: nn.Module) -> nn.Module:
             f"state has {type(optimizer).__name__} without its model, and sharded checkpoints store its state by the "
             "model's names: pass both, state={'model': model, 'optimizer': optimizer}"
         )
-    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    return next((model for model in models.children() if held <= set(model.parameters())), models)
+    held = {*parameters_of(optimizer)}
+    return next((model for model in models.children() if held <= {*model.parameters()}), models)
 
 
 def _modules_first(state: Mapping[str, Any]) -> list[tuple[str, Any]]:

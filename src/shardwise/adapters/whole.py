@@ -36,15 +36,19 @@ def cut(value: Any, parameter: torch.Tensor) -> Any:
     return value
 
 
+def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """The parameters of all param groups, in order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 @torch.no_grad()
 def cut_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
     """The state dict ``saved`` with this rank's parts in the place of whole tensors; ``saved`` is not changed, and its
     tensors, which may be mapped from a file, are copied."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     keys = [key for group in saved["param_groups"] for key in group["params"]]
     state = dict(saved["state"])
     with not_inference():
-        for key, parameter in zip(keys, parameters, strict=False):  # `load_state_dict` reports groups that differ
+        for key, parameter in zip(keys, parameters_of(optimizer), strict=False):  # `load_state_dict` reports groups that differ
             if key in state:
                 state[key] = {name: _copied(cut(value, parameter), value) for name, value in state[key].items()}
     return {**saved, "state": state}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..adapters.whole import cut_state, gathered
+from ..adapters.whole import cut_state, gathered, parameters_of
 from ..core.device import local_of, not_inference
 from ..core.tree import map_tensors, tensors_in
 from ..optim import repoint
@@ -23,7 +23,7 @@ def refuse_strangers(optimizers: Iterable[Optimizer], model: nn.Module) -> None:
     own = {id(parameter) for parameter in model.parameters()}
     for optimizer in optimizers:
         repoint(optimizer)  # the model may have been wrapped by hand after it was made
-        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        if not any(id(parameter) in own for parameter in parameters_of(optimizer)):
             raise ValueError(f"{type(optimizer).__name__} {WITHOUT_PARAMETERS}")
 
 
@@ -99,8 +99,7 @@ def load_full_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any]) ->
             f"this is not a state dict of {type(optimizer).__name__}: it has {', '.join(map(repr, list(saved)[:5]))} "
             "instead of 'state' and 'param_groups'"
         )
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if any(parameter.is_meta for parameter in parameters):
+    if any(parameter.is_meta for parameter in parameters_of(optimizer)):
         raise ValueError(
             f"{type(optimizer).__name__} has parameters on the meta device, so its state has no place: set it up with "
             "its model, or load the model first"
