@@ -48,7 +48,8 @@ def cut_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
     keys = [key for group in saved["param_groups"] for key in group["params"]]
     state = dict(saved["state"])
     with not_inference():
-        for key, parameter in zip(keys, parameters_of(optimizer), strict=False):  # `load_state_dict` reports groups that differ
+        # Not strict: `load_state_dict` reports groups that differ.
+        for key, parameter in zip(keys, parameters_of(optimizer), strict=False):
             if key in state:
                 state[key] = {name: _copied(cut(value, parameter), value) for name, value in state[key].items()}
     return {**saved, "state": state}

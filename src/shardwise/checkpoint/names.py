@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -31,11 +31,6 @@ def plain_name(model: nn.Module, name: str) -> str:
             parts.append(part)
         module = getattr(module, part, None)
     return ".".join(parts)
-
-
-def state_names(model: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
-    """From each plain name to the key of ``model``'s state dict."""
-    return {plain_name(model, key): key for key in state}
 
 
 def parameter_names(model: nn.Module) -> dict[torch.Tensor, list[str]]:

@@ -22,7 +22,7 @@ from ..core.module import unit_of
 from ..core.shards import Shards
 from ..core.slot import Slot
 from ..sites import Site, become, sites_of
-from .names import state_names
+from .names import plain_name
 from .peers import Peers, common_mesh, world_mesh
 
 
@@ -320,7 +320,7 @@ def weights_of(
     weights: dict[int, Weight] = {}
     objects: dict[str, tuple[nn.Module | None, Any]] = {}
     state = model.state_dict(keep_vars=True) if state_of is None else state_of(model)
-    named = state_names(model, state) if plain_names else {key: key for key in state}
+    named = {plain_name(model, key) if plain_names else key: key for key in state}
     for name, key in named.items():
         value, extra_of = state[key], _owner_of_extra_state(model, key)
         if not isinstance(value, torch.Tensor):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from ..arguments import Argument, Support
 
-ACCEPTED = Support.ACCEPTED
-
 ARGUMENTS = {
     "module": Argument("what to wrap, in place; parameters of instances inside it are left to them"),
     "process_group": Argument("the ranks that share each parameter; None for all"),
@@ -26,7 +24,7 @@ ARGUMENTS = {
     "move_grads_to_cpu": Argument(
         "must equal move_params_to_cpu, since torch wants parameters and gradients on one device"
     ),
-    "bucket_cap_mb": Argument("an instance's gradients are one collective anyway", ACCEPTED),
+    "bucket_cap_mb": Argument("an instance's gradients are one collective anyway", Support.ACCEPTED),
     "compute_device": Argument("where whole parameters are; by default where process_group communicates"),
     "no_broadcast_optim_state": Argument("whether gathered optimizer state leaves out that of this instance"),
     "state_dict_device": Argument("where `state_dict` puts tensors; by default where it computes, or stores"),

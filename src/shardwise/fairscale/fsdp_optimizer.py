@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -205,17 +205,15 @@ def _kind(value: Any, shard: torch.Tensor) -> str:
     return "shards in a container" if any(tensor.shape == shard.shape for tensor in inside) else "a value"
 
 
-def _gather_slot(slot: FlatSlot, state: Mapping[str, Any], receives: bool) -> Iterator[dict[str, Any]]:
-    """State of each parameter of ``slot``."""
+def _gather_slot(slot: FlatSlot, state: Mapping[str, Any], receives: bool) -> list[dict[str, Any]]:
+    """State of each parameter of ``slot``; of none where it is not received."""
     whole = {key: _gather_value(slot, key, value, receives) for key, value in state.items()}
     if not receives:
-        return iter(())
-    return iter(
-        [
-            {key: values[index] if _has_parts(state[key]) else copy.deepcopy(values) for key, values in whole.items()}
-            for index in range(len(slot.parts))
-        ]
-    )
+        return []
+    return [
+        {key: values[index] if _has_parts(state[key]) else copy.deepcopy(values) for key, values in whole.items()}
+        for index in range(len(slot.parts))
+    ]
 
 
 def _has_parts(value: Any) -> bool:

@@ -18,13 +18,10 @@ from ..checkpoint.weights import ModelWeights, Weight, weights_of
 from ..core.errors import StateError
 from ..core.module import FSDPModule, class_before_sharding, unit_of
 
-STATE_HOOKS = (
-    "_state_dict_pre_hooks",
-    "_state_dict_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
+HOOKS = (
+    *("_state_dict_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+    *("_forward_pre_hooks", "_forward_hooks"),
 )
-HOOKS = (*STATE_HOOKS, "_forward_pre_hooks", "_forward_hooks")
 FORWARD_HOOKS = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
@@ -183,9 +180,9 @@ def _copy(reference: weakref.ref[nn.Module], memo: dict[int, Any]) -> nn.Module:
     state = dict(module.__dict__)
     for own in ("_shardwise_unit", "__deepcopy__", "init_weights"):
         state.pop(own, None)
+    hooks = (*module._forward_pre_hooks.items(), *module._forward_hooks.items())
+    own_hooks = {key for key, hook in hooks if _is_own(hook)}
     for kind in FORWARD_HOOKS:
-        own_hooks = {key for key, hook in module._forward_pre_hooks.items() if _is_own(hook)}
-        own_hooks |= {key for key, hook in module._forward_hooks.items() if _is_own(hook)}
         state[kind] = type(state[kind])((key, value) for key, value in state[kind].items() if key not in own_hooks)
     twin.__dict__.update(copy.deepcopy(state, memo))
     return twin
