@@ -340,7 +340,10 @@ def saves_when_asked(directory: Path) -> None:
     train(runner)
     # On one process, with whole tensors, as without sharding.
     assert watch.seen == ([{torch.Tensor}] * 2 if dist.get_rank() == 0 else [])
+    model = runner.model.module
+    model.state_dict = replaced = partial(type(model).state_dict, model)
     runner.save_checkpoint(str(work), "bare.pth", save_optimizer=False, save_param_scheduler=False, by_epoch=False)
+    assert vars(model).pop("state_dict") is replaced
     runner.save_checkpoint(str(work), "full.pth", None, True, True, {"mine": 3})
     dist.barrier()
     bare, full = torch.load(work / "bare.pth"), torch.load(work / "full.pth")

@@ -22,7 +22,6 @@ from ..checkpoint.objects import numpy_types
 from ..checkpoint.peers import Peers, world_mesh
 from ..core.errors import StateError
 from ..core.tree import tensors_in
-from .whole import answering
 
 
 def _whole_state(model: nn.Module, metadata: Any) -> dict[str, Any]:
@@ -51,11 +50,23 @@ def whole_states(model: nn.Module, optim_wrapper: Any, hooks: Iterable[Any]) -> 
         metadata = getattr(model.state_dict(), "_metadata", OrderedDict())
         states = [other.state_dict() for other in others]
     with ExitStack() as stack:
-        stack.enter_context(answering(model, state_dict=_whole_state(model, metadata)))
+        stack.enter_context(_giving(model, _whole_state(model, metadata)))
         for other, state in zip(others, states, strict=True):
-            whole = gather_in(state, keeps=is_main_process())
-            stack.enter_context(answering(other, state_dict=whole))
+            stack.enter_context(_giving(other, gather_in(state, keeps=is_main_process())))
         yield
+
+
+@contextmanager
+def _giving(owner: Any, state: Any) -> Iterator[None]:
+    """Inside, ``state_dict()`` of ``owner`` returns ``state``."""
+    own = owner.__dict__.pop("state_dict", None)  # programs replace it on an instance, as for a part of the weights
+    owner.__dict__["state_dict"] = lambda *_, **__: state
+    try:
+        yield
+    finally:
+        del owner.__dict__["state_dict"]
+        if own is not None:
+            owner.__dict__["state_dict"] = own
 
 
 def _sharded_modules(hooks: Iterable[Any]) -> list[nn.Module]:

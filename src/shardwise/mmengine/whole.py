@@ -186,19 +186,3 @@ def _copy(reference: weakref.ref[nn.Module], memo: dict[int, Any]) -> nn.Module:
         state[kind] = type(state[kind])((key, value) for key, value in state[kind].items() if key not in own_hooks)
     twin.__dict__.update(copy.deepcopy(state, memo))
     return twin
-
-
-@contextmanager
-def answering(owner: Any, **answers: Any) -> Iterator[None]:
-    """Inside, the named methods of ``owner`` return these values."""
-    for name, value in answers.items():
-        owner.__dict__[name] = functools.partial(_give, value)
-    try:
-        yield
-    finally:
-        for name in answers:
-            owner.__dict__.pop(name, None)
-
-
-def _give(value: Any, *args: Any, **kwargs: Any) -> Any:
-    return value
