@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
+from shardwise.adapters.wrapping import refuse_uncuttable
 from shardwise.core.errors import StateError
 from shardwise.core.flat import refuse_flat
 from shardwise.fairscale import FSDP, DummyProcessGroup, ShardedGradScaler, TrainingState, get_fsdp_instances
@@ -1005,6 +1006,16 @@ def test_trained_and_frozen_parameters_take_turns(flat: bool) -> None:
         whole = instance.gather_full_optim_state_dict(optimizer, recipient_rank=None)
         assert whole is not None
         assert sorted(whole["state"]) == [1, 2]
+
+
+@on_ranks(2)
+def test_sparse_buffers_are_refused_by_all_ranks() -> None:
+    """Also by what the strategies for Lightning and MMEngine check, which send them too."""
+    model = nn.Linear(2, 2)
+    model.register_buffer("graph", torch.eye(3).to_sparse())
+    for wrap in (FSDP, refuse_uncuttable):
+        with pytest.raises(ValueError, match=r"'graph' is a tensor of layout torch\.sparse_coo"):
+            wrap(model)
 
 
 def differing(kind: str) -> nn.Module:

@@ -1235,6 +1235,11 @@ def test_arguments() -> None:
         ShardedDDP(mixed, oss)
     with pytest.raises(ValueError, match="materialize the module before"):
         ShardedDDP(nn.Linear(1, 1, device="meta"), oss)
+    sparse = model_of()
+    sparse.register_buffer("graph", torch.eye(3).to_sparse())
+    for syncs in (True, False):  # the first forward would send it too
+        with pytest.raises(ValueError, match=r"'graph' is a tensor of layout torch\.sparse_coo"):
+            ShardedDDP(sparse, OSS(sparse.parameters(), lr=0.1), sync_models_at_startup=syncs)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ShardedDDP(model, (oss,), None, True, True, 2**23, True, False, True)

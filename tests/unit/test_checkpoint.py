@@ -1130,7 +1130,7 @@ def test_lightning_loads_all_of_a_state_dict_or_nothing(kind: str) -> None:
 
 
 def test_a_sparse_tensor_in_a_sharded_checkpoint_of_lightning(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="model.mask is a tensor of layout torch.sparse_coo"):
+    with pytest.raises(TypeError, match=r"model\.mask is a tensor of layout"):
         write_directory(tmp_path / "sharded", {"model": {"mask": torch.eye(3).to_sparse()}}, {})
     assert not list(tmp_path.iterdir())
 
@@ -1139,10 +1139,17 @@ def test_arrays_that_numpy_of_another_version_pickled() -> None:
     """Versions 1 and 2 name their functions in other modules."""
     known = np.empty(0).__reduce__()[0].__module__  # type: ignore[union-attr]
     other = {"numpy._core.multiarray": "numpy.core.multiarray"}.get(known, "numpy._core.multiarray")
-    source, stream = zipfile.ZipFile(io.BytesIO(pickled({"a": np.arange(3), "b": np.float64(2)}, "x").data)), io.BytesIO()
+    source, stream = (
+        zipfile.ZipFile(io.BytesIO(pickled({"a": np.arange(3), "b": np.float64(2)}, "x").data)),
+        io.BytesIO(),
+    )
     with zipfile.ZipFile(stream, "w") as target:
         for name in source.namelist():
-            data = source.read(name).replace(known.encode(), other.encode()) if name.endswith(".pkl") else source.read(name)
+            data = (
+                source.read(name).replace(known.encode(), other.encode())
+                if name.endswith(".pkl")
+                else source.read(name)
+            )
             target.writestr(name, data)
     stream.seek(0)
     loaded = unpickled(stream, "x", weights_only=True)

@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from ..checkpoint.peers import Peers
 from ..core.module import FSDPModule, unit_of
 from ..core.root import CONTAINERS, is_never_called
+from ..fairscale.ranks import refuse_sparse
 from ..fully_shard import check_cuttable
 from ..init.context import MARK, MARKS
 from .whole import cut
@@ -103,7 +104,8 @@ def refuse_uncuttable(model: nn.Module, ignored: Collection[nn.Parameter] = ()) 
         ignored: parameters that are not sharded.
 
     Raises:
-        ValueError: naming a parameter that `fully_shard` does not take, or a container without forward.
+        ValueError: naming a parameter that `fully_shard` does not take, a sparse tensor, or a container without
+            forward.
     """
     if is_never_called(model):
         raise ValueError(
@@ -119,6 +121,7 @@ def refuse_uncuttable(model: nn.Module, ignored: Collection[nn.Parameter] = ()) 
                 "layer the size of its input"
             )
         check_cuttable(name, parameter)
+    refuse_sparse([*model.named_parameters(), *model.named_buffers()])
 
 
 @torch.no_grad()

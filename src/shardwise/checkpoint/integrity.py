@@ -241,9 +241,7 @@ def sum_file(path: Path) -> FileSum:
     return FileSum(size, tuple(_block_sums(path, range(-(-size // BLOCK)))))
 
 
-def _block_sums(
-    path: Path, indices: Sequence[int], advance: Callable[[int], None] = lambda _: None
-) -> Iterator[int]:
+def _block_sums(path: Path, indices: Sequence[int], advance: Callable[[int], None] = lambda _: None) -> Iterator[int]:
     """The checksums of blocks of a file as it is now."""
     memory = memoryview(bytearray(PIECE))
     with open(path, "rb", buffering=0) as file:

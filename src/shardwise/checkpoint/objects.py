@@ -28,7 +28,6 @@ Path = tuple[str | int, ...]
 """Where a leaf is in a tree of dicts and lists: keys (as strings) and positions."""
 
 
-
 def key_of(path: Path) -> str:
     """The name by which `torch.distributed.checkpoint` knows a leaf."""
     return ".".join(map(str, path))

@@ -16,7 +16,7 @@ from ..core.parameter import Place, owner_of, successor_of
 from ..core.root import managed_modules
 from ..core.whole import WholeBroadcast
 from .flat_parameter import FlatParameter
-from .ranks import check_same_on_ranks, comm_of, describe, is_stand_in
+from .ranks import check_same_on_ranks, comm_of, describe, is_stand_in, refuse_sparse
 
 INNER = "_fsdp_wrapped_module"
 """Name of the wrapped module in its wrapper, FairScale's."""
@@ -202,10 +202,15 @@ def _named(module: nn.Module, own: Sequence[tuple[Member, nn.Parameter]]) -> lis
 def sync_from_first_rank(
     module: nn.Module, own: Sequence[tuple[Member, nn.Parameter]], group: Any, device: torch.device
 ) -> None:
-    """Give all ranks of ``group`` the first rank's ``own`` parameters, and buffers of `own_modules`; a collective."""
+    """Give all ranks of ``group`` the first rank's ``own`` parameters, and buffers of `own_modules`; a collective.
+
+    Raises:
+        ValueError: on all ranks, naming a sparse one.
+    """
     if is_stand_in(group) or group.size() == 1:
         return
     named = _named(module, own)
+    refuse_sparse(named)
     tensors = list({id(tensor): tensor.detach() for _, tensor in named if tensor.numel()}.values())
     if not tensors:
         return

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -108,7 +108,21 @@ def reduce_comm_of(given: Any, comm: Comm, device: torch.device) -> Comm | None:
 def describe(name: str, tensor: torch.Tensor, *more: str) -> tuple[str, ...]:
     """What has to be the same of a tensor on all ranks, for `check_same_on_ranks`."""
     kind = [type(tensor).__name__] * isinstance(tensor, DTensor) + ["on meta"] * tensor.is_meta
+    kind += [str(tensor.layout)] * (tensor.layout is not torch.strided)
     return name, str(tuple(tensor.shape)), str(tensor.dtype), f"requires_grad={tensor.requires_grad}", *kind, *more
+
+
+def refuse_sparse(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """
+    Raises:
+        ValueError: naming a tensor that has no memory to be sent as it is.
+    """
+    for name, tensor in named:
+        if tensor.layout is not torch.strided:
+            raise ValueError(
+                f"{name!r} is a tensor of layout {tensor.layout}, and all ranks get the first rank's parameters and "
+                "buffers, which must be dense for it: keep it as an attribute that is not registered, or make it dense"
+            )
 
 
 def check_same_on_ranks(wrapper: str, comm: Comm, described: Sequence[tuple[str, ...]], device: torch.device) -> None:

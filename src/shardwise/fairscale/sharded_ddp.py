@@ -20,7 +20,7 @@ from ..core.errors import StateError
 from ..core.tree import map_tensors, tensors_requiring_grad
 from ..core.whole import OwnerReducer, WholeBroadcast
 from .oss import OSS
-from .ranks import check_same_on_ranks, compute_device_of, describe
+from .ranks import check_same_on_ranks, compute_device_of, describe, refuse_sparse
 
 ARGUMENTS = {
     "module": Argument("the model; every rank has all of it"),
@@ -61,8 +61,8 @@ class ShardedDataParallel(nn.Module):
 
     Raises:
         TypeError: if ``sharded_optimizer`` is not an `OSS` or several.
-        ValueError: for a module on several types of devices, for optimizers of other ranks than ``process_group``'s or
-            that disagree on a parameter's owner, and if ranks have different parameters.
+        ValueError: for a module on several types of devices, or with sparse tensors, for optimizers of other ranks
+            than ``process_group``'s or that disagree on a parameter's owner, and if ranks have different parameters.
     """
 
     def __init__(
@@ -98,6 +98,8 @@ class ShardedDataParallel(nn.Module):
             device = compute_device_of(self._group, module)
             check_same_on_ranks("ShardedDataParallel", self._comm(device), mine, device)
         self.device_type = _only_type(module)
+        if self._size > 1 and (syncs or broadcast_buffers):
+            refuse_sparse([*module.named_parameters(), *module.named_buffers()])
         if syncs:
             tensors = [*module.parameters(), *module.buffers()]
             WholeBroadcast(tensors, [0] * len(tensors), self._comm).start()()
