@@ -159,7 +159,7 @@ class StoredData:
         planner.set_up_planner(values, self.metadata, True)
         reader: StorageReader = FileSystemReader(self.directory)
         if self.manifest is not None:
-            reader = _DirectReader(self.directory, frozenset(self.manifest.unusual), advance)
+            reader = _DirectReader(self.directory, self.kinds, frozenset(self.manifest.unusual), advance)
         reader.set_up_storage_reader(self.metadata, True)
         try:
             reader.read_data(create_default_local_load_plan(values, self.metadata), planner).wait()
@@ -236,18 +236,20 @@ class _DirectReader(FileSystemReader):
 
     Args:
         directory: of the checkpoint.
+        kinds: the metadata of everything stored, by key.
         unusual: keys of tensors that are stored otherwise; torch reads them.
         advance: called with the number of bytes loaded.
     """
 
-    def __init__(self, directory: FilePath, unusual: frozenset[str], advance: Callable[[int], None]):
+    def __init__(
+        self,
+        directory: FilePath,
+        kinds: Mapping[str, TensorStorageMetadata | BytesStorageMetadata],
+        unusual: frozenset[str],
+        advance: Callable[[int], None],
+    ):
         super().__init__(directory)
-        self._directory, self._unusual, self._advance = directory, unusual, advance
-        self._metadata: Metadata | None = None
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
-        self._metadata = metadata
+        self._directory, self._kinds, self._unusual, self._advance = directory, kinds, unusual, advance
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         by_file: dict[str, list[ReadItem]] = {}
@@ -277,8 +279,7 @@ class _DirectReader(FileSystemReader):
 
     def _chunk_of(self, item: ReadItem) -> _Chunk:
         """The stored chunk that ``item`` is in."""
-        assert self._metadata is not None
-        stored = self._metadata.state_dict_metadata[item.storage_index.fqn]
+        stored = self._kinds[item.storage_index.fqn]
         assert isinstance(stored, TensorStorageMetadata)
         return _Chunk(tuple(stored.chunks[item.storage_index.index or 0].sizes), stored.properties.dtype)
 

@@ -18,12 +18,10 @@ if TYPE_CHECKING:
 
 def share_parameter(parameter: nn.Parameter, borrower: FullyShardedDataParallel) -> None:
     """See `FullyShardedDataParallel.append_shared_param`."""
-    owner = owner_of(parameter)
-    lender = owner.holder() if isinstance(owner, FlatShards) and owner.holder is not None else None
-    if not isinstance(owner, FlatShards) or lender is None:
+    lender = instance_of(owner_of(parameter))
+    if lender is None:
         raise ValueError("append_shared_param: the parameter is not sharded by another instance; wrap that one first")
-    lender = cast("FullyShardedDataParallel", lender)
-    slot = next(slot for slot in owner.slots if slot.sharded is parameter)
+    slot = next(slot for slot in lender._own_slots() if slot.sharded is parameter)
     if borrower.flatten_parameters or slot.home is not None:
         raise ValueError(f"append_shared_param: {slot.name!r} can be shared with flatten_parameters=False only")
     if borrower._unit.context is not None or lender._unit.context is not None:
@@ -38,6 +36,12 @@ def share_parameter(parameter: nn.Parameter, borrower: FullyShardedDataParallel)
     slot.places.extend(places)
     borrower._appended.append(parameter)
     _share_unit(borrower, lender)
+
+
+def instance_of(shards: object) -> FullyShardedDataParallel | None:
+    """The instance that has ``shards``, if they are those of one that is alive."""
+    holder = shards.holder() if isinstance(shards, FlatShards) and shards.holder is not None else None
+    return cast("FullyShardedDataParallel | None", holder)
 
 
 def _share_unit(borrower: FullyShardedDataParallel, lender: FullyShardedDataParallel) -> None:

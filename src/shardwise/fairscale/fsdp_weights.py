@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from ..core.errors import StateError
-from ..core.flat import AbsentParameter, FlatShards
+from ..core.flat import AbsentParameter
 from .fsdp_parameters import INNER, Run, clean, own_modules, under
-from .fsdp_sharing import borrowed
+from .fsdp_sharing import borrowed, instance_of
 
 if TYPE_CHECKING:
     from .fsdp import FullyShardedDataParallel
@@ -76,9 +76,8 @@ def refuse_joined(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 def _gives_local(absent: AbsentParameter) -> bool:
-    shards = absent.owner() if absent.owner is not None else None
-    holder = shards.holder() if isinstance(shards, FlatShards) and shards.holder is not None else None
-    return bool(getattr(holder, "_gives_local", False))
+    instance = instance_of(absent.owner() if absent.owner is not None else None)
+    return instance is not None and instance._gives_local
 
 
 def prepare_load(
