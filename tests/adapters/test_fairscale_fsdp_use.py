@@ -16,12 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import ASGD, SGD, Adam, NAdam
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
-from shardwise.adapters.wrapping import refuse_uncuttable
+from shardwise.adapters.wrapping import refuse_uncuttable, share_values
 from shardwise.core.errors import StateError
 from shardwise.core.flat import refuse_flat
 from shardwise.fairscale import FSDP, DummyProcessGroup, ShardedGradScaler, TrainingState, get_fsdp_instances
@@ -1016,6 +1017,17 @@ def test_sparse_buffers_are_refused_by_all_ranks() -> None:
     for wrap in (FSDP, refuse_uncuttable):
         with pytest.raises(ValueError, match=r"'graph' is a tensor of layout torch\.sparse_coo"):
             wrap(model)
+
+
+@on_ranks(2)
+def test_buffers_that_share_elements_or_are_conjugates() -> None:
+    """As the strategies for Lightning and MMEngine send them."""
+    model = nn.Linear(2, 2)
+    model.register_buffer("expanded", (torch.arange(3.0) + dist.get_rank()).expand(2, 3))
+    model.register_buffer("conjugate", torch.tensor([1j + dist.get_rank()]).conj())
+    share_values(model, init_device_mesh("cpu", (2,)))
+    assert model.expanded.tolist() == [[0.0, 1.0, 2.0]] * 2
+    assert model.conjugate.tolist() == [-1j]
 
 
 def differing(kind: str) -> nn.Module:

@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from ..checkpoint.peers import Peers
 from ..core.module import FSDPModule, unit_of
 from ..core.root import CONTAINERS, is_never_called
+from ..core.whole import without_repeats
 from ..fairscale.ranks import refuse_sparse
 from ..fully_shard import check_cuttable
 from ..init.context import MARK, MARKS
@@ -146,11 +147,12 @@ def share_values(model: nn.Module, mesh: DeviceMesh) -> None:
     for _, tensor in named:
         if isinstance(tensor, DTensor) or tensor.is_meta or not tensor.numel() or LOADED in tensor.__dict__:
             continue
-        value = tensor.detach().to(peers.device).contiguous()
+        value = tensor.detach().to(peers.device).resolve_conj().resolve_neg().contiguous()
         # As bytes: not every backend knows every dtype.
         peers.broadcast(value.view(-1).view(torch.uint8))
         if value.data_ptr() != tensor.data_ptr():
-            tensor.copy_(value)
+            target, source = without_repeats(tensor, value)
+            target.copy_(source)
 
 
 def _description(tensor: torch.Tensor) -> str:

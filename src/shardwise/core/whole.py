@@ -145,7 +145,7 @@ class WholePlan:
 
     def unpack(self, run: Run, flat: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
         """Copy ``flat`` into ``targets``."""
-        pairs = [_without_repeats(*pair) for pair in zip(targets, self.parts(run, flat), strict=True)]
+        pairs = [without_repeats(*pair) for pair in zip(targets, self.parts(run, flat), strict=True)]
         copy_each([target for target, _ in pairs], [source for _, source in pairs])
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> list[Callable[[], None]]:
@@ -178,7 +178,7 @@ def _is_plain(value: torch.Tensor) -> bool:
     return value.is_contiguous() and not (value.is_conj() or value.is_neg())
 
 
-def _without_repeats(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def without_repeats(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Both without the copies that ``expand`` makes of elements of ``target``: torch writes no element twice."""
     strides = target.stride()
     if 0 in strides:

@@ -19,6 +19,7 @@ from ..core.errors import StateError
 from ..core.parameter import owner_of
 from ..core.shards import Shards
 from ..core.slot import Slot
+from ..core.whole import without_repeats
 from ..sites import Site, become, sites_of
 from .context import MARK, MARKS
 from .record import Origin, Record, View
@@ -171,10 +172,7 @@ class BufferTarget(Target):
         return local_of(self.sites[0].get()).device
 
     def write(self, whole: torch.Tensor) -> None:
-        local = local_of(self.sites[0].get())
-        for dim, (size, stride) in enumerate(zip(local.shape, local.stride(), strict=True)):
-            if size > 1 and not stride:  # expanded: one element for all
-                local, whole = local.narrow(dim, 0, 1), whole.narrow(dim, 0, 1)
+        local, whole = without_repeats(local_of(self.sites[0].get()), whole)
         with torch.no_grad(), torch.inference_mode(local.is_inference()):
             local.copy_(whole)
 
