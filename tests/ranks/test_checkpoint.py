@@ -812,6 +812,10 @@ def test_errors_of_one_rank_are_raised_on_all() -> None:
         for verb in (save, load):
             with pytest.raises(TypeError, match="directory must be a path, not int"):
                 verb(3 if rank else directory, model=model)
+            with pytest.raises(ValueError, match=r"directory is .* on the first rank and .*other on rank 1: all ranks"):
+                verb(directory / "other" if rank else directory, model=model)
+        assert os.listdir(directory) == ["checkpoint-000001"]
+        dist.barrier()
         blocked = directory / "file"
         if rank == 0:
             blocked.write_text("")
