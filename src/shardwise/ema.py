@@ -173,15 +173,18 @@ class EMA:
                 )
         for name, average in self._averages.items():
             value = given[name]
-            if isinstance(value, DTensor):
-                if not isinstance(average, DTensor):
-                    value = value.full_tensor()
-                elif value.placements != average.placements or value.device_mesh != average.device_mesh:
-                    value = value.redistribute(average.device_mesh, average.placements)
-            elif isinstance(average, DTensor):
+            if isinstance(value, DTensor) and not _are_cut_alike(value, average):
+                value = value.full_tensor()  # torch redistributes within a mesh only
+            if isinstance(average, DTensor) and not isinstance(value, DTensor):
                 value = shard_like(value, average)
             local_of(average).copy_(local_of(value))
         self.decay, self.updates = decay, updates
+
+
+def _are_cut_alike(one: DTensor, other: torch.Tensor) -> bool:
+    if not isinstance(other, DTensor):
+        return False
+    return one.device_mesh == other.device_mesh and one.placements == other.placements
 
 
 class Swapped:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import errno
 import itertools
@@ -15,7 +16,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -811,6 +812,10 @@ def test_errors_of_one_rank_are_raised_on_all() -> None:
         for verb in (save, load):
             with pytest.raises(TypeError, match="directory must be a path, not int"):
                 verb(3 if rank else directory, model=model)
+            with pytest.raises(ValueError, match=r"directory is .* on the first rank and .*other on rank 1: all ranks"):
+                verb(directory / "other" if rank else directory, model=model)
+        assert os.listdir(directory) == ["checkpoint-000001"]
+        dist.barrier()
         blocked = directory / "file"
         if rank == 0:
             blocked.write_text("")
@@ -882,31 +887,96 @@ def test_an_interrupt_of_one_rank_leaves_the_ranks_in_step() -> None:
         assert sorted(os.listdir(directory)) == ["checkpoint-000001", "checkpoint-000002"]
 
 
+@contextmanager
+def signal_after(number: int, by: int) -> Iterator[None]:
+    """Inside, rank ``by`` gets SIGALRM after the exchange of that number."""
+    exchange, calls = SavingRanks.exchange, itertools.count(1)
+
+    def interrupted(self: SavingRanks, value: Any) -> list[Any]:
+        found = exchange(self, value)
+        if next(calls) == number:
+            signal.raise_signal(signal.SIGALRM)
+        return found
+
+    with ExitStack() as stack:
+        if dist.get_rank() == by:
+            stack.enter_context(patched(SavingRanks, "exchange", interrupted))
+        yield
+
+
+VERBS = {"save": save, "load": load}
+MOMENTS = [("save", 1), ("save", 3), ("load", 1), ("load", 2), ("load", 4)]
+
+
 @on_ranks(2)
 def test_an_interrupt_of_a_rank_that_waits_for_the_others_leaves_them_in_step() -> None:
-    before, exchange = signal.signal(signal.SIGALRM, interrupt), SavingRanks.exchange
+    before = signal.signal(signal.SIGALRM, interrupt)
     with shared_directory() as directory:
-        model, verbs = sharded(), {"save": save, "load": load}
+        model = sharded()
         save(directory, model=model)
-        for verb, number in (("save", 1), ("save", 3), ("load", 1), ("load", 2), ("load", 4)):
-            calls = itertools.count(1)
-
-            def interrupted(self: SavingRanks, value: Any, calls: Any = calls, number: int = number) -> list[Any]:
-                found = exchange(self, value)
-                if next(calls) == number:
-                    signal.raise_signal(signal.SIGALRM)
-                return found
-
-            with ExitStack() as stack:
-                if dist.get_rank() == 1:
-                    stack.enter_context(patched(SavingRanks, "exchange", interrupted))
-                with pytest.raises(KeyboardInterrupt if dist.get_rank() == 1 else RuntimeError):
-                    verbs[verb](directory, model=model)
+        for verb, number in MOMENTS:
+            expected = pytest.raises(KeyboardInterrupt) if dist.get_rank() == 1 else nullcontext()
+            with expected, signal_after(number, by=1):
+                VERBS[verb](directory, model=model)
             load(directory, model=model)
             save(directory, model=model, keep=2)
         dist.barrier()
         assert len(os.listdir(directory)) == 2
         assert signal.getsignal(signal.SIGALRM) is interrupt
+    signal.signal(signal.SIGALRM, before)
+
+
+@on_ranks(2)
+def test_a_signal_handler_may_save() -> None:
+    """As those of preemption do, which every rank calls, each at another moment of a verb."""
+    with shared_directory() as directory:
+        model = sharded()
+        save(directory / "regular", model=model)
+        before = signal.signal(signal.SIGALRM, lambda *_: save(directory / "preempted", model=model))
+        for verb, number in MOMENTS:
+            with signal_after(number, by=1), signal_after(3 - number % 2, by=0):
+                VERBS[verb](directory / "regular", model=model)
+            load(directory / "preempted", model=model)
+        signal.signal(signal.SIGALRM, before)
+        dist.barrier()
+        assert len(os.listdir(directory / "preempted")) == len(MOMENTS)
+
+
+@on_ranks(1)
+def test_a_signal_within_a_verb_reaches_its_handler_once() -> None:
+    """Also where asyncio is told of it, a handler that was set meanwhile passes it on, or a process was forked."""
+    calls: list[str] = []
+
+    class Setting:
+        def state_dict(self) -> dict[str, Any]:
+            inner = signal.getsignal(signal.SIGALRM)
+            assert callable(inner)
+            signal.signal(signal.SIGALRM, lambda *given: (calls.append("outer"), inner(*given)))
+            if not (child := os.fork()):
+                calls.clear()
+                signal.raise_signal(signal.SIGALRM)
+                os._exit(calls != ["outer", "inner"])
+            assert os.waitpid(child, 0)[1] == 0
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    async def heard() -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGALRM, calls.append, "loop")
+        with signal_after(1, by=0):
+            save(directory, model=model)
+        await asyncio.sleep(0.01)
+
+    with shared_directory() as directory:
+        model, before = sharded(), signal.signal(signal.SIGALRM, lambda *_: calls.append("inner"))
+        save(directory, model=model, extra=Setting())
+        with signal_after(1, by=0):
+            save(directory, model=model)
+        assert calls == ["outer", "inner"]
+        calls.clear()
+        asyncio.run(heard())
+        assert calls == ["loop"]
     signal.signal(signal.SIGALRM, before)
 
 

@@ -183,6 +183,9 @@ def test_in_checkpoints(strategy: str) -> None:
     unsharded = EMA(make(), 0.5)
     unsharded.load_state_dict(ema.state_dict())  # shards of one row were broadcast, in silence
     assert all(torch.equal(value, truth[name]) for name, value in unsharded.state_dict()["averages"].items())
+    elsewhere = EMA(sharded(4, init_device_mesh("cpu", (1, dist.get_world_size()))), 0.5)
+    elsewhere.load_state_dict(ema.state_dict())  # torch redistributes within a mesh only
+    assert all(torch.equal(whole(value), truth[name]) for name, value in elsewhere.state_dict()["averages"].items())
 
 
 @on_ranks(1, 2)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shardwise import MixedPrecisionPolicy, fully_shard, load_full_state_dict
-from shardwise.init import init_on_meta, materialize
+from shardwise.init import agreement, init_on_meta, materialize
 
 from ..models import Block, ConvNet, Transformer, inputs_for, wrap
 from .harness import on_ranks
@@ -416,6 +418,27 @@ def test_one_rank_that_fails_fails_all() -> None:
     with pytest.raises(KeyboardInterrupt if rank else RuntimeError, match="" if rank else "failed on another rank"):
         materialize(model, seed=5, init_fn=interrupted if rank else None)
     dist.barrier()
+
+
+@on_ranks(2)
+def test_an_interrupt_of_a_rank_that_waits_for_the_others_leaves_them_in_step() -> None:
+    before, widen, rank = signal.getsignal(signal.SIGALRM), agreement._extremes, dist.get_rank()
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+
+    def interrupted(*given: Any) -> tuple[int, int]:
+        found = widen(*given)
+        signal.raise_signal(signal.SIGALRM)
+        patch.undo()
+        return found
+
+    model = wrap(on_meta(tied, seed=6), fully_shard, mesh=world_mesh())
+    with pytest.MonkeyPatch.context() as patch:
+        if rank:
+            patch.setattr(agreement, "_extremes", interrupted)
+        with pytest.raises(KeyboardInterrupt) if rank else nullcontext():
+            materialize(model, seed=5)
+    materialize(model, seed=5)
+    signal.signal(signal.SIGALRM, before)
 
 
 @on_ranks(2)

@@ -189,12 +189,15 @@ def _write(
         WeightsError: on all ranks, naming a tensor that one of them cannot read; others have been written then.
     """
     failures: dict[str, Exception] = {}
+    # One for all: of blocks made one by one, a backend holds the one before while the next is made.
+    size = max((_rows_at_once(found.weight) * _row_bytes(found.weight) for found in matches), default=0)
+    staging = torch.empty(size if broadcast_from_rank0 else 0, dtype=torch.uint8, device=peers.device)
     with Progress("Loading", sum(found.weight.nbytes for found in matches), shown=peers.is_first) as progress:
         for found in matches:
             name = found.stored[0]
             # Raised at the end: until then the others wait for this rank.
             if broadcast_from_rank0:
-                _spread(found.weight, name, tensors.get(name), peers, failures)
+                _spread(found.weight, name, tensors.get(name), peers, failures, staging)
             else:
                 with _noting(name, failures):
                     found.weight.write_rows(tensors[name], 0)
@@ -212,20 +215,35 @@ def _noting(name: str, failures: dict[str, Exception]) -> Iterator[None]:
         failures.setdefault(name, error)
 
 
+def _row_bytes(weight: Weight) -> int:
+    return math.prod(weight.shape[1:]) * weight.dtype.itemsize
+
+
+def _rows_at_once(weight: Weight) -> int:
+    rows = math.prod(weight.shape[:1])
+    return min(rows, max(1, BLOCK_BYTES // max(1, _row_bytes(weight))))
+
+
 def _spread(
-    weight: Weight, name: str, value: torch.Tensor | None, peers: Peers, failures: dict[str, Exception]
+    weight: Weight,
+    name: str,
+    value: torch.Tensor | None,
+    peers: Peers,
+    failures: dict[str, Exception],
+    staging: torch.Tensor,
 ) -> None:
-    """Give every rank its part of the first rank's ``value``."""
+    """Give every rank its part of the first rank's ``value``, by way of ``staging``."""
     shape = weight.shape or (1,)
     if not math.prod(shape):
         return
-    count = max(1, BLOCK_BYTES * shape[0] // weight.nbytes)
+    count = _rows_at_once(weight)
     for start in range(0, shape[0], count):
         size = min(count, shape[0] - start)
-        block = torch.empty((size, *shape[1:]), dtype=weight.dtype, device=peers.device)
+        # As bytes: not every backend knows every dtype.
+        sent = staging[: size * _row_bytes(weight)]
+        block = sent.view(weight.dtype).view(size, *shape[1:])
         with _noting(name, failures):
             if value is not None:
                 block.copy_(value.reshape(shape)[start : start + size])
-        # As bytes: not every backend knows every dtype.
-        peers.broadcast(block.view(-1).view(torch.uint8))
+        peers.broadcast(sent)
         weight.write_rows(block, start)

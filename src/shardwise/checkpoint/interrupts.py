@@ -1,75 +1,54 @@
-"""Interrupts (Ctrl-C, handlers of signals that raise) within what ranks do together: they wait until the ranks can be
-told. Most come while a rank waits in a collective; raised there, they would leave it at another step than its peers."""
+"""Python's handlers of signals (Ctrl-C, preemption) within what ranks do together: they wait until it is done.
+
+Most come while a rank waits in a collective. What a handler raises there would leave the rank at another step than its
+peers, and so would what it saves there.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-
-class _Signals:
-    """Of this process."""
-
-    def __init__(self) -> None:
-        self.are_held = False
-        self.pending: list[int] = []
-        self.handlers: dict[int, Callable[..., Any]] = {}
-        """The program's own, by number, where `note` stands in for them."""
-
-    def note(self, number: int, frame: Any) -> None:
-        """Let a signal wait; the second one of a kind does not."""
-        if self.are_held and number not in self.pending:
-            self.pending.append(number)
-        else:
-            self.handlers[number](number, frame)
-
-    def deliver(self) -> None:
-        """Hand over all that wait, whatever the handlers raise."""
-        if self.pending:
-            try:
-                signal.raise_signal(self.pending.pop(0))
-            finally:
-                self.deliver()
-
-
-_signals = _Signals()
-_note = _signals.note
+_holders: set[int] = set()
+"""Ids of the processes whose main thread is inside of `held`: this one, or those that it was forked from."""
 
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Inside, and outside of `let_in`, Python's signal handlers wait until the end. Only the main thread runs them."""
-    if threading.current_thread() is not threading.main_thread() or _signals.are_held:
+    """Inside, Python's signal handlers wait until the end; but a second Ctrl-C that raises KeyboardInterrupt does so at
+    once. Only the main thread runs handlers."""
+    process, came, is_over = os.getpid(), list[int](), False
+    if threading.current_thread() is not threading.main_thread() or process in _holders:
         yield
         return
     found = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    own: dict[int, Callable[..., Any]] = {n: h for n, h in found.items() if callable(h) and h is not _note}
-    _signals.handlers.update(own)
-    for number in own:
-        signal.signal(number, _note)
-    _signals.are_held = True
-    try:
-        yield
-    finally:
-        _signals.are_held = False
-        for number, handler in own.items():
-            if signal.getsignal(number) is _note:  # else somebody has set another one inside
-                signal.signal(number, handler)
-        _signals.deliver()
+    own: dict[int, Callable[..., Any]] = {number: handler for number, handler in found.items() if callable(handler)}
 
+    def note(number: int, frame: Any) -> None:
+        is_urgent = number in came and own[number] is signal.default_int_handler
+        if is_over or is_urgent or os.getpid() != process:
+            own[number](number, frame)
+        else:
+            came.append(number)
 
-@contextmanager
-def let_in() -> Iterator[None]:
-    """Inside, for one step of one rank, signals reach their handlers, those that waited first; within `held`."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    _signals.are_held = False
-    try:
-        _signals.deliver()
-        yield
-    finally:
-        _signals.are_held = True
+    def end(number: int) -> None:
+        if signal.getsignal(number) is note:  # else somebody has set another one inside
+            signal.signal(number, own[number])
+        if number in came:
+            own[number](number, sys._getframe())
+
+    with ExitStack() as stack:  # goes on with the others, whatever a handler raises
+        for number in own:
+            stack.callback(end, number)
+            signal.signal(number, note)
+        _holders.add(process)
+        try:
+            yield
+        finally:
+            is_over = True
+            _holders.discard(process)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from .reading import StoredData
 from .restoring import Restoring, Wanted
 from .writing import Leaves, naming, write_leaves
 
+T = TypeVar("T")
 Optimizers = Optimizer | Iterable[Optimizer] | Mapping[Any, Optimizer]
 
 
@@ -75,7 +76,8 @@ def save(
         CheckpointError: on all ranks, if one of them cannot write; the draft is removed, older checkpoints are intact.
         StateError: if parameters have no values yet.
         TypeError: for an argument of a wrong type, or what cannot be pickled.
-        ValueError: if the optimizer has parameters that ``model`` does not have, or a number is out of range.
+        ValueError: if the optimizer has parameters that ``model`` does not have, a number is out of range, or ranks
+            give different directories.
     """
     ranks, failed = saving_ranks(), background.take_error()
 
@@ -109,12 +111,12 @@ def _begin(
             own = digests(leaves, model)
             draft = _new_draft(root, step) if ranks.is_first else None
         paths = (draft.path, draft.final) if draft is not None else None
-        exchanged = ranks.exchange((own, paths))
+        exchanged = ranks.exchange((root, (own, paths)))
+        path, final = cast(tuple[Path, Path], _first(exchanged)[1])
     except BaseException:
         _abandon(draft, ranks)
         raise
-    leaves = apart(leaves, [found for found, _ in exchanged], ranks.position)
-    path, final = cast(tuple[Path, Path], exchanged[0][1])
+    leaves = apart(leaves, [found for _, (found, _) in exchanged], ranks.position)
     return leaves, draft, path, final
 
 
@@ -189,14 +191,14 @@ def load(
         CheckpointError: if it cannot be read.
         FileNotFoundError: if there is no checkpoint.
         TypeError: for an argument of a wrong type.
-        ValueError: listing what the checkpoint does not have, or what does not fit.
+        ValueError: listing what the checkpoint lacks, or what does not fit; or if ranks give different directories.
     """
     ranks = saving_ranks()
     background.finish()
     with ranks.together():
         wanted = Wanted(_module(model), _optimizers(model, optimizer), _scheduler(scheduler), extra, rng)
-        found = _find(path_of(directory), ranks)
-    path, manifest = ranks.exchange(found)[0]
+        told = (root := path_of(directory)), _find(root, ranks)
+    path, manifest = _first(ranks.exchange(told))
     share = sum(file.size for file in manifest.files.values()) // ranks.size if manifest is not None else 0
     with Progress("Loading", 2 * share, shown=ranks.is_first) as progress, torch.no_grad(), not_inference():
         stored = open_checked(path, manifest, ranks, weights_only, progress.advance)
@@ -265,6 +267,22 @@ def _find(path: Path, ranks: SavingRanks) -> tuple[Path, Manifest | None]:
             raise _nothing_in(path)
         path = newest
     return path, Manifest.read(path)
+
+
+def _first(exchanged: Sequence[tuple[Path, T]]) -> T:
+    """What the first rank tells, where each rank tells it with the directory that it was given.
+
+    Raises:
+        ValueError: if these differ, as those of groups of ranks do that have a model each.
+    """
+    first, told = exchanged[0]
+    for rank, (root, _) in enumerate(exchanged):
+        if root != first:
+            raise ValueError(
+                f"directory is {first} on the first rank and {root} on rank {rank}: all ranks of the default process "
+                "group save and load one checkpoint together"
+            )
+    return told
 
 
 def _nothing_in(path: Path) -> OSError:

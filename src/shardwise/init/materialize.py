@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..checkpoint.interrupts import held
 from ..core.errors import StateError
 from .agreement import require_same, share_states, telling_failure
 from .fast import FastReplay
@@ -31,6 +32,7 @@ AnyModule = TypeVar("AnyModule", bound=nn.Module)
 Work = dict[Record, list[tuple[Target, View]]]
 
 
+@held()
 def materialize(
     model: AnyModule, *, seed: int | None = None, init_fn: InitFn | None = None, fast: bool = False
 ) -> AnyModule:
