@@ -504,6 +504,14 @@ def ranks_that_differ(directory: Path) -> None:
         assert state == {"more": {"a": 1}}
         with pytest.raises(ValueError, match="ranks differ in what they save"):
             used.save(path, {"model": model, **({"step": 1} if is_first else {})})
+        shards = list(model.named_parameters())
+        own = dict(shards if is_first else reversed(shards))  # of the same names, as those from a set are
+        used.save(path, {"own": own})
+        state = {"own": None}
+        used.load(path, state)
+        assert all(torch.equal(state["own"][name], shard.full_tensor()) for name, shard in shards)
+        with pytest.raises(ValueError, match=r"rank 0 and rank 1 save different sharded tensors as 'own\.\w+"):
+            used.save(path, {"own": own if is_first else {}})
 
 
 def postponed_loads(directory: Path) -> None:
