@@ -386,18 +386,20 @@ class _FabricStrategy(ProcessesStrategy):
         checkpoint: dict[str, Any] = read_file(path, weights_only=weights_only)
         if not state:
             return checkpoint
-        _check_names(state, checkpoint, strict)
-        for name, item in _modules_first(state):
-            if name not in checkpoint:
-                continue
-            value = checkpoint.pop(name)
-            if isinstance(item, nn.Module):
-                self.load_module_state_dict(item, value, strict=strict)
-            elif isinstance(item, Optimizer):
-                load_full_optimizer_state(item, value)
-            else:
-                # Not mapped any more: the program may write its next checkpoint into the same file.
-                _fill(state, name, map_tensors(value, torch.clone))
+        # No collectives inside, and objects of the program may fail on one rank.
+        with saving_ranks().together():
+            _check_names(state, checkpoint, strict)
+            for name, item in _modules_first(state):
+                if name not in checkpoint:
+                    continue
+                value = checkpoint.pop(name)
+                if isinstance(item, nn.Module):
+                    self.load_module_state_dict(item, value, strict=strict)
+                elif isinstance(item, Optimizer):
+                    load_full_optimizer_state(item, value)
+                else:
+                    # Not mapped any more: the program may write its next checkpoint into the same file.
+                    _fill(state, name, map_tensors(value, torch.clone))
         return checkpoint
 
     def _load_directory(self, path: Path, state: Any, *, strict: bool, weights_only: bool | None) -> dict[str, Any]:
@@ -413,11 +415,12 @@ class _FabricStrategy(ProcessesStrategy):
             if isinstance(item, nn.Module):
                 if saved.has(name):
                     self._load_model(saved, name, item, strict)
-            elif isinstance(item, Optimizer):
-                if saved.has(name):
-                    self._load_optimizer(saved, name, item, models)
-            elif name in rest:
-                _fill(state, name, rest.pop(name))
+            elif isinstance(item, Optimizer) and saved.has(name):
+                self._load_optimizer(saved, name, item, models)
+        with saving_ranks().together():
+            for name, item in _modules_first(state):
+                if name in rest and not isinstance(item, (nn.Module, Optimizer)):
+                    _fill(state, name, rest.pop(name))
         return rest
 
     def _load_model(self, saved: SavedDirectory, name: str, module: nn.Module, strict: bool) -> None:

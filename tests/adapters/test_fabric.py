@@ -493,6 +493,17 @@ def filters(directory: Path) -> None:
         used.barrier()
 
 
+class LoadsElsewhere:
+    """Takes its state where ``takes``."""
+
+    def __init__(self, takes: bool) -> None:
+        self.takes = takes
+
+    def load_state_dict(self, state: Any) -> None:
+        if not self.takes:
+            raise RuntimeError("not on rank 0")
+
+
 def ranks_that_differ(directory: Path) -> None:
     """Rank 0 decides what is filtered; names that only one rank saves are an error on all, not a wait for ever."""
     for kind in ("full", "sharded"):
@@ -505,6 +516,17 @@ def ranks_that_differ(directory: Path) -> None:
         assert state == {"more": {"a": 1}}
         with pytest.raises(ValueError, match="ranks differ in what they save"):
             used.save(path, {"model": model, **({"step": 1} if is_first else {})})
+        shards = list(model.named_parameters())
+        own = dict(shards if is_first else reversed(shards))  # of the same names, as those from a set are
+        used.save(path, {"own": own})
+        state = {"own": None}
+        used.load(path, state)
+        assert all(torch.equal(state["own"][name], shard.full_tensor()) for name, shard in shards)
+        with pytest.raises(ValueError, match=r"rank 0 and rank 1 save different sharded tensors as 'own\.\w+"):
+            used.save(path, {"own": own if is_first else {}})
+        used.save(path, {"object": {}})
+        with pytest.raises(RuntimeError, match="not on rank 0"):
+            used.load(path, {"object": LoadsElsewhere(not is_first)})
 
 
 def postponed_loads(directory: Path) -> None:

@@ -9,14 +9,52 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ..checkpoint.objects import Path, leaves
+from ..checkpoint.ranks import saving_ranks
 from ..core.device import not_inference, shard_like
-from ..core.tree import map_tensors
+from ..core.tree import map_tensors, tensors_in
 
 
 def gather_in(tree: Any, *, keeps: bool) -> Any:
-    """``tree`` with sharded tensors made whole, on the host, if this rank keeps them; else as it is. A collective."""
+    """``tree`` with sharded tensors made whole, on the host, if this rank keeps them; else as it is. A collective.
+
+    Raises:
+        ValueError: on all ranks, naming sharded tensors that some ranks lack, or have in other shapes or dtypes.
+    """
+    whole: dict[int, torch.Tensor] = {}
     with not_inference():
-        return map_tensors(tree, lambda tensor: gathered(tensor, keeps) if isinstance(tensor, DTensor) else tensor)
+        found = _sharded_in(tree)
+        # By names: ranks may have a dict's items in another order.
+        for path in _agreed({path: [*map(_described, tensors)] for path, tensors in found.items()}):
+            whole.update((id(tensor), gathered(tensor, keeps)) for tensor in found[path])
+        return map_tensors(tree, lambda tensor: whole.get(id(tensor), tensor))
+
+
+def _sharded_in(tree: Any) -> dict[Path, list[DTensor]]:
+    """The sharded tensors of ``tree`` by where they are."""
+    found: dict[Path, list[DTensor]] = {}
+    for path, leaf in leaves(tree):
+        if sharded := [tensor for tensor in tensors_in(leaf) if isinstance(tensor, DTensor)]:
+            found.setdefault(path, []).extend(sharded)
+    return found
+
+
+def _described(tensor: DTensor) -> tuple[Any, ...]:
+    """What must be the same on all ranks, so that they issue the same collectives."""
+    return tuple(tensor.shape), tensor.dtype
+
+
+def _agreed(own: dict[Path, list[tuple[Any, ...]]]) -> list[Path]:
+    """The paths of sharded tensors, in the order of the first rank."""
+    first, *others = saving_ranks().exchange(own)
+    for rank, other in enumerate(others, 1):
+        if differ := [path for path in {**first, **other} if first.get(path) != other.get(path)]:
+            names = ", ".join(repr(".".join(map(str, path))) for path in differ[:5])
+            raise ValueError(
+                f"rank 0 and rank {rank} save different sharded tensors as {names}: each has a part of them, so give "
+                "all ranks the same ones"
+            )
+    return [*first]
 
 
 def gathered(tensor: torch.Tensor, keeps: bool) -> torch.Tensor:
