@@ -1,4 +1,4 @@
-# train: the main job on this machine; test, lint: what a change must pass; bench: side-by-side measurements.
+# train: the main job on this machine; test, rehearse, lint: what a change must pass; bench: side-by-side measurements.
 PYTHON ?= python3
 NPROC  ?= 2
 ZERO   ?= 3
@@ -14,7 +14,7 @@ CODE  := $(wildcard src tests examples bench)
 # Training and tests start many processes, each of which would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test lint bench clean
+.PHONY: train test rehearse lint bench clean
 .DELETE_ON_ERROR:
 
 $(STAMP): pyproject.toml constraints.txt
@@ -30,6 +30,10 @@ train: $(STAMP)
 # Two files at a time, since much of it is one process; in order, so that the programs, which take longest, come first.
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# The tests for a GPU, on a device that is simulated.
+rehearse: $(STAMP)
+	SHARDWISE_REHEARSE=simulated $(BIN)/python -m pytest -n 2 --dist loadfile tests/cuda $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check $(CODE)

@@ -20,7 +20,7 @@ from shardwise import CPUOffloadPolicy, FSDPCommContext, MixedPrecisionPolicy
 
 from ..models import MLP, ConvNet, Transformer, inputs_for, wrap
 
-DEVICE = "cpu" if os.environ.get("SHARDWISE_REHEARSE") else "cuda"
+DEVICE = os.environ.get("SHARDWISE_REHEARSE") or "cuda"
 BF16 = torch.bfloat16
 
 Results = dict[str, torch.Tensor]
@@ -233,7 +233,8 @@ def device_of(model: Any) -> str:
 
 def halve_in_stream(model: Any) -> None:
     """An all-reduce hook that works on a stream of its own."""
-    stream = torch.cuda.Stream() if device_of(model) == "cuda" else None
+    device = device_of(model)
+    stream = torch.get_device_module(device).Stream() if device != "cpu" else None
     for unit in units(model):
         unit.set_all_reduce_hook(lambda reduced: reduced.mul_(0.5), stream=stream)
 

@@ -1,7 +1,9 @@
-"""These tests need a GPU. ``SHARDWISE_REHEARSE=1`` runs their bodies on the CPU, which shows that they run at all."""
+"""These tests need a GPU. ``SHARDWISE_REHEARSE=cpu`` runs their bodies on the CPU, which shows that they run at all,
+``SHARDWISE_REHEARSE=simulated`` on a device that shows what reads memory before it is written or after it is freed."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,7 +12,18 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ..ranks import harness
 from .cases import DEVICE, set_up
+
+BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "simulated": "cpu:gloo,simulated:simulated", "cpu": "gloo"}
+
+CAN_BUILD = shutil.which("c++") is not None
+
+if DEVICE == "simulated" and CAN_BUILD:
+    from . import simulated
+
+    harness.PRELOADED.append(simulated.__name__)
+    harness.BACKEND = BACKENDS[DEVICE]
 
 HERE = Path(__file__).parent
 
@@ -18,12 +31,22 @@ World = Callable[[int], None]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    missing = DEVICE == "cuda" and not torch.cuda.is_available()
+    missing = not {"cuda": torch.cuda.is_available(), "simulated": CAN_BUILD, "cpu": True}[DEVICE]
+    beyond = (
+        ("buffers", "ConvNet", "process_group_memory", "symmetric_memory", "network", "by_oss", "fairscale")
+        if DEVICE == "simulated"
+        else ()
+    )
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.cuda)
+            if any(word in item.nodeid for word in beyond):
+                reason = (
+                    "torch gives private devices no memory of process groups and no DLPack, and moves no `.data` there"
+                )
+                item.add_marker(pytest.mark.skip(reason=reason))
             if missing:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device, or a C++ compiler for a simulated one"))
 
 
 @pytest.fixture
@@ -35,8 +58,7 @@ def world() -> Iterator[World]:
         if size > 1:
             dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
         else:
-            backend = "cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo"
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(BACKENDS[DEVICE], store=dist.HashStore(), rank=0, world_size=1)
 
     yield start
     if dist.is_initialized():

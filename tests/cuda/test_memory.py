@@ -1,4 +1,4 @@
-"""Bytes that the caching allocator gave out, as equations, for one of eight ranks."""
+"""Bytes that the device's allocator gave out, as equations, for one of eight ranks."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ KIB = 1024
 
 
 def allocated() -> int:
-    """Bytes of tensors on the GPU."""
-    if DEVICE != "cuda":
+    """Bytes of tensors on the device."""
+    if DEVICE == "cpu":
         return 0
-    torch.cuda.synchronize()
-    torch._C._cuda_clearCublasWorkspaces()
-    return torch.cuda.memory_allocated()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()
+    held: int = torch.get_device_module(DEVICE).memory_allocated()
+    return held
 
 
 def assert_bytes(actual: int, expected: int, slack: int = 256 * KIB) -> None:
     """Equal, but for blocks of whole 512 bytes and a row of flags for each unit."""
-    if DEVICE == "cuda":
+    if DEVICE != "cpu":
         assert expected <= actual <= expected + slack, f"{actual:,} bytes where {expected:,} are expected"
 
 
@@ -105,12 +107,12 @@ def test_peak(world: World) -> None:
     model = build(DEVICE, case_of("zero3", layers))
     for _ in range(2):
         model.zero_grad()
-        before = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
-        if DEVICE == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+        before = allocated()
+        if DEVICE != "cpu":
+            torch.get_device_module(DEVICE).reset_peak_memory_stats()
         backward(model)
     # Gathered: the root, this unit and the next. Gradients: this unit's, those being reduced, temporaries.
     most = shards + (whole - layers * unit) + 5 * unit + layers * 1024 * KIB
     assert most < whole
-    if DEVICE == "cuda":
-        assert torch.cuda.max_memory_allocated() - before <= most
+    if DEVICE != "cpu":
+        assert torch.get_device_module(DEVICE).max_memory_allocated() - before <= most

@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 
 PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
+BACKEND = "gloo"
 START_LIMIT = 120.0
 TEST_LIMIT = 90.0
 PEER_LIMIT = 10.0
@@ -55,7 +56,7 @@ def _use_one_gloo_thread() -> None:
     gloo.__init__ = make_with_one_thread
 
 
-def _serve(connection: Connection, rank: int, world_size: int) -> None:
+def _serve(connection: Connection, rank: int, world_size: int, backend: str, modules: Sequence[str]) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     import torch
     import torch.distributed as dist
@@ -66,6 +67,8 @@ def _serve(connection: Connection, rank: int, world_size: int) -> None:
         # torch.manual_seed records a stack trace, in case a device is used later: a millisecond for each call.
         torch.manual_seed = torch.default_generator.manual_seed  # type: ignore[assignment]
     _use_one_gloo_thread()
+    for name in modules:
+        importlib.import_module(name)
     # The garbage collector need not search what is imported by now.
     gc.freeze()
     connection.send(("ready", None))
@@ -80,7 +83,7 @@ def _serve(connection: Connection, rank: int, world_size: int) -> None:
             body = functools.reduce(getattr, [*name.split("."), "body"], importlib.import_module(module))
             torch.manual_seed(0)
             dist.init_process_group(
-                "gloo",
+                backend,
                 init_method=f"file://{rendezvous}",
                 rank=rank,
                 world_size=world_size,
@@ -115,7 +118,9 @@ class Ranks:
         context.set_forkserver_preload(PRELOADED)
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, self.world_size), daemon=True)
+            process = context.Process(
+                target=_serve, args=(theirs, rank, self.world_size, BACKEND, PRELOADED), daemon=True
+            )
             process.start()
             theirs.close()
             self.processes.append(process)

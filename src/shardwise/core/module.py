@@ -465,10 +465,12 @@ class FSDPModule(_TorchModule):
 
 
 def _in_stream(hook: Callable[[torch.Tensor], None], stream: torch.cuda.Stream) -> Callable[[torch.Tensor], None]:
+    streams = torch.get_device_module(stream.device)
+
     def run(tensor: torch.Tensor) -> None:
-        current = torch.cuda.current_stream()
+        current = streams.current_stream()
         stream.wait_stream(current)
-        with torch.cuda.stream(stream):
+        with streams.stream(stream):
             hook(tensor)
         current.wait_stream(stream)
 
