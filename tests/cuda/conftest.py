@@ -17,6 +17,9 @@ from .cases import DEVICE, set_up
 
 BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "simulated": "cpu:gloo,simulated:simulated", "cpu": "gloo"}
 
+NOT_SIMULATED = ("buffers", "ConvNet", "process_group_memory", "symmetric_memory", "network", "by_oss", "fairscale")
+"""torch gives private devices no memory of process groups and no DLPack, and moves no `.data` there."""
+
 CAN_BUILD = shutil.which("c++") is not None
 
 if DEVICE == "simulated" and CAN_BUILD:
@@ -32,19 +35,11 @@ World = Callable[[int], None]
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = not {"cuda": torch.cuda.is_available(), "simulated": CAN_BUILD, "cpu": True}[DEVICE]
-    beyond = (
-        ("buffers", "ConvNet", "process_group_memory", "symmetric_memory", "network", "by_oss", "fairscale")
-        if DEVICE == "simulated"
-        else ()
-    )
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.cuda)
-            if any(word in item.nodeid for word in beyond):
-                reason = (
-                    "torch gives private devices no memory of process groups and no DLPack, and moves no `.data` there"
-                )
-                item.add_marker(pytest.mark.skip(reason=reason))
+            if DEVICE == "simulated" and any(word in item.nodeid for word in NOT_SIMULATED):
+                item.add_marker(pytest.mark.skip(reason="torch cannot do this on private devices"))
             if missing:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device, or a C++ compiler for a simulated one"))
 
