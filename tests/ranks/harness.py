@@ -30,6 +30,9 @@ START_LIMIT = 120.0
 TEST_LIMIT = 90.0
 PEER_LIMIT = 10.0
 """Seconds that the other ranks get to notice a failure before they are killed."""
+MOST_THREADS = 20
+"""Process groups that torch's caches keep have a thread each, which wakes a hundred times a second: processes of more are
+replaced."""
 
 
 class RankError(AssertionError):
@@ -109,8 +112,10 @@ class Ranks:
         self.connections: list[Connection] = []
 
     def start(self) -> None:
-        """Start the processes, if they do not run."""
-        if self.processes and all(process.is_alive() for process in self.processes):
+        """Start the processes, if they do not run, or too much runs in them."""
+        if self.processes and all(
+            process.is_alive() and _threads_of(process) <= MOST_THREADS for process in self.processes
+        ):
             return
         self.stop()
         # Forked from a process that has only imported PRELOADED, which takes seconds.
@@ -173,6 +178,11 @@ class Ranks:
         if missing:
             report.append(f"ranks {missing} did not answer within {time.monotonic() - started:.0f} s")
         raise RankError("\n".join(report))
+
+
+def _threads_of(process: Any) -> int:
+    tasks = Path(f"/proc/{process.pid}/task")
+    return len(os.listdir(tasks)) if tasks.exists() else 0
 
 
 _pools: dict[int, Ranks] = {}
