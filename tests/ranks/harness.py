@@ -31,8 +31,8 @@ TEST_LIMIT = 90.0
 PEER_LIMIT = 10.0
 """Seconds that the other ranks get to notice a failure before they are killed."""
 MOST_THREADS = 20
-"""Process groups that torch's caches keep have a thread each, which wakes a hundred times a second: processes of more are
-replaced."""
+"""Process groups that torch's caches keep have a thread each, which wakes a hundred times a second: processes with more
+are replaced."""
 
 
 class RankError(AssertionError):
