@@ -15,7 +15,7 @@ from .device import backward_number, eager, in_compiled_autograd, label, queue_e
 from .errors import StateError
 from .gradient import Reduction
 from .iteration import Iteration
-from .lanes import Device, device_for
+from .lanes import Device, current_device, device_for
 from .order import ExecutionOrder
 
 if TYPE_CHECKING:
@@ -37,11 +37,7 @@ class FSDPCommContext:
     """
 
     def __init__(self, device_type: str):
-        if device_type == "cpu":
-            torch_device = torch.device("cpu")
-        else:
-            torch_device = torch.device(device_type, torch.get_device_module(device_type).current_device())
-        self.use_device(device_for(torch_device))
+        self.use_device(device_for(current_device(device_type)))
         self.order: ExecutionOrder[Unit] = ExecutionOrder()
         self.iteration = Iteration()
         self.max_pending_reductions = 1

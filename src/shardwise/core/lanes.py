@@ -259,6 +259,13 @@ class AcceleratorDevice(Device):
 
 
 @functools.lru_cache
+def current_device(device_type: str) -> torch.device:
+    """The device of that type, ``"cpu"``, ``"cuda"`` …, that this process computes on."""
+    if device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(device_type, torch.get_device_module(device_type).current_device())
+
+
 def device_for(device: torch.device) -> Device:
     """The `Device` of a torch device."""
     return HostDevice(device) if device.type == "cpu" else AcceleratorDevice(device)

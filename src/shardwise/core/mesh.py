@@ -15,13 +15,12 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from ..placements import Placements
 from .comm import Comm, SingleComm, comm_for, new_group_of
 from .device import flatten_axes, join_meshes
+from .lanes import current_device
 
 
 def mesh_device(mesh: DeviceMesh) -> torch.device:
     """The torch device that this rank computes on under ``mesh``."""
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+    return current_device(mesh.device_type)
 
 
 @dataclass(frozen=True, eq=False)
