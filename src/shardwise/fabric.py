@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .adapters.whole import gather_in, parameters_of
+from .adapters.whole import gather_in
 from .adapters.wrapping import Policy, forget_history, units_in, without_gradient_sync
 from .checkpoint.atomic import path_of
 from .checkpoint.full_state import full_state_dict
@@ -32,6 +32,7 @@ from .checkpoint.ranks import saving_ranks
 from .checkpoint.safetensors import load_safetensors
 from .core.module import register_fsdp_forward_method, unit_of
 from .core.parameter import successor_of
+from .core.step import parameters_of
 from .core.tree import map_tensors
 from .grad import clip_grad_norm_
 from .init import init_on_meta, materialize

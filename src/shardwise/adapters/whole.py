@@ -9,9 +9,11 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..checkpoint.objects import Path, leaves
+from ..checkpoint.names import listed
+from ..checkpoint.objects import Path, key_of, leaves
 from ..checkpoint.ranks import saving_ranks
 from ..core.device import not_inference, shard_like
+from ..core.step import parameters_of
 from ..core.tree import map_tensors, tensors_in
 
 
@@ -49,10 +51,9 @@ def _agreed(own: dict[Path, list[tuple[Any, ...]]]) -> list[Path]:
     first, *others = saving_ranks().exchange(own)
     for rank, other in enumerate(others, 1):
         if differ := [path for path in {**first, **other} if first.get(path) != other.get(path)]:
-            names = ", ".join(repr(".".join(map(str, path))) for path in differ[:5])
             raise ValueError(
-                f"rank 0 and rank {rank} save different sharded tensors as {names}: each has a part of them, so give "
-                "all ranks the same ones"
+                f"rank 0 and rank {rank} save different sharded tensors as {listed(map(key_of, differ))}: each has a "
+                "part of them, so give all ranks the same ones"
             )
     return [*first]
 
@@ -72,11 +73,6 @@ def cut(value: Any, parameter: torch.Tensor) -> Any:
     if isinstance(parameter, DTensor) and is_whole and value.ndim and value.shape == parameter.shape:
         return shard_like(value, parameter)
     return value
-
-
-def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """The parameters of all param groups, in order."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 @torch.no_grad()

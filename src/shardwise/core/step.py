@@ -43,6 +43,11 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
 """Optimizers that step every element by its own gradient and state alone."""
 
 
+def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """The parameters of all param groups, in order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 _guard: list[Any] = []
 
 
@@ -58,7 +63,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     try:
         _refuse_replaced(optimizer)
         if getattr(optimizer, "notes_writes", False) or not any(
-            type(parameter) is ShardedParameter for group in optimizer.param_groups for parameter in group["params"]
+            type(parameter) is ShardedParameter for parameter in parameters_of(optimizer)
         ):
             return None
         return _begin_step(optimizer, args, kwargs, is_traced=tracer is not None)
@@ -117,7 +122,7 @@ class _Step:
     @untraced
     def begin(self) -> None:
         """The optimizer writes from now on."""
-        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        parameters = parameters_of(self._optimizer)
         with without_torch_function():
             written: Sequence[torch.Tensor] = [
                 one for one in parameters if type(one) is ShardedParameter and one.grad is not None

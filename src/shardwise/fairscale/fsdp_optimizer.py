@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ..core.comm import Comm
 from ..core.flat import FlatPart, FlatSlot
+from ..core.step import parameters_of
 from ..core.tree import tensors_in
 from .fsdp_parameters import clean, under
 
@@ -147,8 +148,7 @@ def _state_by_parameter(optimizer: Optimizer) -> Mapping[torch.Tensor, Mapping[s
         return optimizer.state
     saved = optimizer.state_dict()
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return {one: saved["state"].get(number, {}) for one, number in zip(parameters, numbers, strict=True)}
+    return {one: saved["state"].get(number, {}) for one, number in zip(parameters_of(optimizer), numbers, strict=True)}
 
 
 def _check_alike(

@@ -17,6 +17,7 @@ from ..core.comm import Comm, SingleComm, comm_for
 from ..core.device import local_norms
 from ..core.errors import explain
 from ..core.layout import deal
+from ..core.step import parameters_of
 from ..core.tree import map_tensors
 from ..core.whole import WholeBroadcast
 from ..grad import scale_to_norm
@@ -130,17 +131,14 @@ class OSS(Optimizer):
 
     # -- Ownership
 
-    def _parameters(self) -> list[torch.Tensor]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
-
     def owners(self) -> dict[torch.Tensor, int]:
         """Rank in the group that owns each parameter, in the order of ``param_groups``."""
-        return dict(zip(self._parameters(), itertools.chain.from_iterable(self._owners), strict=True))
+        return dict(zip(parameters_of(self), itertools.chain.from_iterable(self._owners), strict=True))
 
     @property
     def _device(self) -> torch.device:
         """That small things are communicated on: of the first parameter, if there is one yet."""
-        first = next(iter(self._parameters()), None)
+        first = next(iter(parameters_of(self)), None)
         if first is not None:
             return first.device
         assert self.group is not None
@@ -207,7 +205,7 @@ class OSS(Optimizer):
 
     @torch.no_grad()
     def _broadcast(self) -> None:
-        parameters = self._parameters()
+        parameters = parameters_of(self)
         signature = (
             [p.dtype for p in parameters],
             [p.device for p in parameters],
@@ -279,7 +277,7 @@ class OSS(Optimizer):
 
     def _chosen(self, mine: Sequence[torch.Tensor], given: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Those of ``mine`` that are ``given``: the others count on the ranks that own them."""
-        known, chosen = {id(parameter) for parameter in self._parameters()}, {id(one): one for one in given}
+        known, chosen = {id(parameter) for parameter in parameters_of(self)}, {id(one): one for one in given}
         if unknown := [parameter for key, parameter in chosen.items() if key not in known]:
             raise ValueError(
                 f"clip_grad_norm: filter_params_fn gave a tensor of shape {tuple(unknown[0].shape)} that OSS does not "

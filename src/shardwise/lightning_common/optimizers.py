@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..adapters.whole import cut_state, gathered, parameters_of
+from ..adapters.whole import cut_state, gathered
 from ..core.device import local_of, not_inference
+from ..core.step import parameters_of
 from ..core.tree import map_tensors, tensors_in
 from ..optim import repoint
 

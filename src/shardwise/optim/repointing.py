@@ -13,6 +13,7 @@ from ..core.flat import refuse_flat
 from ..core.parameter import owner_of, successor_of
 from ..core.shards import Shards
 from ..core.slot import Slot
+from ..core.step import parameters_of
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
@@ -37,7 +38,7 @@ def repoint(optimizer: AnyOptimizer) -> AnyOptimizer:
     """
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(f"repoint takes an optimizer, not {type(optimizer).__name__}")
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    held = {*map(id, parameters_of(optimizer))}
     for group in optimizer.param_groups:
         refuse_flat(group["params"], "repoint")
         # In place: LBFGS, for one, keeps the list itself.
