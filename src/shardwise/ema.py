@@ -15,6 +15,7 @@ from .core.errors import StateError
 from .core.flat import refuse_flat
 from .core.module import unit_of
 from .core.parameter import owner_of
+from .core.shards import is_cut_alike
 
 
 class EMA:
@@ -173,18 +174,12 @@ class EMA:
                 )
         for name, average in self._averages.items():
             value = given[name]
-            if isinstance(value, DTensor) and not _are_cut_alike(value, average):
+            if isinstance(value, DTensor) and not (isinstance(average, DTensor) and is_cut_alike(value, average)):
                 value = value.full_tensor()  # torch redistributes within a mesh only
             if isinstance(average, DTensor) and not isinstance(value, DTensor):
                 value = shard_like(value, average)
             local_of(average).copy_(local_of(value))
         self.decay, self.updates = decay, updates
-
-
-def _are_cut_alike(one: DTensor, other: torch.Tensor) -> bool:
-    if not isinstance(other, DTensor):
-        return False
-    return one.device_mesh == other.device_mesh and one.placements == other.placements
 
 
 class Swapped:

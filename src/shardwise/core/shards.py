@@ -462,7 +462,7 @@ class ParameterShards(Shards):
                     "parameter, with which the unit cannot compute (torch.func.functional_call does so): write its "
                     "values into the sharded one"
                 )
-            if slot.is_borrowed and not _is_cut_alike(parameter, slot.sharded):
+            if slot.is_borrowed and not is_cut_alike(parameter, slot.sharded):
                 owner = owner_of(parameter)
                 other = "another parameter" if owner is None else repr(owner.name_of(parameter)[0])
                 raise StateError(
@@ -530,6 +530,7 @@ def _note_borrowed(slots: Sequence[Slot], registered: Sequence[torch.Tensor], ta
             taken.add(id(parameter))
 
 
-def _is_cut_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+def is_cut_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two sharded tensors have the same shape, and are cut in the same way over the same mesh."""
     first, second = spec_of(one), spec_of(other)
     return (first.shape, first.placements, first.mesh) == (second.shape, second.placements, second.mesh)
