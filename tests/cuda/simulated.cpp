@@ -238,6 +238,12 @@ class OnHost {
   }
 
  private:
+  c10::List<at::Tensor> each(const c10::IValue& list, at::Tensor (OnHost::*moved)(const at::Tensor&)) {
+    c10::List<at::Tensor> made;
+    for (const at::Tensor& tensor : list.toTensorVector()) made.push_back((this->*moved)(tensor));
+    return made;
+  }
+
   at::Tensor to_host(const at::Tensor& tensor) {
     if (!is_ours(tensor)) return tensor;
     for (size_t i = 0; i < ours_.size(); ++i) {
@@ -252,9 +258,7 @@ class OnHost {
     if (value.isTensor()) {
       value = to_host(value.toTensor());
     } else if (value.isTensorList()) {
-      c10::List<at::Tensor> hosts;
-      for (const at::Tensor& tensor : value.toTensorVector()) hosts.push_back(to_host(tensor));
-      value = hosts;
+      value = each(value, &OnHost::to_host);
     } else if (value.isOptionalTensorList()) {
       c10::List<std::optional<at::Tensor>> hosts;
       for (const std::optional<at::Tensor> tensor : value.toOptionalTensorList()) {
@@ -282,9 +286,7 @@ class OnHost {
     if (value.isTensor()) {
       value = to_device(value.toTensor());
     } else if (value.isTensorList()) {
-      c10::List<at::Tensor> made;
-      for (const at::Tensor& tensor : value.toTensorVector()) made.push_back(to_device(tensor));
-      value = made;
+      value = each(value, &OnHost::to_device);
     }
   }
 

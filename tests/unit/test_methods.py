@@ -107,14 +107,19 @@ def test_unshard_handle(fake_mesh: Mesh) -> None:
     assert not isinstance(layer.up.weight, DTensor)
 
 
-def test_what_the_user_gathers_waits_for_the_handle(fake_mesh: Mesh) -> None:
-    """A forward that did not reach the unit, where earlier ones did, freed it as its prefetch, as backward did."""
-    model, mesh, x = Stack([nn.Linear(4, 4), nn.Linear(4, 4)], 4), fake_mesh(2), torch.ones(2, 4)
+def trained(mesh: DeviceMesh) -> tuple[Stack, Any, torch.Tensor]:
+    """A model whose order is recorded, its last unit, and an input."""
+    model, x = Stack([nn.Linear(4, 4), nn.Linear(4, 4)], 4), torch.ones(2, 4)
     for unit in (model.layers[0], model.layers[1], model):
         fully_shard(unit, mesh=mesh)
     for _ in range(3):
         model(x).sum().backward()
-    last = cast(Any, model.layers[1])
+    return model, model.layers[1], x
+
+
+def test_what_the_user_gathers_waits_for_the_handle(fake_mesh: Mesh) -> None:
+    """A forward that did not reach the unit, where earlier ones did, freed it as its prefetch, as backward did."""
+    model, last, x = trained(fake_mesh(2))
     for runs_backward in (False, True):
         handle = last.unshard(async_op=True)
         loss = model(x, stop_after=1).sum()
@@ -127,12 +132,7 @@ def test_what_the_user_gathers_waits_for_the_handle(fake_mesh: Mesh) -> None:
 
 def test_what_the_user_gathers_stays_without_the_handle(fake_mesh: Mesh) -> None:
     """Whether that exists still may differ between ranks, of which then only some gathered again."""
-    model, mesh, x = Stack([nn.Linear(4, 4), nn.Linear(4, 4)], 4), fake_mesh(2), torch.ones(2, 4)
-    for unit in (model.layers[0], model.layers[1], model):
-        fully_shard(unit, mesh=mesh)
-    for _ in range(3):
-        model(x).sum().backward()
-    last = cast(Any, model.layers[1])
+    model, last, x = trained(fake_mesh(2))
     assert last.unshard(async_op=True) is not None  # and gone
     model(x, stop_after=1).sum().backward()
     with Collectives() as counted:
