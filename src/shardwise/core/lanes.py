@@ -258,7 +258,6 @@ class AcceleratorDevice(Device):
         return leaf
 
 
-@functools.lru_cache
 def current_device(device_type: str) -> torch.device:
     """The device of that type, ``"cpu"``, ``"cuda"`` …, that this process computes on."""
     if device_type == "cpu":
@@ -266,6 +265,7 @@ def current_device(device_type: str) -> torch.device:
     return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
+@functools.lru_cache
 def device_for(device: torch.device) -> Device:
     """The `Device` of a torch device."""
     return HostDevice(device) if device.type == "cpu" else AcceleratorDevice(device)
