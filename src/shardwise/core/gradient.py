@@ -177,7 +177,7 @@ class GradientPlan:
             staging = allocate((packed * self.world_size,), dtype=out.dtype, device=out.device)
             cut = pad_chunks if self._pads_much and staging.device.type == "cpu" else chunk_cat
             cut(rows, self.world_size, staging.view(self.world_size, -1))
-            outputs, inputs = [out[:packed], *outputs], [staging, *inputs]
+            outputs, inputs = [out if packed == out.numel() else out[:packed], *outputs], [staging, *inputs]
         if not self.sums_flags:
             return Staged(outputs, inputs)
         parts = [gradient for _, gradient in sorted(thin, key=itemgetter(0))]
@@ -348,9 +348,11 @@ class Reduction:
         self._staged = self._added = self._staging = None
         if self.route.stop_after_shard:
             return
-        out = self.out.to(self.like.dtype) if not self.goes_to_host else None
+        out = self.out
         del self.out
-        if out is not None:
+        if not self.goes_to_host:
+            if out.dtype != self.like.dtype:
+                out = out.to(self.like.dtype)
             self._deliver(out)
 
     def _deliver(self, out: torch.Tensor) -> None:

@@ -67,7 +67,8 @@ class ExecutionOrder(Generic[T]):
 
     def ahead(self) -> Iterator[T]:
         """The units expected to run forward after the current one, the next first."""
-        place, met = self._place, defaultdict[weakref.ref[T], int](int)
+        place = self._place
+        met: defaultdict[weakref.ref[T], int] = defaultdict(int)
         while place is not None:
             known = self._next.get(place)
             if known is None or not known.is_sure or known.unit is None or (unit := known.unit()) is None:

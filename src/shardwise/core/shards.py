@@ -336,13 +336,17 @@ class ParameterShards(Shards):
             registry[name] = sharded
 
     def put_unsharded(self) -> None:
-        self.agree_on_gradients()
+        self._require_gradients()  # `put_sharded` noted what was frozen before
         for registry, name, _, unsharded in self._faces:
             registry[name] = unsharded
 
     def agree_on_gradients(self) -> None:
         """See `Shards.agree_on_gradients`; also the other way round, where users froze or thawed unsharded ones."""
         self._note_required()
+        self._require_gradients()
+
+    def _require_gradients(self) -> None:
+        """Let the unsharded faces require gradients where the sharded ones do."""
         with without_torch_function():
             if [*map(_requires_grad, self.slots)] != self._required:
                 self._make_faces()
