@@ -563,3 +563,22 @@ def test_backward_adds_to_gradients_that_are_cut_otherwise() -> None:
     model.weight.grad = gradient
     with pytest.raises(ValueError, match="the gradient of parameter 'weight' is a plain tensor"):
         model(x).sum().backward()
+
+
+@on_ranks(2)
+def test_backward_has_the_kept_parameters_of_its_forward() -> None:
+    """What writes to the shards in between counts from the next forward on, as in FSDP2."""
+    found = []
+    for verb in (shardwise.fully_shard, torch_fully_shard):
+        torch.manual_seed(1)
+        model = MLP((WIDTH, 6, 7, 2))
+        verb(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), reshard_after_forward=False)
+        parameters = list(model.parameters())
+        for step in range(2):
+            loss = model(batch(step, dist.get_rank(), 4, WIDTH)).square().mean()
+            with torch.no_grad():
+                for parameter in parameters:
+                    parameter.mul_(0.5)
+            loss.backward()
+        found.append([whole(parameter.grad) for parameter in parameters])
+    assert all(map(torch.equal, *found))

@@ -137,7 +137,7 @@ class ParamGroup:
                 return
             self.reshard()  # an optimizer stepped since
         if self.state is ShardState.UNSHARDED:
-            if not self.shards.changed():
+            if for_backward or not self.shards.changed():
                 self.shards.agree_on_gradients()
                 return
             # Kept since before the optimizer changed the shards.
