@@ -323,6 +323,15 @@ def refuses_apex(directory: Path) -> None:
         wrapper.train_step(BATCH, optim_wrapper)
 
 
+def refuses_optimizers_that_shard(directory: Path) -> None:
+    """MMEngine's, which assigns whole parameters to ranks."""
+    optimizer = {"type": "ZeroRedundancyOptimizer", "optimizer_type": "SGD", "lr": 0.1}
+    for make in (sharded, flexible):
+        runner = make("plain", directory / f"zero_{make.__name__}", optim_wrapper={"optimizer": optimizer})
+        with pytest.raises(TypeError, match=r"ZeroRedundancyOptimizer .* optimizer_type as optimizer=dict\(type=..."):
+            runner.train()
+
+
 class Own(MMFullyShardedDataParallel):
     """A step with two optimizers."""
 
@@ -734,6 +743,7 @@ TWO = (
     augments_tests,
     like_amp,
     refuses_apex,
+    refuses_optimizers_that_shard,
     several_optimizers,
     optimizer_from_before,
     flat_optimizer,
