@@ -291,6 +291,55 @@ def augments_tests(directory: Path) -> None:
     assert runner.test() == pytest.approx(expected)
 
 
+class Taught(Toy):
+    """Follows an average of itself, which a hook or its forward updates."""
+
+    averages_buffers = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = ExponentialMovingAverage(self.net, momentum=0.3, update_buffers=self.averages_buffers)
+        self.updates_inside = False
+
+    def forward(self, inputs: Any, target: Any = None, mode: str = "tensor") -> Any:
+        if self.updates_inside:
+            self.teacher.update_parameters(self.net)
+        with torch.no_grad():
+            taught = self.teacher(inputs)
+        return super().forward(inputs, taught if mode == "loss" else target, mode)
+
+
+class TaughtBuffers(Taught):
+    """The same with an average that keeps tensors of a state dict, which are no parameters."""
+
+    averages_buffers = True
+
+
+class Teaching(Hook):
+    """Updates the average, as in semi-supervised training."""
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        model = runner.model.module
+        model.teacher.update_parameters(model.net)
+
+
+def averages_inside_the_model(directory: Path) -> None:
+    """MMEngine's average keeps the parameters that it was made of."""
+    for model in (Taught, TaughtBuffers):
+        truth_ = directory / f"{model.__name__}_ddp"
+        expected = run(replicated, truth_, model=model, custom_hooks=[Teaching()])
+        assert len({*expected["losses"]}) == 6
+        for name in ("plain", "clipped"):
+            cfg = {"model_wrapper_cfg": WRAPPERS.get(name, {"type": "MMFullyShardedDataParallel"})}
+            work = directory / f"{model.__name__}_{name}"
+            check_like(run(functools.partial(_configured, cfg), work, model=model, custom_hooks=[Teaching()]), expected)
+            check_same_file(work / "epoch_2.pth", truth_ / "epoch_2.pth")
+        wrapper = MMFullyShardedDataParallel(model())
+        wrapper.module.updates_inside = True
+        with pytest.raises(StateError, match=r"parameter 'teacher.module.0.weight'"):
+            wrapper(**BATCH, mode="loss")
+
+
 # -- Optimizers
 
 
@@ -321,6 +370,15 @@ def refuses_apex(directory: Path) -> None:
         apex_module.apex_amp = before
     with pytest.raises(TypeError, match=r"ApexOptimWrapper .*: use AmpOptimWrapper"):
         wrapper.train_step(BATCH, optim_wrapper)
+
+
+def refuses_optimizers_that_shard(directory: Path) -> None:
+    """MMEngine's, which assigns whole parameters to ranks."""
+    optimizer = {"type": "ZeroRedundancyOptimizer", "optimizer_type": "SGD", "lr": 0.1}
+    for make in (sharded, flexible):
+        runner = make("plain", directory / f"zero_{make.__name__}", optim_wrapper={"optimizer": optimizer})
+        with pytest.raises(TypeError, match=r"ZeroRedundancyOptimizer .* optimizer_type as optimizer=dict\(type=..."):
+            runner.train()
 
 
 class Own(MMFullyShardedDataParallel):
@@ -732,8 +790,10 @@ TWO = (
     compiles,
     frozen_units,
     augments_tests,
+    averages_inside_the_model,
     like_amp,
     refuses_apex,
+    refuses_optimizers_that_shard,
     several_optimizers,
     optimizer_from_before,
     flat_optimizer,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from mmengine.optim import AmpOptimWrapper, ApexOptimWrapper, BaseOptimWrapper, OptimWrapper, OptimWrapperDict
 from mmengine.registry import OPTIMIZERS
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 from ..adapters.whole import cut, cut_state
@@ -27,7 +28,7 @@ def prepare_optim_wrapper(optim_wrapper: Any) -> None:
     """Make one optimizer wrapper, or several, clip, scale and load as sharded parameters need; once for each.
 
     Raises:
-        TypeError: for an `ApexOptimWrapper`.
+        TypeError: for an `ApexOptimWrapper` or a `ZeroRedundancyOptimizer`.
     """
     for wrapper in _wrappers_in(optim_wrapper):
         if isinstance(wrapper, ApexOptimWrapper):
@@ -41,6 +42,11 @@ def prepare_optim_wrapper(optim_wrapper: Any) -> None:
         if isinstance(wrapper, AmpOptimWrapper):
             wrapper.loss_scaler = sharded_scaler(wrapper.loss_scaler)
         optimizer = getattr(wrapper, "optimizer", None)
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            raise TypeError(
+                "ZeroRedundancyOptimizer gives whole parameters to ranks, and these are sharded, with their state: "
+                "name the class that is its optimizer_type as optimizer=dict(type=...)"
+            )
         if isinstance(optimizer, Optimizer) and not getattr(optimizer, PREPARED, False):
             setattr(optimizer, PREPARED, True)
             repoint(optimizer)

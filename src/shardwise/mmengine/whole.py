@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from mmengine.model import BaseAveragedModel
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -186,3 +187,13 @@ def _copy(reference: weakref.ref[nn.Module], memo: dict[int, Any]) -> nn.Module:
         state[kind] = type(state[kind])((key, value) for key, value in state[kind].items() if key not in own_hooks)
     twin.__dict__.update(copy.deepcopy(state, memo))
     return twin
+
+
+def repoint_averages(model: nn.Module) -> None:
+    """Let MMEngine's averages inside ``model``, as of a teacher, update the parameters and buffers that they have now
+    instead of those from before sharding, which they keep."""
+    for average in model.modules():
+        if isinstance(average, BaseAveragedModel):
+            module = average.module
+            found = module.state_dict() if average.update_buffers else dict(module.named_parameters())
+            average.avg_parameters = {name: found[name] for name in average.avg_parameters}

@@ -20,7 +20,7 @@ from .arguments import WRAPPER_ARGUMENTS, Precision, wrong_type
 from .optimizers import prepare_optim_wrapper
 from .policies import find_policy
 from .units import Units
-from .whole import copy_sharded, init_weights_whole
+from .whole import copy_sharded, init_weights_whole, repoint_averages
 
 NAME = "MMFullyShardedDataParallel"
 
@@ -87,6 +87,7 @@ class MMFullyShardedDataParallel(nn.Module):
                 unit.set_modules_to_backward_prefetch([unit])  # that is, no other one
         init_weights_whole(module)
         copy_sharded(module)
+        repoint_averages(module)
         self.module = module
         self.register_load_state_dict_pre_hook(_take_models_names)  # type: ignore[no-untyped-call]
         self._syncs_gradients = True
