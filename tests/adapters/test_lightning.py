@@ -825,6 +825,44 @@ def manual_optimization(directory: Path) -> None:
     assert len(again.losses) == 2 * len(loader(True))
 
 
+class Scaled(Module):
+    """Stepped by hand, with a parameter of its own."""
+
+    def __init__(self, through_forward: bool = True) -> None:
+        super().__init__()
+        self.automatic_optimization, self.through_forward = False, through_forward
+        self.log_scale = nn.Parameter(torch.full((3,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x) * self.log_scale.exp()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        inputs, targets = batch
+        outputs = self(inputs) if self.through_forward else self.net(inputs) * self.log_scale.exp()
+        loss = F.mse_loss(outputs, targets)
+        self.losses.append(loss.detach().clone())
+        self.manual_backward(loss)
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        inputs, targets = batch
+        loss = F.mse_loss(self.net(inputs) * self.log_scale.exp(), targets)
+        self.log("val_loss", loss, sync_dist=True, batch_size=len(inputs))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def manual_optimization_of_own_parameters(directory: Path) -> None:
+    """Steps without backward see whole parameters; where a training step does not, the error names them."""
+    assert_like_one_process(directory, ours(auto_wrap_policy={nn.Linear}), Scaled, Scaled)
+    with pytest.raises(RuntimeError) as caught:
+        trainer(directory, "shardwise").fit(Scaled(through_forward=False), loader(True))
+    assert "Scaled" in caught.value.__notes__[0]
+    assert "log_scale" in caught.value.__notes__[0]
+
+
 def wrong_optimizers(directory: Path) -> None:
     """Over something else; over nothing; on some ranks; that cannot be made."""
 
@@ -1383,6 +1421,7 @@ CASES = (
     whole_state_dicts,
     state_dicts_of_their_own,
     manual_optimization,
+    manual_optimization_of_own_parameters,
     optimizers,
     wrong_optimizers,
     refusals,
