@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
@@ -269,13 +270,18 @@ class _TrainerStrategy(ProcessesStrategy):
     # -- Steps
 
     def _step(self, name: str, args: Any, kwargs: Any) -> Any:
-        """Run a step of the module inside the forward of its unit, so that it sees whole parameters."""
+        """Run a step of the module inside the forward of its unit, so that it sees whole parameters; but for a training
+        step with manual optimization, whose backward passes are inside."""
         module = self.lightning_module
         step, unit = getattr(module, name), unit_of(self.model)
         if unit is None:
             return step(*args, **kwargs)
-        by_hand = not module.automatic_optimization
-        result = step(*args, **kwargs) if by_hand else unit.run(self.model, step, args, kwargs)
+        by_hand = name == "training_step" and not module.automatic_optimization
+        if by_hand:
+            with _naming_sharded(module):
+                result = step(*args, **kwargs)
+        else:
+            result = unit.run(self.model, step, args, kwargs)
         if by_hand or name != "training_step":
             # No backward follows that would reshard, and callbacks or another run expect sharded parameters.
             show_shards(self.model)
@@ -448,6 +454,22 @@ class _TrainerStrategy(ProcessesStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+
+@contextmanager
+def _naming_sharded(module: nn.Module) -> Iterator[None]:
+    """Inside, torch's error about sharded parameters among plain tensors names those of ``module`` itself."""
+    try:
+        yield
+    except RuntimeError as error:
+        names = [name for name, parameter in module.named_parameters(recurse=False) if isinstance(parameter, DTensor)]
+        if names and "mixed torch.Tensor and DTensor" in str(error):
+            error.add_note(
+                f"shardwise: with manual optimization training_step runs outside of the forward of "
+                f"{type(module).__name__.removeprefix('FSDP')}, so that its own parameters ({', '.join(names)}) are "
+                "sharded there: use them in forward() and call self(...), or call self.unshard() before each use"
+            )
+        raise
 
 
 def _precision_policy(

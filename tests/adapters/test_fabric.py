@@ -1061,6 +1061,8 @@ def several_models(directory: Path) -> None:
 
 def life(directory: Path) -> None:
     """What programs do beside training: launching functions, compiled models, schedules, methods of their own."""
+    import shardwise.fabric  # noqa: F401
+
     module = importlib.import_module(NAMESPACE)
     size = dist.get_world_size()
 

@@ -693,6 +693,64 @@ def whole_state_dicts(directory: Path) -> None:
     assert torch.equal(state["net.0.weight"], other["0.weight"])
 
 
+class WithoutEncoder(Module):
+    """Leaves what it does not train out of its state dict, and adds something."""
+
+    def __init__(self, words: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self.strict_loading = False
+        self.net[0].requires_grad_(False)
+        self.words = words
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        state = super().state_dict(*args, **kwargs)
+        return {**{name: state[name] for name in state if not name.startswith("net.0.")}, "words": self.words}
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        rest = dict(state_dict)
+        self.words = rest.pop("words")
+        return super().load_state_dict(rest, strict, assign)
+
+
+class Counting(Module):
+    """With modules whose states, a tensor and a list, are neither parameters nor buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torchmetrics = importlib.import_module("torchmetrics")
+        self.sum, self.all = torchmetrics.SumMetric(), torchmetrics.CatMetric()
+        self.sum.persistent(True)
+        self.all.persistent(True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        for metric in (self.sum, self.all):
+            metric.update(batch_idx + 1.0)
+        return super().training_step(batch, batch_idx)
+
+
+def state_dicts_of_their_own(directory: Path) -> None:
+    """Modules that leave something out of their state dict, or add something."""
+    for kind in ("full", "sharded"):
+        path, used = directory / f"without_{kind}.ckpt", trainer(directory, ours(state_dict_type=kind), max_epochs=1)
+        used.fit(WithoutEncoder(("a", "b")), loader(True))
+        used.save_checkpoint(path)
+        resumed, used = WithoutEncoder(), trainer(directory, ours(state_dict_type=kind), max_epochs=2)
+        with torch.no_grad():
+            resumed.net[0].bias.fill_(4.0)
+        used.fit(resumed, loader(True), ckpt_path=path)
+        assert resumed.words == ("a", "b")
+        assert len(resumed.losses) == len(loader(True))
+        assert bool((resumed.net[0].bias.full_tensor() == 4).all())
+        path, used = directory / f"counting_{kind}.ckpt", trainer(directory, ours(state_dict_type=kind), max_epochs=1)
+        used.fit(Counting(), loader(True))
+        used.save_checkpoint(path)
+        again, used = Counting(), trainer(directory, ours(state_dict_type=kind))
+        used.validate(again, loader(True), verbose=False, ckpt_path=path)
+        numbers = torch.arange(1.0, len(loader(True)) + 1)
+        assert float(again.sum.sum_value) == float(numbers.sum())
+        assert torch.equal(torch.cat([value.reshape(-1) for value in again.all.value]), numbers)
+
+
 def maker_and_judge() -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3)), nn.Sequential(
@@ -765,6 +823,44 @@ def manual_optimization(directory: Path) -> None:
     again, other_trainer = Adversarial(), trainer(directory, ours(state_dict_type="sharded"), max_epochs=3)
     other_trainer.fit(again, loader(True), ckpt_path=path)
     assert len(again.losses) == 2 * len(loader(True))
+
+
+class Scaled(Module):
+    """Stepped by hand, with a parameter of its own."""
+
+    def __init__(self, through_forward: bool = True) -> None:
+        super().__init__()
+        self.automatic_optimization, self.through_forward = False, through_forward
+        self.log_scale = nn.Parameter(torch.full((3,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x) * self.log_scale.exp()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        inputs, targets = batch
+        outputs = self(inputs) if self.through_forward else self.net(inputs) * self.log_scale.exp()
+        loss = F.mse_loss(outputs, targets)
+        self.losses.append(loss.detach().clone())
+        self.manual_backward(loss)
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        inputs, targets = batch
+        loss = F.mse_loss(self.net(inputs) * self.log_scale.exp(), targets)
+        self.log("val_loss", loss, sync_dist=True, batch_size=len(inputs))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def manual_optimization_of_own_parameters(directory: Path) -> None:
+    """Steps without backward see whole parameters; where a training step does not, the error names them."""
+    assert_like_one_process(directory, ours(auto_wrap_policy={nn.Linear}), Scaled, Scaled)
+    with pytest.raises(RuntimeError) as caught:
+        trainer(directory, "shardwise").fit(Scaled(through_forward=False), loader(True))
+    assert "Scaled" in caught.value.__notes__[0]
+    assert "log_scale" in caught.value.__notes__[0]
 
 
 def wrong_optimizers(directory: Path) -> None:
@@ -1323,7 +1419,9 @@ CASES = (
     between_steps,
     averages,
     whole_state_dicts,
+    state_dicts_of_their_own,
     manual_optimization,
+    manual_optimization_of_own_parameters,
     optimizers,
     wrong_optimizers,
     refusals,

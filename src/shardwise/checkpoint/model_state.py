@@ -146,17 +146,20 @@ class SavedModel:
         return found
 
     @torch.no_grad()
-    def load(self, values: Mapping[str, Any]) -> None:
-        """Let the model take what was read, by key."""
+    def load(self, values: Mapping[str, Any], *, strict: bool) -> None:
+        """Let the model take what was read, by key.
+
+        Raises:
+            StateError: if ``strict``, naming what the model adds to its state dict and does not take.
+        """
         for weight in self._loaded():
             weight.accept_values()
         # For modules with a load hook of their own; tensors were read into the model's memory already.
-        module = self._model.model
-        state = module.state_dict()
+        state: dict[str, Any] = {}
         for name in self.names:
             parts = self._split.get(name, {self.prefix + name: ()})
             state[self._model.keys[name]] = tree_of((path, values[key]) for key, path in parts.items())
-        module.load_state_dict(state)
+        self._model.load_into_modules(state, strict=strict)
 
 
 def _best_prefix(names: Iterable[str], keys: Iterable[str], preferred: str) -> str:

@@ -130,11 +130,15 @@ class Restoring:
 
     # -- Handing over
 
-    def hand_over(self) -> Any:
-        """Load what was read into the objects that were passed; return the saved extra."""
+    def hand_over(self, *, strict: bool) -> Any:
+        """Load what was read into the objects that were passed; return the saved extra.
+
+        Args:
+            strict: as of `SavedModel.load`.
+        """
         wanted = self._wanted
         if self._model is not None:
-            self._model.load(self._values)
+            self._model.load(self._values, strict=strict)
         if self._optimizer is not None:
             self._optimizer.load(self._values)
         if wanted.scheduler is not None:

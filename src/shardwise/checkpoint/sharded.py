@@ -213,7 +213,7 @@ def _restore(stored: StoredData, wanted: Wanted, ranks: SavingRanks, strict: boo
     with ranks.together():
         restoring.read(progress.advance)
     with ranks.together():
-        return restoring.hand_over()
+        return restoring.hand_over(strict=strict)
 
 
 def open_checked(

@@ -213,7 +213,8 @@ class ModelWeights:
     Args:
         model: whose state dict it is.
         weights: its tensors, each once, however many names it has.
-        objects: what is not a tensor (extra state), by name: its module, None if that is not known, and the value.
+        objects: what is not a tensor, by name: the module whose extra state it is, None if it is something else that
+            the model adds to its state dict, and the value.
         keys: of the state dict, in its order, by name.
         of_world: whether a plain model belongs to all ranks together; otherwise to this process alone.
     """
@@ -241,17 +242,53 @@ class ModelWeights:
         return {name: tensors[name].detach() if name in tensors else self.objects[name][1] for name in self.keys}
 
     def with_extra_as_objects(self) -> ModelWeights:
-        """The same with extra state among the objects, also where it is a tensor: modules may take any other."""
-        extra = {name: (w.extra_of, w.tensor) for w in self.weights if w.extra_of is not None for name in w.names}
-        weights = [weight for weight in self.weights if weight.extra_of is None]
+        """The same with extra state, and what else is neither a parameter nor a buffer, among the objects, also where
+        it is a tensor: modules may take any other."""
+        named = self.model.named_parameters(remove_duplicate=False), self.model.named_buffers(remove_duplicate=False)
+        own = {key for pairs in named for key, _ in pairs}
+        extra = {
+            name: (weight.extra_of, weight.tensor)
+            for weight in self.weights
+            # A hook's version of a parameter is neither the model's nor for anyone else to take.
+            if weight.extra_of is not None
+            or not (weight.sites or own.intersection(self.keys[name] for name in weight.names))
+            for name in weight.names
+        }
+        weights = [weight for weight in self.weights if extra.keys().isdisjoint(weight.names)]
         return replace(self, weights=weights, objects={**self.objects, **extra})
 
-    def set_extra_state(self, values: Mapping[str, Any]) -> None:
-        """Give those of `objects` that ``values`` has to their modules."""
-        for name, value in values.items():
-            owner, _ = self.objects.get(name, (None, None))
+    def set_extra_state(self, values: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Give those of `objects` that ``values`` has to their modules, or to whatever put them into the state dict.
+
+        Raises:
+            StateError: as of `load_into_modules`.
+        """
+        others: dict[str, Any] = {}
+        for name in (name for name in values if name in self.objects):
+            owner, _ = self.objects[name]
             if owner is not None:
-                owner.set_extra_state(value)
+                owner.set_extra_state(values[name])
+            else:
+                others[self.keys[name]] = values[name]
+        if others:
+            self.load_into_modules(others, strict=strict)
+
+    def load_into_modules(self, others: Mapping[str, Any], *, strict: bool) -> None:
+        """Let the model's own ``load_state_dict`` take ``others``, by keys, and all else as it is.
+
+        Raises:
+            StateError: if ``strict``, naming those that no module takes.
+        """
+        state = self.model.state_dict()
+        state.update(others)
+        # What a module leaves out of its state dict is not missing: the names were compared before.
+        result = self.model.load_state_dict(state, strict=False)
+        left = [key for key in getattr(result, "unexpected_keys", ()) if key in others]
+        if strict and left:
+            raise StateError(
+                f"{type(self.model).__name__}.state_dict() has {', '.join(map(repr, left))}, which its "
+                "load_state_dict() does not take: let the module that adds them take them, or pass strict=False"
+            )
 
     @cached_property
     def _meshes(self) -> list[DeviceMesh]:

@@ -294,7 +294,7 @@ class SavedDirectory:
             saved = self._model(name, model)
             objects, targets = self._stored.read_objects(saved.keys()), saved.targets()
             self._stored.read(dict(targets))
-            saved.load({**objects, **targets})
+            saved.load({**objects, **targets}, strict=strict)
 
     @torch.no_grad()
     def load_optimizer(self, name: str, optimizer: Optimizer, model: nn.Module) -> None:

@@ -50,7 +50,7 @@ def load_values(model: nn.Module, state: Mapping[str, Any], *, strict: bool = Tr
                 found.weight.prepare_memory(loading.device)
                 found.weight.write_rows(value, 0)
                 found.weight.accept_values()
-    loading.set_extra_state(objects)
+    loading.set_extra_state(objects, strict=strict)
     return incompatible
 
 
