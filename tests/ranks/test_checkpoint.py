@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -315,6 +316,58 @@ def test_with_tensor_parallelism(first: bool) -> None:
                 assert torch.equal(whole(other_optimizer.state[ours][key]), whole(optimizer.state[theirs][key])), name
         other(inputs_for(other, 1)).square().mean().backward()
         other_optimizer.step()
+
+
+class Rows(torch.optim.Optimizer):
+    """Divides gradients of matrices by averages of the norms of their rows: one in shards, and one that is copied."""
+
+    def __init__(self, parameters: Any):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.dim() == 2:
+                rows, state = parameter.grad.square().mean(1), self.state[parameter]
+                if not state:
+                    state.update(cut=torch.zeros_like(rows), copied=parameter.grad.new_zeros(rows.shape))
+                norms = state["cut"].lerp_(rows, 0.5) + state["copied"].lerp_(rows, 0.1)
+                parameter.sub_(parameter.grad / norms.add(1e-6).sqrt().unsqueeze(1), alpha=0.1)
+
+    def advance(self, model: nn.Module) -> None:
+        """A step of ``model``."""
+        model(inputs_for(model, 0)).square().mean().backward()
+        self.step()
+        self.zero_grad()
+
+
+def check_rows(model: nn.Module, other: nn.Module) -> None:
+    """What `Rows` has of ``model`` is saved, and serves as well in an optimizer of ``other`` that has made no step."""
+    optimizer, fresh = Rows(model.parameters()), Rows(other.parameters())
+    with shared_directory() as directory:
+        optimizer.advance(model)
+        save(directory, model=model, optimizer=optimizer)
+        load(directory, model=other, optimizer=fresh)
+    loaded = {key: value for p in other.parameters() for key, value in fresh.state[p].items()}
+    assert {key: type(value) for key, value in loaded.items()} == {"cut": DTensor, "copied": DTensor}
+    assert all(placement.is_replicate() for placement in loaded["copied"].placements)
+    optimizer.advance(model)
+    fresh.advance(other)
+    for theirs, ours in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(whole(ours), whole(theirs))
+        for key, value in optimizer.state[theirs].items():
+            torch.testing.assert_close(whole(fresh.state[ours][key]), whole(value))
+
+
+@on_ranks(1, 2, 3)
+def test_sharded_state_of_another_shape_than_its_parameter() -> None:
+    models = [wrap(Transformer(layers=1), shardwise.fully_shard, mesh=world_mesh()) for _ in range(2)]
+    check_rows(*models)
+
+
+@on_ranks(4, first=[True, False])
+def test_sharded_state_of_another_shape_with_tensor_parallelism(first: bool) -> None:
+    check_rows(parallel_model(first, 1), parallel_model(not first, 2))
 
 
 @on_ranks(1, 2)

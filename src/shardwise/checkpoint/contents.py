@@ -16,7 +16,7 @@ from .integrity import is_plain, raw
 from .model_state import model_state
 from .names import parameter_names, plain_name
 from .objects import Path, Pickled, as_saved, capture, is_kept_by_leaves, key_of, leaves, pickled, warn_of_unsafe
-from .optimizer_state import optimizer_state
+from .optimizer_state import cuts, optimizer_state
 from .rng import random_states
 from .weights import replica_of
 
@@ -46,7 +46,9 @@ def contents(
     if model is not None:
         found.update({(MODEL, name): value for name, value in model_state(model).items()})
         if optimizers:
-            found.update(leaves(optimizer_state(optimizers, parameter_names(model)), (OPTIMIZER,)))
+            names = parameter_names(model)
+            state = dict(leaves(optimizer_state(optimizers, names), (OPTIMIZER,)))
+            found.update({**state, **cuts(state, names)})
     sharded: dict[str, DTensor] = {}
     if scheduler is not None:
         captured = capture(scheduler, sharded, (SCHEDULER,))

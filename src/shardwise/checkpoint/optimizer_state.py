@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.optim import Optimizer
 
-from ..core.device import local_of, spec_of, wrap_local
+from ..core.device import local_of, make_spec, region_of, shard_inside, spec_of, wrap_local
 from .names import listed
 from .objects import Path, tree_of
 from .reading import StoredData
@@ -22,6 +22,11 @@ from .reading import StoredData
 Names = Mapping[torch.Tensor, Sequence[str]]
 """The names of each parameter; several if it is tied."""
 STATE, GROUPS, PARAMETERS = "state", "param_groups", "params"
+CUTS = "optimizer_cuts"
+"""How sharded state is cut that has another shape than its parameter; see `cuts`."""
+
+Cut = Mapping[int, int | None]
+"""For dims on which a parameter is cut, the dim of its state that is cut where the parameter is; None for none."""
 
 
 def optimizers_in(value: Optimizer | Iterable[Optimizer] | Mapping[Any, Optimizer] | None) -> list[Optimizer]:
@@ -84,6 +89,31 @@ def _names_of(optimizer: Optimizer, parameters: Sequence[torch.Tensor], names: N
             "shardwise.repoint(optimizer), or pass one module that has all of its parameters"
         )
     return [names[parameter][0] for parameter in parameters]
+
+
+def cuts(items: Mapping[Path, Any], names: Names) -> dict[Path, Cut]:
+    """The cuts of sharded state of other shapes than its parameter's (such as sums over rows), by paths below `CUTS`.
+    Chunks in a checkpoint do not tell a replicated tensor from a plain one, nor anything where one rank has saved.
+
+    Args:
+        items: leaves of the tree with the optimizer's state, by path.
+        names: of the model's parameters.
+    """
+    parameters = {name: parameter for parameter, own in names.items() for name in own}
+    found: dict[Path, Cut] = {}
+    for path, value in items.items():
+        parameter = parameters.get(str(path[2])) if path[1:2] == (STATE,) and len(path) > 2 else None
+        if not isinstance(value, DTensor) or not isinstance(parameter, DTensor) or value.shape == parameter.shape:
+            continue
+        if value.device_mesh == parameter.device_mesh:
+            pairs = zip(map(_dim_of, parameter.placements), map(_dim_of, value.placements), strict=True)
+            found[CUTS, *path] = {of: own for of, own in pairs if of is not None}
+    return found
+
+
+def _dim_of(placement: Placement) -> int | None:
+    dim: int | None = getattr(placement, "dim", None)  # torch's strided shards are of no common class with others
+    return dim
 
 
 def optimizer_paths(stored: StoredData, preferred: Sequence[str]) -> dict[str, Path]:
@@ -245,7 +275,8 @@ class SavedOptimizer:
                 parameter = self._parameters.get(str(path[0])) if key in self._state_paths else None
                 current = held.get(parameter, {}) if parameter is not None else {}
                 existing = current.get(path[1]) if len(path) == 2 else None
-                found[key] = _target(self._tensors[key], parameter, existing, device)
+                cut = self._objects.get(f"{CUTS}.{key}")
+                found[key] = _target(self._tensors[key], parameter, existing, device, cut)
         return found
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -259,7 +290,11 @@ class SavedOptimizer:
 
 
 def _target(
-    saved: TensorStorageMetadata, parameter: torch.Tensor | None, existing: Any, device: torch.device
+    saved: TensorStorageMetadata,
+    parameter: torch.Tensor | None,
+    existing: Any,
+    device: torch.device,
+    cut: Cut | None,
 ) -> torch.Tensor:
     dtype, size = saved.properties.dtype, saved.size
     fits = isinstance(existing, torch.Tensor) and existing.dtype == dtype and existing.shape == size
@@ -267,10 +302,22 @@ def _target(
         return existing.detach()  # type: ignore[no-any-return]
     like = existing if isinstance(existing, DTensor) and existing.shape == size else parameter
     if like is None or like.shape != size or not size:
-        return torch.empty(size, dtype=dtype, device="cpu")
+        if cut is None or not isinstance(parameter, DTensor):
+            return torch.empty(size, dtype=dtype, device="cpu")
+        placements = [_cut_along(placement, cut) for placement in parameter.placements]
+        spec = make_spec(parameter.device_mesh, placements, torch.empty(size, dtype=dtype, device="meta"))
+        kept = device if parameter.is_meta else local_of(parameter).device
+        return wrap_local(torch.empty(region_of(spec)[1], dtype=dtype, device=kept), spec)
     local = local_of(like)
     empty = torch.empty_like(local, dtype=dtype, device=device if local.is_meta else None)
     return wrap_local(empty, spec_of(like)) if isinstance(like, DTensor) else empty
+
+
+def _cut_along(placement: Placement, cut: Cut) -> Placement:
+    """Where state is that is cut by ``cut``, on an axis of the mesh on which its parameter has ``placement``."""
+    of = _dim_of(placement)
+    dim = cut.get(of) if of is not None else None
+    return Replicate() if dim is None else shard_inside(dim, getattr(placement, "split_factor", 1))
 
 
 def _load(
