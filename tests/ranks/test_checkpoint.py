@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -636,6 +636,25 @@ def test_sharded_tensors_in_a_tuple() -> None:
         save(directory, model=model, optimizer=optimizer)
         load(directory, model=model, optimizer=optimizer)
         assert torch.equal(whole(optimizer.state[parameter]["list"][0]), whole(parameter))
+
+
+@on_ranks(2)
+def test_norms_that_are_yet_to_be_reduced() -> None:
+    """Of a DTensor, torch gives these; its own error names nothing."""
+    model = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parameter = next(model.parameters())
+    optimizer.state[parameter]["size"] = norm = parameter.detach().norm()
+    with shared_directory() as directory:
+        with pytest.raises(TypeError, match=r"optimizer\.state\.\S+\.size is a DTensor placed as .*redistribute"):
+            save(directory, model=model, optimizer=optimizer)
+        with pytest.raises(TypeError, match=r"extra_tensors\.size is a DTensor placed as .*redistribute"):
+            save(directory, extra={"size": norm})
+        optimizer.state[parameter]["size"] = norm.redistribute(placements=[Replicate()])
+        save(directory, model=model, optimizer=optimizer)
+        optimizer.state[parameter]["size"] = norm
+        load(directory, model=model, optimizer=optimizer)
+        assert torch.equal(whole(optimizer.state[parameter]["size"]), whole(norm))
 
 
 @on_ranks(2)

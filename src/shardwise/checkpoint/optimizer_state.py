@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ..core.device import local_of, make_spec, region_of, shard_inside, spec_of, wrap_local
 from .names import listed
-from .objects import Path, tree_of
+from .objects import Path, is_sum, tree_of
 from .reading import StoredData
 
 Names = Mapping[torch.Tensor, Sequence[str]]
@@ -297,6 +297,8 @@ def _target(
     cut: Cut | None,
 ) -> torch.Tensor:
     dtype, size = saved.properties.dtype, saved.size
+    if isinstance(existing, DTensor) and is_sum(existing):
+        existing = None  # what is stored is no term of it
     fits = isinstance(existing, torch.Tensor) and existing.dtype == dtype and existing.shape == size
     if fits and not existing.is_meta:  # Adagrad makes such state for parameters on the meta device
         return existing.detach()  # type: ignore[no-any-return]
