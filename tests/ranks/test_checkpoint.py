@@ -638,6 +638,45 @@ def test_sharded_tensors_in_a_tuple() -> None:
         assert torch.equal(whole(optimizer.state[parameter]["list"][0]), whole(parameter))
 
 
+def with_own_state(model: nn.Module, count: int) -> torch.optim.Optimizer:
+    """An optimizer that keeps plain tensors of this rank's shards, and a number of this rank."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        local = parameter.detach().to_local()
+        codes = torch.full_like(local, count, dtype=torch.int8)
+        optimizer.state[parameter] = {"sums": local + count, "deep": {"codes": codes}, "calls": torch.tensor(count)}
+    return optimizer
+
+
+@on_ranks(3)
+def test_optimizer_state_of_each_ranks_shards() -> None:
+    """In plain tensors, of one name but other values on each rank, and another shape on the last."""
+    names: list[Any] = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(names)
+    directory = Path(names[0])
+    model = sharded()
+    optimizer = with_own_state(model, 1 + dist.get_rank())
+    save(directory / "run", model=model, optimizer=optimizer)
+    for again in (with_own_state(model, 9), torch.optim.SGD(model.parameters(), lr=0.1)):
+        load(directory / "run", model=model, optimizer=again)
+        for parameter in model.parameters():
+            truth, found = optimizer.state[parameter], again.state[parameter]
+            assert torch.equal(found["sums"], truth["sums"])
+            assert torch.equal(found["deep"]["codes"], truth["deep"]["codes"])
+            assert found["calls"] == truth["calls"]
+    dist.destroy_process_group()
+    with world_of(2, directory, "load") as takes_part:
+        if takes_part:
+            model = sharded()
+            with pytest.raises(
+                ValueError, match=r"'optimizer\.state\.\S+\.codes', .* the 3 ranks that saved them differ"
+            ):
+                load(directory / "run", model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+            load(directory / "run", model=model)
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", init_method=f"file://{directory / 'end'}", rank=rank, world_size=3)
+
+
 @on_ranks(2)
 def test_norms_that_are_yet_to_be_reduced() -> None:
     """Of a DTensor, torch gives these; its own error names nothing."""

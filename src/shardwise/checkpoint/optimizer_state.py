@@ -6,7 +6,7 @@ says that one step was made. Here an optimizer is saved as it is, and what it wi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -148,9 +148,10 @@ class SavedOptimizer:
     Args:
         optimizers: to load into.
         names: of the model's parameters.
-        stored: the checkpoint's data.
+        tensors: what is known about those of its keys that are tensors.
         paths: where each of its keys is in the saved tree, from "state", "param_groups" or another key on.
         objects: values of the keys that are not tensors.
+        plain: those of its keys that are plain tensors, of each rank's own.
 
     Raises:
         ValueError: if ``optimizers`` have other param groups than were saved.
@@ -160,13 +161,15 @@ class SavedOptimizer:
         self,
         optimizers: Sequence[Optimizer],
         names: Names,
-        stored: StoredData,
+        tensors: Mapping[str, TensorStorageMetadata],
         paths: Mapping[str, Path],
         objects: Mapping[str, Any],
+        plain: Collection[str] = (),
     ):
+        self._plain = plain
         self._optimizers, self._names, self._objects = optimizers, names, objects
         self._parameters = {name: parameter for parameter, own in names.items() for name in own}
-        self._tensors = {key: kind for key, kind in stored.tensors().items() if key in paths}
+        self._tensors = tensors
         self._state_paths: dict[str, Path] = {}
         self._group_paths: dict[str, Path] = {}
         self._other_paths: dict[str, Path] = {}
@@ -276,7 +279,8 @@ class SavedOptimizer:
                 current = held.get(parameter, {}) if parameter is not None else {}
                 existing = current.get(path[1]) if len(path) == 2 else None
                 cut = self._objects.get(f"{CUTS}.{key}")
-                found[key] = _target(self._tensors[key], parameter, existing, device, cut)
+                like = None if key in self._plain else parameter
+                found[key] = _target(self._tensors[key], like, existing, device, cut)
         return found
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
