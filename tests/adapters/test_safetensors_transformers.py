@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,22 +137,28 @@ def add_tensor(path: Path, name: str) -> None:
     save_file(load_file(path) | {name: torch.tensor(-1e4)}, path, metadata={"format": "pt"})
 
 
-def test_tensors_that_transformers_renames(tmp_path: Path) -> None:
+@on_ranks(1, 2)
+def test_tensors_that_transformers_renames() -> None:
+    """As docs/weights.md has it. Its rules are found by the names of classes."""
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import rename_source_key
 
     config = GPTNeoXConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    torch.manual_seed(0)
     truth = GPTNeoXForCausalLM(config)
-    truth.save_pretrained(tmp_path)
-    with shardwise.init_on_meta():
-        model = GPTNeoXForCausalLM(config)
-    with pytest.raises(ValueError, match=r"missing keys: 'lm_head.weight'\n  unexpected keys: 'embed_out.weight'"):
-        load_safetensors(model, tmp_path)
-    rules, names = get_model_conversion_mapping(model), model.state_dict()
-
-    def rename(name: str) -> str:
-        return rename_source_key(name, rules, [], model.base_model_prefix, names)[0]
-
-    load_safetensors(model, tmp_path, rename=rename)
-    assert all(map(torch.equal, model.state_dict().values(), truth.state_dict().values()))
+    page = (Path(__file__).parents[2] / "docs" / "weights.md").read_text()
+    recipe = textwrap.dedent(re.findall(r"```python\n(  from transformers.*?)```", page, flags=re.DOTALL)[0])
+    before, after = recipe.split("...\n")
+    with shared_directory() as directory:
+        if dist.get_rank() == 0:
+            truth.save_pretrained(directory)
+        dist.barrier()
+        with shardwise.init_on_meta():
+            model = GPTNeoXForCausalLM(config)
+        with pytest.raises(ValueError, match=r"missing keys: 'lm_head.weight'\n  unexpected keys: 'embed_out.weight'"):
+            load_safetensors(model, directory)
+        names = {"model": model, "load_safetensors": load_safetensors, "directory": directory}
+        exec(before, names)
+        shardwise.fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        exec(after, names)
+        for ours, theirs in zip(model.parameters(), truth.parameters(), strict=True):
+            assert torch.equal(whole(ours), theirs)

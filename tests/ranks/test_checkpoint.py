@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -317,6 +318,58 @@ def test_with_tensor_parallelism(first: bool) -> None:
         other_optimizer.step()
 
 
+class Rows(torch.optim.Optimizer):
+    """Divides gradients of matrices by averages of the norms of their rows: one in shards, and one that is copied."""
+
+    def __init__(self, parameters: Any):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.dim() == 2:
+                rows, state = parameter.grad.square().mean(1), self.state[parameter]
+                if not state:
+                    state.update(cut=torch.zeros_like(rows), copied=parameter.grad.new_zeros(rows.shape))
+                norms = state["cut"].lerp_(rows, 0.5) + state["copied"].lerp_(rows, 0.1)
+                parameter.sub_(parameter.grad / norms.add(1e-6).sqrt().unsqueeze(1), alpha=0.1)
+
+    def advance(self, model: nn.Module) -> None:
+        """A step of ``model``."""
+        model(inputs_for(model, 0)).square().mean().backward()
+        self.step()
+        self.zero_grad()
+
+
+def check_rows(model: nn.Module, other: nn.Module) -> None:
+    """What `Rows` has of ``model`` is saved, and serves as well in an optimizer of ``other`` that has made no step."""
+    optimizer, fresh = Rows(model.parameters()), Rows(other.parameters())
+    with shared_directory() as directory:
+        optimizer.advance(model)
+        save(directory, model=model, optimizer=optimizer)
+        load(directory, model=other, optimizer=fresh)
+    loaded = {key: value for p in other.parameters() for key, value in fresh.state[p].items()}
+    assert {key: type(value) for key, value in loaded.items()} == {"cut": DTensor, "copied": DTensor}
+    assert all(placement.is_replicate() for placement in loaded["copied"].placements)
+    optimizer.advance(model)
+    fresh.advance(other)
+    for theirs, ours in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(whole(ours), whole(theirs))
+        for key, value in optimizer.state[theirs].items():
+            torch.testing.assert_close(whole(fresh.state[ours][key]), whole(value))
+
+
+@on_ranks(1, 2, 3)
+def test_sharded_state_of_another_shape_than_its_parameter() -> None:
+    models = [wrap(Transformer(layers=1), shardwise.fully_shard, mesh=world_mesh()) for _ in range(2)]
+    check_rows(*models)
+
+
+@on_ranks(4, first=[True, False])
+def test_sharded_state_of_another_shape_with_tensor_parallelism(first: bool) -> None:
+    check_rows(parallel_model(first, 1), parallel_model(not first, 2))
+
+
 @on_ranks(1, 2)
 def test_into_a_model_on_the_meta_device() -> None:
     with shared_directory() as directory:
@@ -583,6 +636,64 @@ def test_sharded_tensors_in_a_tuple() -> None:
         save(directory, model=model, optimizer=optimizer)
         load(directory, model=model, optimizer=optimizer)
         assert torch.equal(whole(optimizer.state[parameter]["list"][0]), whole(parameter))
+
+
+def with_own_state(model: nn.Module, count: int) -> torch.optim.Optimizer:
+    """An optimizer that keeps plain tensors of this rank's shards, and a number of this rank."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        local = parameter.detach().to_local()
+        codes = torch.full_like(local, count, dtype=torch.int8)
+        optimizer.state[parameter] = {"sums": local + count, "deep": {"codes": codes}, "calls": torch.tensor(count)}
+    return optimizer
+
+
+@on_ranks(3)
+def test_optimizer_state_of_each_ranks_shards() -> None:
+    """In plain tensors, of one name but other values on each rank, and another shape on the last."""
+    names: list[Any] = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(names)
+    directory = Path(names[0])
+    model = sharded()
+    optimizer = with_own_state(model, 1 + dist.get_rank())
+    save(directory / "run", model=model, optimizer=optimizer)
+    for again in (with_own_state(model, 9), torch.optim.SGD(model.parameters(), lr=0.1)):
+        load(directory / "run", model=model, optimizer=again)
+        for parameter in model.parameters():
+            truth, found = optimizer.state[parameter], again.state[parameter]
+            assert torch.equal(found["sums"], truth["sums"])
+            assert torch.equal(found["deep"]["codes"], truth["deep"]["codes"])
+            assert found["calls"] == truth["calls"]
+    dist.destroy_process_group()
+    with world_of(2, directory, "load") as takes_part:
+        if takes_part:
+            model = sharded()
+            with pytest.raises(
+                ValueError, match=r"'optimizer\.state\.\S+\.codes', .* the 3 ranks that saved them differ"
+            ):
+                load(directory / "run", model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+            load(directory / "run", model=model)
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", init_method=f"file://{directory / 'end'}", rank=rank, world_size=3)
+
+
+@on_ranks(2)
+def test_norms_that_are_yet_to_be_reduced() -> None:
+    """Of a DTensor, torch gives these; its own error names nothing."""
+    model = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parameter = next(model.parameters())
+    optimizer.state[parameter]["size"] = norm = parameter.detach().norm()
+    with shared_directory() as directory:
+        with pytest.raises(TypeError, match=r"optimizer\.state\.\S+\.size is a DTensor placed as .*redistribute"):
+            save(directory, model=model, optimizer=optimizer)
+        with pytest.raises(TypeError, match=r"extra_tensors\.size is a DTensor placed as .*redistribute"):
+            save(directory, extra={"size": norm})
+        optimizer.state[parameter]["size"] = norm.redistribute(placements=[Replicate()])
+        save(directory, model=model, optimizer=optimizer)
+        optimizer.state[parameter]["size"] = norm
+        load(directory, model=model, optimizer=optimizer)
+        assert torch.equal(whole(optimizer.state[parameter]["size"]), whole(norm))
 
 
 @on_ranks(2)

@@ -16,7 +16,7 @@ from .integrity import is_plain, raw
 from .model_state import model_state
 from .names import parameter_names, plain_name
 from .objects import Path, Pickled, as_saved, capture, is_kept_by_leaves, key_of, leaves, pickled, warn_of_unsafe
-from .optimizer_state import optimizer_state
+from .optimizer_state import STATE, cuts, optimizer_state
 from .rng import random_states
 from .weights import replica_of
 
@@ -46,7 +46,9 @@ def contents(
     if model is not None:
         found.update({(MODEL, name): value for name, value in model_state(model).items()})
         if optimizers:
-            found.update(leaves(optimizer_state(optimizers, parameter_names(model)), (OPTIMIZER,)))
+            names = parameter_names(model)
+            state = dict(leaves(optimizer_state(optimizers, names), (OPTIMIZER,)))
+            found.update({**state, **cuts(state, names)})
     sharded: dict[str, DTensor] = {}
     if scheduler is not None:
         captured = capture(scheduler, sharded, (SCHEDULER,))
@@ -86,14 +88,17 @@ def _is_own(value: Any, loads: dict[tuple[DeviceMesh, tuple[int, ...]], list[int
 
 
 def digests(items: Mapping[Path, torch.Tensor | Pickled], model: nn.Module | None) -> dict[Path, int]:
-    """A checksum of everything in which ranks may differ: pickled objects, buffers and extra state of ``model``."""
+    """A checksum of everything in which ranks may differ: pickled objects, buffers and extra state of ``model``, and
+    plain tensors of optimizers' state of sharded parameters, which may be of each rank's shard."""
     found = {path: zlib.crc32(item.data) for path, item in items.items() if isinstance(item, Pickled)}
     if model is None:
         return found
     # With every name of a shared buffer: all of them are saved, and loaded into the same memory.
     buffers = {(MODEL, plain_name(model, key)) for key, _ in model.named_buffers(remove_duplicate=False)}
+    sharded = {own[0] for parameter, own in parameter_names(model).items() if isinstance(parameter, DTensor)}
     for path, item in items.items():
         may_differ = path in buffers or (path[0] == MODEL and str(path[-1]).split(".")[-1] == "_extra_state")
+        may_differ |= path[:2] == (OPTIMIZER, STATE) and len(path) > 2 and str(path[2]) in sharded
         if may_differ and isinstance(item, torch.Tensor) and is_plain(item):
             found[path] = zlib.crc32(raw(item.cpu()))
     return found

@@ -79,13 +79,23 @@ def as_saved(value: Any, where: str) -> torch.Tensor | Pickled:
         where: what it is called in messages.
 
     Raises:
-        TypeError: for a tensor that is not dense, or what cannot be pickled.
+        TypeError: for a tensor that is not dense, of which ranks hold terms of a sum, or what cannot be pickled.
     """
     if not isinstance(value, torch.Tensor):
         return pickled(value, where)
+    if isinstance(value, DTensor) and is_sum(value):
+        raise TypeError(
+            f"{where} is a DTensor placed as {value.placements}, of which each rank holds a part that is yet to be "
+            "reduced: keep what its redistribute(placements=...) to Replicate() or Shard(dim) gives"
+        )
     if value.layout is not torch.strided:
         raise TypeError(f"{where} is a tensor of layout {value.layout}: checkpoints hold dense tensors only")
     return value.detach()
+
+
+def is_sum(tensor: DTensor) -> bool:
+    """Whether ranks hold parts of ``tensor`` that are yet to be reduced, as after sums over a sharded dim."""
+    return any(placement.is_partial() for placement in tensor.placements)
 
 
 def warn_of_unsafe(item: Pickled, where: str) -> None:

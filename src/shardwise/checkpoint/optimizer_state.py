@@ -6,22 +6,27 @@ says that one step was made. Here an optimizer is saved as it is, and what it wi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.optim import Optimizer
 
-from ..core.device import local_of, spec_of, wrap_local
+from ..core.device import local_of, make_spec, region_of, shard_inside, spec_of, wrap_local
 from .names import listed
-from .objects import Path, tree_of
+from .objects import Path, is_sum, tree_of
 from .reading import StoredData
 
 Names = Mapping[torch.Tensor, Sequence[str]]
 """The names of each parameter; several if it is tied."""
 STATE, GROUPS, PARAMETERS = "state", "param_groups", "params"
+CUTS = "optimizer_cuts"
+"""How sharded state is cut that has another shape than its parameter; see `cuts`."""
+
+Cut = Mapping[int, int | None]
+"""For dims on which a parameter is cut, the dim of its state that is cut where the parameter is; None for none."""
 
 
 def optimizers_in(value: Optimizer | Iterable[Optimizer] | Mapping[Any, Optimizer] | None) -> list[Optimizer]:
@@ -86,6 +91,31 @@ def _names_of(optimizer: Optimizer, parameters: Sequence[torch.Tensor], names: N
     return [names[parameter][0] for parameter in parameters]
 
 
+def cuts(items: Mapping[Path, Any], names: Names) -> dict[Path, Cut]:
+    """The cuts of sharded state of other shapes than its parameter's (such as sums over rows), by paths below `CUTS`.
+    Chunks in a checkpoint do not tell a replicated tensor from a plain one, nor anything where one rank has saved.
+
+    Args:
+        items: leaves of the tree with the optimizer's state, by path.
+        names: of the model's parameters.
+    """
+    parameters = {name: parameter for parameter, own in names.items() for name in own}
+    found: dict[Path, Cut] = {}
+    for path, value in items.items():
+        parameter = parameters.get(str(path[2])) if path[1:2] == (STATE,) and len(path) > 2 else None
+        if not isinstance(value, DTensor) or not isinstance(parameter, DTensor) or value.shape == parameter.shape:
+            continue
+        if value.device_mesh == parameter.device_mesh:
+            pairs = zip(map(_dim_of, parameter.placements), map(_dim_of, value.placements), strict=True)
+            found[CUTS, *path] = {of: own for of, own in pairs if of is not None}
+    return found
+
+
+def _dim_of(placement: Placement) -> int | None:
+    dim: int | None = getattr(placement, "dim", None)  # torch's strided shards are of no common class with others
+    return dim
+
+
 def optimizer_paths(stored: StoredData, preferred: Sequence[str]) -> dict[str, Path]:
     """Keys of a checkpoint's optimizer, and where they are in its tree, from "state" or "param_groups" on (or from
     another key, where the optimizer is not all of the checkpoint).
@@ -118,9 +148,10 @@ class SavedOptimizer:
     Args:
         optimizers: to load into.
         names: of the model's parameters.
-        stored: the checkpoint's data.
+        tensors: what is known about those of its keys that are tensors.
         paths: where each of its keys is in the saved tree, from "state", "param_groups" or another key on.
         objects: values of the keys that are not tensors.
+        plain: those of its keys that are plain tensors, of each rank's own.
 
     Raises:
         ValueError: if ``optimizers`` have other param groups than were saved.
@@ -130,13 +161,15 @@ class SavedOptimizer:
         self,
         optimizers: Sequence[Optimizer],
         names: Names,
-        stored: StoredData,
+        tensors: Mapping[str, TensorStorageMetadata],
         paths: Mapping[str, Path],
         objects: Mapping[str, Any],
+        plain: Collection[str] = (),
     ):
+        self._plain = plain
         self._optimizers, self._names, self._objects = optimizers, names, objects
         self._parameters = {name: parameter for parameter, own in names.items() for name in own}
-        self._tensors = {key: kind for key, kind in stored.tensors().items() if key in paths}
+        self._tensors = tensors
         self._state_paths: dict[str, Path] = {}
         self._group_paths: dict[str, Path] = {}
         self._other_paths: dict[str, Path] = {}
@@ -245,7 +278,9 @@ class SavedOptimizer:
                 parameter = self._parameters.get(str(path[0])) if key in self._state_paths else None
                 current = held.get(parameter, {}) if parameter is not None else {}
                 existing = current.get(path[1]) if len(path) == 2 else None
-                found[key] = _target(self._tensors[key], parameter, existing, device)
+                cut = self._objects.get(f"{CUTS}.{key}")
+                like = None if key in self._plain else parameter
+                found[key] = _target(self._tensors[key], like, existing, device, cut)
         return found
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -259,18 +294,36 @@ class SavedOptimizer:
 
 
 def _target(
-    saved: TensorStorageMetadata, parameter: torch.Tensor | None, existing: Any, device: torch.device
+    saved: TensorStorageMetadata,
+    parameter: torch.Tensor | None,
+    existing: Any,
+    device: torch.device,
+    cut: Cut | None,
 ) -> torch.Tensor:
     dtype, size = saved.properties.dtype, saved.size
+    if isinstance(existing, DTensor) and is_sum(existing):
+        existing = None  # what is stored is no term of it
     fits = isinstance(existing, torch.Tensor) and existing.dtype == dtype and existing.shape == size
     if fits and not existing.is_meta:  # Adagrad makes such state for parameters on the meta device
         return existing.detach()  # type: ignore[no-any-return]
     like = existing if isinstance(existing, DTensor) and existing.shape == size else parameter
     if like is None or like.shape != size or not size:
-        return torch.empty(size, dtype=dtype, device="cpu")
+        if cut is None or not isinstance(parameter, DTensor):
+            return torch.empty(size, dtype=dtype, device="cpu")
+        placements = [_cut_along(placement, cut) for placement in parameter.placements]
+        spec = make_spec(parameter.device_mesh, placements, torch.empty(size, dtype=dtype, device="meta"))
+        kept = device if parameter.is_meta else local_of(parameter).device
+        return wrap_local(torch.empty(region_of(spec)[1], dtype=dtype, device=kept), spec)
     local = local_of(like)
     empty = torch.empty_like(local, dtype=dtype, device=device if local.is_meta else None)
     return wrap_local(empty, spec_of(like)) if isinstance(like, DTensor) else empty
+
+
+def _cut_along(placement: Placement, cut: Cut) -> Placement:
+    """Where state is that is cut by ``cut``, on an axis of the mesh on which its parameter has ``placement``."""
+    of = _dim_of(placement)
+    dim = cut.get(of) if of is not None else None
+    return Replicate() if dim is None else shard_inside(dim, getattr(placement, "split_factor", 1))
 
 
 def _load(

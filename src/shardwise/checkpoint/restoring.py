@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from .contents import EXTRA, EXTRA_TENSORS, MODEL, OPTIMIZER, RANKS, RNG, SCHEDULER
 from .model_state import Misfit, SavedModel
-from .names import parameter_names
+from .names import listed, parameter_names
 from .objects import Path, capture, release, restore, tree_of
-from .optimizer_state import STATE, SavedOptimizer, optimizer_paths
+from .optimizer_state import CUTS, STATE, SavedOptimizer, optimizer_paths
 from .reading import StoredData
 from .rng import seed_from, set_random_state
 
@@ -89,6 +89,7 @@ class Restoring:
     def _read_objects(self) -> None:
         """Read what is not a tensor."""
         keys = [*self._stored.below(f"{EXTRA}."), *self._optimizer_paths]
+        keys += [f"{CUTS}.{key}" for key in self._optimizer_paths]
         keys += self._model.keys() if self._model is not None else []
         keys += self._stored.below(f"{SCHEDULER}.") if self._wanted.scheduler is not None else []
         for key in self._rng_keys:
@@ -101,7 +102,20 @@ class Restoring:
         model, optimizers = self._wanted.model, self._wanted.optimizers
         if model is None or not optimizers:
             return None
-        return SavedOptimizer(optimizers, parameter_names(model), self._stored, self._optimizer_paths, self._values)
+        tensors, others = self._stored.tensors(), f"{RANKS}."
+        differing = {key.split(".", 2)[2] for key in tensors if key.startswith(others)}.intersection(
+            self._optimizer_paths
+        )
+        # Of numbers, as of objects, another number of ranks gets the first rank's.
+        if not self._has_own and (lost := sorted(key for key in differing if key in tensors and tensors[key].size)):
+            raise ValueError(
+                f"{listed(lost)} are plain tensors in which the {self._saved_by} ranks that saved them differ, as "
+                "those of a rank's shard do: load them at that number of ranks, or without the optimizer (to be "
+                "loaded at any, its state has to be DTensors)"
+            )
+        kinds = {key: tensors[own] for key in self._optimizer_paths if (own := self._own(key)) in tensors}
+        names = parameter_names(model)
+        return SavedOptimizer(optimizers, names, kinds, self._optimizer_paths, self._values, differing)
 
     # -- Reading
 

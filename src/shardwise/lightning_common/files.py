@@ -310,7 +310,8 @@ class SavedDirectory:
             if not paths:
                 raise ValueError(f"the checkpoint {self._path} has no optimizer {name!r}; it has {self._stored.tops()}")
             objects = self._stored.read_objects(paths)
-            saved = SavedOptimizer([optimizer], parameter_names(model), self._stored, paths, objects)
+            tensors = {key: kind for key, kind in self._stored.tensors().items() if key in paths}
+            saved = SavedOptimizer([optimizer], parameter_names(model), tensors, paths, objects)
             targets = saved.targets(weights_of(model).device)
             self._stored.read(dict(targets))
             saved.load(targets)
