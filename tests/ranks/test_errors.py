@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -217,6 +217,20 @@ def test_mesh_that_the_strategy_cannot_use() -> None:
         fully_shard(Layer(), mesh=init_device_mesh("cpu", (1,)), placements=Placements.hsdp)
     with pytest.raises((TypeError, ValueError), match="mesh"):
         fully_shard(Layer(), mesh=(1,))  # type: ignore[call-overload]
+
+
+@on_ranks(3)
+def test_mesh_without_this_rank() -> None:
+    mesh = DeviceMesh("cpu", torch.arange(2).view(1, 2), mesh_dim_names=("outer", "data"))
+    layer = Layer()
+    if dist.get_rank() < 2:
+        fully_shard(layer, mesh=mesh)
+        layer(torch.ones(2, WIDTH)).sum().backward()
+        return
+    for options in ({}, {"dp_mesh_dims": named_axes(shard="data")}):
+        with refused(ValueError, "rank 2", "data=2", "ranks of its mesh"):
+            fully_shard(layer, mesh=mesh, **options)
+    assert not isinstance(layer, shardwise.FSDPModule)
 
 
 @on_ranks(1, policy=["one dtype", "two dtypes"])

@@ -97,8 +97,10 @@ def data_parallel_mesh(
 
     Raises:
         ValueError: if the mesh does not have one or two axes, or not as many as the strategy needs, or not those
-            that are named.
+            that are named, or not this rank.
     """
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"rank {dist.get_rank()} is not in {mesh}: call fully_shard on the ranks of its mesh only")
     if axes is not None:
         strategy = strategy if axes.shard_names else Placements.ddp
         names = (*axes.replicate_names, *axes.shard_names)
