@@ -56,9 +56,14 @@ def test_parameters_can_be_copied_pickled_and_made_parameters(fake_mesh: Mesh) -
     weight = model.layers[0].up.weight
     for other in (copy.deepcopy(weight), pickle.loads(pickle.dumps(weight)), nn.Parameter(weight.clone())):
         assert isinstance(other, DTensor)
-        assert isinstance(other, nn.Parameter) or other.requires_grad
+        assert isinstance(other, nn.Parameter)
+        assert other.requires_grad
         assert torch.equal(other.to_local(), weight.to_local())
     assert isinstance(nn.Parameter(weight), nn.Parameter)
+    value = weight.detach()
+    for other in (copy.deepcopy(value), pickle.loads(pickle.dumps(value)), pickle.loads(pickle.dumps(value.t()))):
+        assert type(other) is DTensor
+        assert not isinstance(other, nn.Parameter)
     copied = copy.deepcopy(weight)
     with torch.no_grad():
         copied.zero_()

@@ -73,15 +73,19 @@ class TracedParameter(DTensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A plain DTensor, or parameter, with memory of its own."""
         with torch.no_grad():
-            copied = wrap_local(local_of(self).clone(), spec_of(self), requires_grad=self.requires_grad)
-        if isinstance(self, nn.Parameter):
-            copied._is_param = True
+            copied = self._as_plain(local_of(self).clone())
         memo[id(self)] = copied
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as the plain DTensor that it is for others."""
-        return wrap_local(local_of(self), spec_of(self), requires_grad=self.requires_grad).__reduce_ex__(protocol)
+        """Pickled as the plain DTensor, or parameter, that it is for others."""
+        return self._as_plain(local_of(self)).__reduce_ex__(protocol)
+
+    def _as_plain(self, local: torch.Tensor) -> DTensor:
+        plain = wrap_local(local, spec_of(self), requires_grad=self.requires_grad)
+        if isinstance(self, nn.Parameter):
+            plain._is_param = True
+        return plain
 
 
 class SteppedParameter(TracedParameter):
@@ -148,6 +152,7 @@ class ShardedView(DTensor):
 
     __deepcopy__ = ShardedParameter.__deepcopy__
     __reduce_ex__ = ShardedParameter.__reduce_ex__
+    _as_plain = ShardedParameter._as_plain
 
 
 def _note_view(result: object, parameter: ShardedParameter | None) -> None:
