@@ -582,6 +582,7 @@ def test_profiler_labels(fake_mesh: Mesh) -> None:
 
 def test_transformer_alone_is_no_fsdp_module() -> None:
     shardwise.register_fsdp_forward_method(Transformer(), "forward")  # nothing to do, no error
+    shardwise.register_fsdp_forward_method(None, "forward")  # type: ignore[arg-type]  # a stage without an encoder, say
 
 
 def test_a_divide_factor_may_be_a_tensor_that_changes(fake_mesh: Callable[..., DeviceMesh]) -> None:

@@ -537,7 +537,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     Raises:
         ValueError: if the module has no such method.
     """
-    unit = unit_of(module)
+    unit = unit_of(module) if isinstance(module, nn.Module) else None
     if unit is None:
         return
     if not hasattr(module, method_name):
