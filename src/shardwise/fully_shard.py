@@ -38,7 +38,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: PlacementFn | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
+    offload_policy: OffloadPolicy | None = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: Any = ...,
     placements: Placements | str | None = ...,
@@ -55,7 +55,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: PlacementFn | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
+    offload_policy: OffloadPolicy | None = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: Any = ...,
     placements: Placements | str | None = ...,
@@ -71,7 +71,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  (frozen)
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  (only read)
+    offload_policy: OffloadPolicy | None = OffloadPolicy(),  # noqa: B008  (only read)
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
     placements: Placements | str | None = None,
@@ -93,7 +93,7 @@ def fully_shard(
         shard_placement_fn: gives for each parameter the ``Shard`` to cut it on instead of ``Shard(0)``, or torch's
             ``ShardPlacementResult`` for another mesh too, or None.
         mp_policy: dtypes of gathered parameters, reductions and outputs.
-        offload_policy: `CPUOffloadPolicy` keeps shards, gradients and optimizer state on the host.
+        offload_policy: `CPUOffloadPolicy` keeps shards, gradients and optimizer state on the host; None, on the device.
         ignored_params: parameters to leave alone.
         dp_mesh_dims: which axes of a mesh with other parallelisms are data-parallel.
         placements: the strategy, a preset such as ``Placements.zero2`` or its name; by default ``zero3``.
@@ -206,7 +206,7 @@ def _default_mesh() -> DeviceMesh:
 
 def _policy(
     mp_policy: MixedPrecisionPolicy,
-    offload_policy: OffloadPolicy,
+    offload_policy: OffloadPolicy | None,
     reshard_after_forward: bool | int | None,
     mesh: DataParallelMesh,
 ) -> GroupPolicy:
@@ -221,7 +221,7 @@ def _policy(
     override = _dtype_override(mp_policy)
     if override is not None and not callable(override):
         raise TypeError(f"mp_policy: param_dtype_override_fn must be a function, not {type(override).__name__}")
-    if not isinstance(offload_policy, OffloadPolicy):
+    if not isinstance(offload_policy, OffloadPolicy | None):
         raise TypeError(f"offload_policy must be an OffloadPolicy, not {type(offload_policy).__name__}")
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):
         raise ValueError(f"reshard_after_forward must be a bool, an int or None, not {reshard_after_forward!r}")

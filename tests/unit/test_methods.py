@@ -585,6 +585,11 @@ def test_transformer_alone_is_no_fsdp_module() -> None:
     shardwise.register_fsdp_forward_method(None, "forward")  # type: ignore[arg-type]  # a stage without an encoder, say
 
 
+def test_no_policy_of_offloading_is_the_default_one(fake_mesh: Callable[..., DeviceMesh]) -> None:
+    model = fully_shard(nn.Linear(4, 4), mesh=fake_mesh(2), offload_policy=None)
+    assert not unit_of(model).groups[0].policy.offload  # type: ignore[arg-type, union-attr]
+
+
 def test_a_divide_factor_may_be_a_tensor_that_changes(fake_mesh: Callable[..., DeviceMesh]) -> None:
     model = fully_shard(nn.Linear(4, 4, bias=False), mesh=fake_mesh(2))
     factor = torch.tensor(2.0)
