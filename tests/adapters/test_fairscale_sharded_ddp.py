@@ -943,6 +943,13 @@ def test_ranks_with_other_parameters_are_told() -> None:
         shard(model)
     with pytest.raises(ValueError, match="on rank 0, none on rank 1"):
         shard(MLP((9, 4) if rank else (9, 4, 4)))
+    # All have the same owners, and would still send one for the other.
+    model = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(4)))
+    parameters = list(model.parameters())
+    first, second, third, fourth = parameters
+    oss = OSS([third, second, first, fourth] if rank else parameters, lr=0.1)
+    with pytest.raises(ValueError, match=r"0.weight \(3, 3\).*place=0 on rank 0, 0.weight .*place=2 on rank 1"):
+        ShardedDDP(model, oss)
 
 
 @on_ranks(2)

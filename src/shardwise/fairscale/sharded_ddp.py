@@ -17,6 +17,7 @@ from ..arguments import Argument, documented
 from ..core.comm import Comm, comm_for
 from ..core.device import backward_number, in_backward, not_inference, queue_end_of_backward
 from ..core.errors import StateError
+from ..core.step import parameters_of
 from ..core.tree import map_tensors, tensors_requiring_grad
 from ..core.whole import OwnerReducer, WholeBroadcast
 from .oss import OSS
@@ -93,8 +94,7 @@ class ShardedDataParallel(nn.Module):
         self._start()
         syncs = sync_models_at_startup and self._size > 1
         if syncs:  # before checks of each rank by itself, so that those fail on all ranks
-            mine = [describe(name, parameter, f"owner={owner}") for name, parameter, owner in self._ownership()]
-            mine += [describe(name, buffer) for name, buffer in module.named_buffers()]
+            mine = self._described()
             device = compute_device_of(self._group, module)
             check_same_on_ranks("ShardedDataParallel", self._comm(device), mine, device)
         self.device_type = _only_type(module)
@@ -241,6 +241,16 @@ class ShardedDataParallel(nn.Module):
                         f"owners {owners[id(parameter)]} and {owner}: give each parameter to one OSS"
                     )
         return [(name, parameter, owners.get(id(parameter))) for name, parameter in named]
+
+    def _described(self) -> list[tuple[str, ...]]:
+        """What has to be the same on all ranks; the place in the optimizers too, since values travel in that order."""
+        stepped = [parameter for optimizer in self._optimizers for parameter in parameters_of(optimizer)]
+        places = {id(parameter): place for place, parameter in enumerate(stepped)}
+        described = [
+            describe(name, parameter, f"owner={owner}", f"place={places.get(id(parameter))}")
+            for name, parameter, owner in self._ownership()
+        ]
+        return described + [describe(name, buffer) for name, buffer in self.module.named_buffers()]
 
     def _look(self) -> list[tuple[bool, torch.dtype, torch.device]]:
         """What gradients are reduced by; methods of ``module`` itself change it too."""
