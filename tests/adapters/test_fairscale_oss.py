@@ -944,6 +944,18 @@ def test_a_set_has_another_order_on_each_rank() -> None:
         OSS(parameters, lr=0.1)
 
 
+@on_ranks(2)
+def test_one_rank_may_call_refresh_trainable() -> None:
+    mine, oss, plain, optimizer = pair(SGD, {"lr": 0.1})
+    for model in (mine, plain):
+        next(model.parameters()).requires_grad_(False)
+    train_both(mine, oss, plain, optimizer, range(2))
+    if dist.get_rank() == 0:
+        oss.refresh_trainable()
+    train_both(mine, oss, plain, optimizer, range(2, 4))
+    assert_same(mine.parameters(), plain.parameters())
+
+
 # -- Arguments
 
 

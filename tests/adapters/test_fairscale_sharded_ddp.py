@@ -481,6 +481,33 @@ def test_changes_may_go_unsaid_or_unseen() -> None:
     assert oss.world_size == other.world_size
 
 
+@on_ranks(2)
+def test_what_one_rank_does_between_steps_is_not_waited_for() -> None:
+    sharded, oss = shard(model_of())
+    truth = model_of()
+    for model in (sharded.module, truth):
+        next(model.parameters()).requires_grad_(False)
+    optimizer = SGD(truth.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what was frozen
+        for step in range(4):
+            if dist.get_rank() == 0 and step == 1:
+                sharded.refresh_trainable()
+            if dist.get_rank() == 0 and step == 2:
+                sharded.module.to(torch.float64).to(torch.float32)
+            for stepped in (oss, optimizer):
+                stepped.zero_grad()
+            backward(sharded, step)
+            mean_gradients(truth, lambda model, rank, step=step: _backward_of(model, 10 * step + rank))
+            oss.step()
+            optimizer.step()
+    assert_parameters(sharded, truth)
+
+
+def _backward_of(model: nn.Module, seed: int) -> None:
+    model(inputs_for(model, seed)).square().mean().backward()
+
+
 @on_ranks(2, mode=(torch.no_grad, torch.inference_mode))
 def test_what_trains_changes_before_an_evaluation(mode: Any) -> None:
     sharded, optimizer = shard(model_of())

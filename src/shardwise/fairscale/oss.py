@@ -187,8 +187,7 @@ class OSS(Optimizer):
         self._loads, self._plan = loads, None
 
     def refresh_trainable(self) -> None:
-        """Note that parameters were frozen or unfrozen. Every step checks by itself, so this need not be called."""
-        self._plan = None
+        """Does nothing, on any rank: every step looks by itself which parameters are frozen by now."""
 
     # -- Steps
 

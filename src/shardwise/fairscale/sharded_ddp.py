@@ -204,8 +204,6 @@ class ShardedDataParallel(nn.Module):
         Gradients that wait since backward passes under `no_sync` are still reduced, also those of parameters that were
         frozen since.
         """
-        for optimizer in self._optimizers:
-            optimizer.refresh_trainable()
         owners = self._ownership()
         self._watched = [(name, parameter) for name, parameter, _ in owners]
         self._seen = self._look()
