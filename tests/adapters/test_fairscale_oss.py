@@ -967,7 +967,7 @@ def test_without_a_process_group() -> None:
 @on_ranks(2)
 def test_arguments() -> None:
     parameters = [nn.Parameter(torch.ones(1))]
-    for size in (-2, None, "100"):
+    for size in (-2, None, "100", math.nan):
         with pytest.raises(ValueError, match=f"broadcast_buffer_size={size}"):
             OSS(parameters, broadcast_buffer_size=size, lr=0.1)
     with pytest.raises(TypeError, match=r"optim=SGD object\): pass the class"):

@@ -1259,7 +1259,13 @@ def test_arguments() -> None:
     for wrong in (SGD(model.parameters(), lr=0.1), [], [oss, None]):
         with pytest.raises(TypeError, match="OSS"):
             ShardedDDP(model, wrong)
-    for size in (-1, None):
+    for wrong in (None, [model], nn.Linear):
+        with pytest.raises(TypeError, match="ShardedDataParallel wraps a module, not"):
+            ShardedDDP(wrong, oss)
+    for wrong in ("gloo", 0):
+        with pytest.raises(TypeError, match=r"process_group=...\): must be a process group"):
+            ShardedDDP(model, oss, wrong)
+    for size in (-1, None, float("nan")):
         with pytest.raises(ValueError, match=f"reduce_buffer_size={size}"):
             ShardedDDP(model, oss, reduce_buffer_size=size)
     with pytest.raises(ValueError, match="not on none"):

@@ -99,7 +99,7 @@ class OSS(Optimizer):
             raise TypeError(
                 f"OSS(optim={type(optim).__name__} object): pass the class of an optimizer, and its settings by name"
             )
-        if not isinstance(broadcast_buffer_size, (int, float)) or broadcast_buffer_size < -1:
+        if not isinstance(broadcast_buffer_size, (int, float)) or not broadcast_buffer_size >= -1:
             raise ValueError(
                 f"OSS(broadcast_buffer_size={broadcast_buffer_size}): must be -1, 0 or a number of elements"
             )

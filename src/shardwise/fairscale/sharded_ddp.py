@@ -61,7 +61,8 @@ class ShardedDataParallel(nn.Module):
         is_multi_device_module: whether they are on several devices.
 
     Raises:
-        TypeError: if ``sharded_optimizer`` is not an `OSS` or several.
+        TypeError: if ``module`` is not a module, ``sharded_optimizer`` not an `OSS` or several, or ``process_group``
+            not a process group.
         ValueError: for a module on several types of devices, or with sparse tensors, for optimizers of other ranks
             than ``process_group``'s or that disagree on a parameter's owner, and if ranks have different parameters.
     """
@@ -79,7 +80,9 @@ class ShardedDataParallel(nn.Module):
         warn_on_trainable_params_changed: bool = True,
     ):
         super().__init__()
-        if not isinstance(reduce_buffer_size, (int, float)) or reduce_buffer_size < 0:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"ShardedDataParallel wraps a module, not {type(module).__name__}")
+        if not isinstance(reduce_buffer_size, (int, float)) or not reduce_buffer_size >= 0:
             raise ValueError(
                 f"ShardedDataParallel(reduce_buffer_size={reduce_buffer_size}): must be 0 or more elements"
             )
@@ -507,7 +510,8 @@ def _as_list(optimizers: Any) -> list[OSS]:
 
 def _common_group(optimizers: Sequence[OSS], group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     chosen = optimizers[0].group if group is None else group
-    assert chosen is not None
+    if not isinstance(chosen, dist.ProcessGroup):
+        raise TypeError(f"ShardedDataParallel(process_group=...): must be a process group, not {type(chosen).__name__}")
     ranks = dist.get_process_group_ranks(chosen)
     for optimizer in optimizers:
         if (others := dist.get_process_group_ranks(optimizer.group)) != ranks:
