@@ -904,6 +904,58 @@ def test_a_subgroup_has_ranks_of_its_own() -> None:
         assert_same_state(oss.state_dict(), optimizer.state_dict())
 
 
+# -- Ranks that differ
+
+
+def parameters_of_rank(what: str, rank: int) -> Iterable[Any]:
+    """Parameters of which rank 1 has others than rank 0."""
+    named = [(name, nn.Parameter(torch.full((4,), float(value)))) for value, name in enumerate("abcd")]
+    if what == "order":
+        return named[::-1] if rank else named
+    parameters = [parameter for _, parameter in named]
+    if what == "shape":
+        parameters[2] = nn.Parameter(torch.ones(4 - rank))
+    if what == "frozen":
+        parameters[2].requires_grad_(rank == 0)
+    return parameters[: 4 - rank] if what == "number" else parameters
+
+
+@on_ranks(2, what=["order", "shape", "frozen", "number", "settings"])
+def test_ranks_with_other_parameters_are_told(what: str) -> None:
+    """They would take each other's values, or wait for ever."""
+    rank = dist.get_rank()
+    oss = OSS(parameters_of_rank(what, rank), broadcast_fp16=what == "settings" and rank == 1, lr=0.1)
+    for group in oss.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    differs = {"order": "'a' of param group 0", "number": "none on rank 1", "settings": "broadcast_fp16=True on rank 1"}
+    message = differs.get(what, "parameter 2 of param group 0")
+    with pytest.raises(ValueError, match=f"OSS: ranks have different parameters: .*{message}"):
+        oss.step()
+
+
+@on_ranks(1, 2)
+def test_a_set_has_another_order_on_each_rank() -> None:
+    parameters = {nn.Parameter(torch.ones(2)) for _ in range(3)}
+    if dist.get_world_size() == 1:
+        OSS(parameters, lr=0.1)
+        return
+    with pytest.raises(TypeError, match=r"OSS\(params=set\): .* sort it"):
+        OSS(parameters, lr=0.1)
+
+
+@on_ranks(2)
+def test_one_rank_may_call_refresh_trainable() -> None:
+    mine, oss, plain, optimizer = pair(SGD, {"lr": 0.1})
+    for model in (mine, plain):
+        next(model.parameters()).requires_grad_(False)
+    train_both(mine, oss, plain, optimizer, range(2))
+    if dist.get_rank() == 0:
+        oss.refresh_trainable()
+    train_both(mine, oss, plain, optimizer, range(2, 4))
+    assert_same(mine.parameters(), plain.parameters())
+
+
 # -- Arguments
 
 
@@ -915,7 +967,7 @@ def test_without_a_process_group() -> None:
 @on_ranks(2)
 def test_arguments() -> None:
     parameters = [nn.Parameter(torch.ones(1))]
-    for size in (-2, None, "100"):
+    for size in (-2, None, "100", math.nan):
         with pytest.raises(ValueError, match=f"broadcast_buffer_size={size}"):
             OSS(parameters, broadcast_buffer_size=size, lr=0.1)
     with pytest.raises(TypeError, match=r"optim=SGD object\): pass the class"):

@@ -481,6 +481,33 @@ def test_changes_may_go_unsaid_or_unseen() -> None:
     assert oss.world_size == other.world_size
 
 
+@on_ranks(2)
+def test_what_one_rank_does_between_steps_is_not_waited_for() -> None:
+    sharded, oss = shard(model_of())
+    truth = model_of()
+    for model in (sharded.module, truth):
+        next(model.parameters()).requires_grad_(False)
+    optimizer = SGD(truth.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what was frozen
+        for step in range(4):
+            if dist.get_rank() == 0 and step == 1:
+                sharded.refresh_trainable()
+            if dist.get_rank() == 0 and step == 2:
+                sharded.module.to(torch.float64).to(torch.float32)
+            for stepped in (oss, optimizer):
+                stepped.zero_grad()
+            backward(sharded, step)
+            mean_gradients(truth, lambda model, rank, step=step: _backward_of(model, 10 * step + rank))
+            oss.step()
+            optimizer.step()
+    assert_parameters(sharded, truth)
+
+
+def _backward_of(model: nn.Module, seed: int) -> None:
+    model(inputs_for(model, seed)).square().mean().backward()
+
+
 @on_ranks(2, mode=(torch.no_grad, torch.inference_mode))
 def test_what_trains_changes_before_an_evaluation(mode: Any) -> None:
     sharded, optimizer = shard(model_of())
@@ -943,6 +970,13 @@ def test_ranks_with_other_parameters_are_told() -> None:
         shard(model)
     with pytest.raises(ValueError, match="on rank 0, none on rank 1"):
         shard(MLP((9, 4) if rank else (9, 4, 4)))
+    # All have the same owners, and would still send one for the other.
+    model = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(4)))
+    parameters = list(model.parameters())
+    first, second, third, fourth = parameters
+    oss = OSS([third, second, first, fourth] if rank else parameters, lr=0.1)
+    with pytest.raises(ValueError, match=r"0.weight \(3, 3\).*place=0 on rank 0, 0.weight .*place=2 on rank 1"):
+        ShardedDDP(model, oss)
 
 
 @on_ranks(2)
@@ -1225,7 +1259,13 @@ def test_arguments() -> None:
     for wrong in (SGD(model.parameters(), lr=0.1), [], [oss, None]):
         with pytest.raises(TypeError, match="OSS"):
             ShardedDDP(model, wrong)
-    for size in (-1, None):
+    for wrong in (None, [model], nn.Linear):
+        with pytest.raises(TypeError, match="ShardedDataParallel wraps a module, not"):
+            ShardedDDP(wrong, oss)
+    for wrong in ("gloo", 0):
+        with pytest.raises(TypeError, match=r"process_group=...\): must be a process group"):
+            ShardedDDP(model, oss, wrong)
+    for size in (-1, None, float("nan")):
         with pytest.raises(ValueError, match=f"reduce_buffer_size={size}"):
             ShardedDDP(model, oss, reduce_buffer_size=size)
     with pytest.raises(ValueError, match="not on none"):

@@ -22,6 +22,7 @@ from ..core.tree import map_tensors
 from ..core.whole import WholeBroadcast
 from ..grad import scale_to_norm
 from ..grad_scaler import dense_gradient
+from .ranks import check_same_on_ranks, describe
 
 ARGUMENTS = {
     "params": Argument("parameters, named parameters or param groups, as for any torch optimizer"),
@@ -62,7 +63,9 @@ class OSS(Optimizer):
     Gradients have to be the same on all ranks (torch's DDP), or with their owners (`ShardedDataParallel`).
     The first step moves small parameters next to each other, so that they are sent as one; not those whose memory is
     referred to elsewhere. Capture CUDA graphs after that, since their references to memory cannot be seen.
-    Construction, `add_param_group` and `step` happen on all ranks of the group, with the same parameters.
+    Construction, `add_param_group` and `step` happen on all ranks of the group, with the same parameters in the same
+    order. Steps compare what ranks have whenever it changes; the order of parameters that are alike only by names, if
+    ``params`` has them.
 
     Attributes:
         optim: the optimizer of the owned parameters.
@@ -77,7 +80,7 @@ class OSS(Optimizer):
     Raises:
         ValueError: for an optimizer that works on all parameters as one vector (LBFGS), or a broadcast_buffer_size
             below -1.
-        TypeError: if ``optim`` cannot be called.
+        TypeError: if ``optim`` cannot be called, or ``params`` is a set.
         RuntimeError: without a process group.
     """
 
@@ -96,11 +99,15 @@ class OSS(Optimizer):
             raise TypeError(
                 f"OSS(optim={type(optim).__name__} object): pass the class of an optimizer, and its settings by name"
             )
-        if not isinstance(broadcast_buffer_size, (int, float)) or broadcast_buffer_size < -1:
+        if not isinstance(broadcast_buffer_size, (int, float)) or not broadcast_buffer_size >= -1:
             raise ValueError(
                 f"OSS(broadcast_buffer_size={broadcast_buffer_size}): must be -1, 0 or a number of elements"
             )
         self._join(group)
+        if self.world_size > 1 and isinstance(params, (set, frozenset)):
+            raise TypeError(
+                "OSS(params=set): each process orders a set by itself, and all ranks need one order; sort it"
+            )
         if self.world_size > 1 and isinstance(optim, type) and issubclass(optim, torch.optim.LBFGS):
             raise ValueError(
                 "OSS(optim=LBFGS): it computes with all parameters as one vector, which no rank would see; use an "
@@ -180,8 +187,7 @@ class OSS(Optimizer):
         self._loads, self._plan = loads, None
 
     def refresh_trainable(self) -> None:
-        """Note that parameters were frozen or unfrozen. Every step checks by itself, so this need not be called."""
-        self._plan = None
+        """Does nothing, on any rank: every step looks by itself which parameters are frozen by now."""
 
     # -- Steps
 
@@ -194,6 +200,9 @@ class OSS(Optimizer):
 
         Returns:
             What the step of ``optim`` returns: the loss of ``closure``, or None.
+
+        Raises:
+            ValueError: on all ranks, naming a parameter or setting that is not the same on all.
         """
         _copy_settings(self.param_groups, self.optim.param_groups)
         loss = self.optim.step(**kwargs) if closure is None else self.optim.step(closure, **kwargs)
@@ -224,6 +233,8 @@ class OSS(Optimizer):
 
     def _make_plan(self, signature: Signature) -> _BroadcastPlan:
         owners = self.owners()
+        # Parameters travel without names, several as one: other ones elsewhere would take their values.
+        check_same_on_ranks("OSS", self._comm(self._device), self._described(), self._device)
         frozen = [parameter for parameter in owners if not parameter.requires_grad]
         # An optimizer steps a frozen parameter that still has a gradient, which only its owner may have.
         steps = [p.grad is not None and owners[p] == self.rank for p in frozen]
@@ -237,6 +248,16 @@ class OSS(Optimizer):
         parameters, limit, half = [*sent], self.broadcast_buffer_size, self.broadcast_fp16
         broadcast = WholeBroadcast(parameters, [*sent.values()], self._comm, limit, half, self._moved)
         return _BroadcastPlan(signature, parameters, broadcast)
+
+    def _described(self) -> list[tuple[str, ...]]:
+        """What has to be the same on all ranks, so that they send and receive the same."""
+        settings = f"broadcast_buffer_size={self.broadcast_buffer_size}", f"broadcast_fp16={self.broadcast_fp16}"
+        found: list[tuple[str, ...]] = [("settings", *settings)]
+        for index, group in enumerate(self.param_groups):
+            names = group.get("param_names", range(len(group["params"])))
+            pairs = zip(names, group["params"], strict=True)
+            found += [describe(f"parameter {name!r} of param group {index}", parameter) for name, parameter in pairs]
+        return found
 
     def _comm(self, device: torch.device) -> Comm:
         # Not kept: a model may change devices between construction and the first step.

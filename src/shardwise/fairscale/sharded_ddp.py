@@ -17,6 +17,7 @@ from ..arguments import Argument, documented
 from ..core.comm import Comm, comm_for
 from ..core.device import backward_number, in_backward, not_inference, queue_end_of_backward
 from ..core.errors import StateError
+from ..core.step import parameters_of
 from ..core.tree import map_tensors, tensors_requiring_grad
 from ..core.whole import OwnerReducer, WholeBroadcast
 from .oss import OSS
@@ -60,7 +61,8 @@ class ShardedDataParallel(nn.Module):
         is_multi_device_module: whether they are on several devices.
 
     Raises:
-        TypeError: if ``sharded_optimizer`` is not an `OSS` or several.
+        TypeError: if ``module`` is not a module, ``sharded_optimizer`` not an `OSS` or several, or ``process_group``
+            not a process group.
         ValueError: for a module on several types of devices, or with sparse tensors, for optimizers of other ranks
             than ``process_group``'s or that disagree on a parameter's owner, and if ranks have different parameters.
     """
@@ -78,7 +80,9 @@ class ShardedDataParallel(nn.Module):
         warn_on_trainable_params_changed: bool = True,
     ):
         super().__init__()
-        if not isinstance(reduce_buffer_size, (int, float)) or reduce_buffer_size < 0:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"ShardedDataParallel wraps a module, not {type(module).__name__}")
+        if not isinstance(reduce_buffer_size, (int, float)) or not reduce_buffer_size >= 0:
             raise ValueError(
                 f"ShardedDataParallel(reduce_buffer_size={reduce_buffer_size}): must be 0 or more elements"
             )
@@ -93,8 +97,7 @@ class ShardedDataParallel(nn.Module):
         self._start()
         syncs = sync_models_at_startup and self._size > 1
         if syncs:  # before checks of each rank by itself, so that those fail on all ranks
-            mine = [describe(name, parameter, f"owner={owner}") for name, parameter, owner in self._ownership()]
-            mine += [describe(name, buffer) for name, buffer in module.named_buffers()]
+            mine = self._described()
             device = compute_device_of(self._group, module)
             check_same_on_ranks("ShardedDataParallel", self._comm(device), mine, device)
         self.device_type = _only_type(module)
@@ -204,8 +207,6 @@ class ShardedDataParallel(nn.Module):
         Gradients that wait since backward passes under `no_sync` are still reduced, also those of parameters that were
         frozen since.
         """
-        for optimizer in self._optimizers:
-            optimizer.refresh_trainable()
         owners = self._ownership()
         self._watched = [(name, parameter) for name, parameter, _ in owners]
         self._seen = self._look()
@@ -241,6 +242,16 @@ class ShardedDataParallel(nn.Module):
                         f"owners {owners[id(parameter)]} and {owner}: give each parameter to one OSS"
                     )
         return [(name, parameter, owners.get(id(parameter))) for name, parameter in named]
+
+    def _described(self) -> list[tuple[str, ...]]:
+        """What has to be the same on all ranks; the place in the optimizers too, since values travel in that order."""
+        stepped = [parameter for optimizer in self._optimizers for parameter in parameters_of(optimizer)]
+        places = {id(parameter): place for place, parameter in enumerate(stepped)}
+        described = [
+            describe(name, parameter, f"owner={owner}", f"place={places.get(id(parameter))}")
+            for name, parameter, owner in self._ownership()
+        ]
+        return described + [describe(name, buffer) for name, buffer in self.module.named_buffers()]
 
     def _look(self) -> list[tuple[bool, torch.dtype, torch.device]]:
         """What gradients are reduced by; methods of ``module`` itself change it too."""
@@ -499,7 +510,8 @@ def _as_list(optimizers: Any) -> list[OSS]:
 
 def _common_group(optimizers: Sequence[OSS], group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     chosen = optimizers[0].group if group is None else group
-    assert chosen is not None
+    if not isinstance(chosen, dist.ProcessGroup):
+        raise TypeError(f"ShardedDataParallel(process_group=...): must be a process group, not {type(chosen).__name__}")
     ranks = dist.get_process_group_ranks(chosen)
     for optimizer in optimizers:
         if (others := dist.get_process_group_ranks(optimizer.group)) != ranks:
