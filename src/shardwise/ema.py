@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -51,6 +52,8 @@ class EMA:
         if not isinstance(model, nn.Module):
             raise TypeError(f"EMA takes a module, not {type(model).__name__}")
         _check_decay(decay)
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype or None, not {dtype!r}")
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"dtype={dtype}: an average needs a floating-point dtype")
         self.decay, self.updates = float(decay), 0
@@ -152,26 +155,13 @@ class EMA:
 
         Raises:
             RuntimeError: while they are swapped.
-            TypeError: if its decay is not a number.
-            ValueError: if it is no such state dict, its decay is out of range, or it has other parameters than this
-                average, or of other shapes; nothing is loaded then.
+            TypeError: if it, or something in it, is of a wrong type.
+            ValueError: if it is no such state dict, its decay or updates are out of range, or it has other parameters
+                than this average, or of other shapes. After an error nothing has been loaded.
         """
         refuse_flat(self._model, "EMA.load_state_dict")
         self._check_not_swapped("load_state_dict()")
-        if lacking := [name for name in ("decay", "updates", "averages") if name not in state]:
-            raise ValueError(f"this is not the state dict of an EMA: it lacks {lacking}, and has {list(state)[:5]}")
-        given, decay, updates = state["averages"], state["decay"], state["updates"]
-        _check_decay(decay)
-        if given.keys() != self._averages.keys():
-            own = self._averages.keys()
-            missing, unknown = sorted(own - given.keys()), sorted(given.keys() - own)
-            raise ValueError(f"the saved average does not fit: it lacks {missing[:5]} and also has {unknown[:5]}")
-        for name, average in self._averages.items():
-            value = given[name]
-            if value.shape != average.shape:
-                raise ValueError(
-                    f"the saved average of {name!r} has shape {tuple(value.shape)}, not {tuple(average.shape)}"
-                )
+        given = self._fitting(state)
         for name, average in self._averages.items():
             value = given[name]
             if isinstance(value, DTensor) and not (isinstance(average, DTensor) and is_cut_alike(value, average)):
@@ -179,7 +169,35 @@ class EMA:
             if isinstance(average, DTensor) and not isinstance(value, DTensor):
                 value = shard_like(value, average)
             local_of(average).copy_(local_of(value))
-        self.decay, self.updates = decay, updates
+        self.decay, self.updates = float(state["decay"]), state["updates"]
+
+    def _fitting(self, state: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
+        """The averages of a state dict that can be loaded; raises as `load_state_dict`."""
+        if not isinstance(state, Mapping):
+            raise TypeError(f"the state dict of an EMA is a dict, not {type(state).__name__}")
+        if lacking := [name for name in ("decay", "updates", "averages") if name not in state]:
+            raise ValueError(f"this is not the state dict of an EMA: it lacks {lacking}, and has {list(state)[:5]}")
+        given, updates = state["averages"], state["updates"]
+        _check_decay(state["decay"])
+        if isinstance(updates, bool) or not isinstance(updates, int):
+            raise TypeError(f"updates must be an int, their number, not {updates!r}")
+        if updates < 0:
+            raise ValueError(f"updates must be at least 0, not {updates}")
+        if not isinstance(given, Mapping):
+            raise TypeError(f"averages must be a dict of tensors by parameter name, not {type(given).__name__}")
+        if given.keys() != self._averages.keys():
+            own = self._averages.keys()
+            missing, unknown = sorted(own - given.keys()), sorted(map(str, given.keys() - own))
+            raise ValueError(f"the saved average does not fit: it lacks {missing[:5]} and also has {unknown[:5]}")
+        for name, average in self._averages.items():
+            value = given[name]
+            if not isinstance(value, torch.Tensor):
+                raise TypeError(f"the saved average of {name!r} must be a tensor, not {type(value).__name__}")
+            if value.shape != average.shape:
+                raise ValueError(
+                    f"the saved average of {name!r} has shape {tuple(value.shape)}, not {tuple(average.shape)}"
+                )
+        return given
 
 
 class Swapped:

@@ -370,6 +370,17 @@ def test_sharded_state_of_another_shape_with_tensor_parallelism(first: bool) -> 
     check_rows(parallel_model(first, 1), parallel_model(not first, 2))
 
 
+@on_ranks(2)
+def test_ranks_that_differ_in_strict() -> None:
+    with shared_directory() as directory:
+        save(directory, model=sharded())
+        part = nn.ModuleDict(dict(sharded(seed=2).named_children()))
+        part["more"] = nn.Linear(2, 2)
+        with pytest.raises(ValueError, match=r"does not have 'more\.weight'"):
+            load(directory, model=part, strict=dist.get_rank() == 0)
+        load(directory, model=part, strict=False)  # all ranks left the refused one together
+
+
 @on_ranks(1, 2)
 def test_into_a_model_on_the_meta_device() -> None:
     with shared_directory() as directory:

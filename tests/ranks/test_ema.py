@@ -226,6 +226,8 @@ def test_what_cannot_be_averaged() -> None:
         EMA([plain])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="floating-point"):
         EMA(plain, dtype=torch.int32)
+    with pytest.raises(TypeError, match=r"dtype must be a torch\.dtype or None, not 'float32'"):
+        EMA(plain, dtype="float32")  # type: ignore[arg-type]
     ema = EMA(plain)
     with pytest.raises(ValueError, match="the saved average does not fit: it lacks"):
         ema.load_state_dict(EMA(ConvNet()).state_dict())
@@ -235,6 +237,21 @@ def test_what_cannot_be_averaged() -> None:
         ema.load_state_dict({**ema.state_dict(), "averages": others, "decay": 2.0})
     for state in ({"decay": 0.5, "averages": others}, {"module.weight": torch.ones(1)}, {}):
         with pytest.raises(ValueError, match=r"not the state dict of an EMA: it lacks .*'updates'"):
+            ema.load_state_dict(state)
+    own = ema.state_dict()
+    wrong: list[tuple[type[Exception], str, Any]] = [
+        (TypeError, "the state dict of an EMA is a dict, not NoneType", None),
+        (TypeError, "averages must be a dict of tensors", {**own, "averages": None}),
+        (
+            TypeError,
+            "the saved average of .* must be a tensor, not float",
+            {**own, "averages": dict.fromkeys(others, 0.0)},
+        ),
+        (TypeError, "updates must be an int", {**own, "averages": others, "updates": "3"}),
+        (ValueError, "updates must be at least 0", {**own, "averages": others, "updates": -1}),
+    ]
+    for kind, message, state in wrong:
+        with pytest.raises(kind, match=message):
             ema.load_state_dict(state)
     assert torch.equal(ema.state_dict()["averages"]["embed.weight"], before)
     plain.head = nn.Linear(3, 3)

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from .matching import convertible
 from .names import listed
 from .objects import tree_of
+from .peers import Peers
 from .reading import StoredData
 from .weights import Weight, weights_of
 
@@ -44,25 +45,28 @@ class Misfit:
     other: list[str] = field(default_factory=list)
 
 
-def check_fit(by_rank: Iterable[Misfit], strict: bool) -> None:
-    """
+def check_fit(ranks: Peers, own: Misfit, strict: bool) -> None:
+    """A collective.
+
     Args:
-        by_rank: of every rank; a rank may have only a part of the model (a pipeline stage).
+        ranks: that load the checkpoint; a rank may have only a part of the model (a pipeline stage).
+        own: of this rank.
         strict: whether names that only the model or only the checkpoint has are an error.
 
     Raises:
-        ValueError: listing all that does not fit.
+        ValueError: listing all that does not fit; on all ranks.
     """
-    misfits = list(by_rank)
+    misfits = ranks.exchange(own)
     unexpected = [name for name in misfits[0].unexpected if all(name in misfit.unexpected for misfit in misfits)]
     missing = dict.fromkeys(name for misfit in misfits for name in misfit.missing)
     problems = list(dict.fromkeys(text for misfit in misfits for text in misfit.other))
-    if strict and unexpected:
-        problems.insert(0, f"the model does not have {listed(unexpected)}")
-    if strict and missing:
-        problems.insert(0, f"the checkpoint does not have {listed(missing)}")
-    if problems:
-        raise ValueError("the checkpoint does not fit the model: " + "; ".join(problems[:12]))
+    with ranks.together():  # ranks may have been told different things about being strict
+        if strict and unexpected:
+            problems.insert(0, f"the model does not have {listed(unexpected)}")
+        if strict and missing:
+            problems.insert(0, f"the checkpoint does not have {listed(missing)}")
+        if problems:
+            raise ValueError("the checkpoint does not fit the model: " + "; ".join(problems[:12]))
 
 
 class SavedModel:
