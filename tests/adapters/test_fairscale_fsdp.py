@@ -985,6 +985,7 @@ def test_refuses_what_does_not_fit() -> None:
         (TypeError, "buffer_dtype=torch.int32", lambda: FSDP(nn.BatchNorm1d(2), buffer_dtype=torch.int32)),
         (TypeError, "buffer_dtype='half'", lambda: setattr(FSDP(nn.Linear(2, 2)), "buffer_dtype", "half")),
         (ValueError, "gradient_predivide_factor=0", lambda: FSDP(nn.Linear(2, 2), gradient_predivide_factor=0)),
+        (ValueError, "divide_factor=inf", lambda: FSDP(nn.Linear(2, 2), gradient_predivide_factor=float("inf"))),
         (
             ValueError,
             "gradient_postdivide_factor=0",

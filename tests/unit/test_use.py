@@ -256,6 +256,14 @@ def test_only_some_modules_of_an_outermost_unit_run(fake_mesh: Mesh) -> None:
         model.zero_grad()
 
 
+@pytest.mark.parametrize(
+    ("device_type", "kind"), [(3, TypeError), (torch.device("cpu"), TypeError), ("meta", ValueError), ("x", ValueError)]
+)
+def test_a_context_names_what_is_no_device_type(device_type: object, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match="device_type="):
+        FSDPCommContext(device_type)  # type: ignore[arg-type]
+
+
 def test_tying_what_is_cut_otherwise_is_refused(fake_mesh: Mesh) -> None:
     model = Transformer()
     mesh = fake_mesh(2)

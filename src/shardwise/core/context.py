@@ -34,10 +34,14 @@ class FSDPCommContext:
 
     Args:
         device_type: ``"cpu"``, ``"cuda"`` …; where the units compute.
+
+    Raises:
+        TypeError: if ``device_type`` is not a string.
+        ValueError: if this process cannot compute on devices of that type.
     """
 
     def __init__(self, device_type: str):
-        self.use_device(device_for(current_device(device_type)))
+        self.use_device(device_for(_current_device(device_type)))
         self.order: ExecutionOrder[Unit] = ExecutionOrder()
         self.iteration = Iteration()
         self.max_pending_reductions = 1
@@ -256,3 +260,15 @@ class FSDPCommContext:
         self.order.forget()
         self.rest()
         self.forward_root, self._end_is_queued, self._creates_graph = None, False, False
+
+
+def _current_device(device_type: str) -> torch.device:
+    if not isinstance(device_type, str):
+        raise TypeError(f"FSDPCommContext(device_type={device_type!r}): must be a string, such as 'cpu' or 'cuda'")
+    try:
+        return current_device(device_type)
+    except (TypeError, RuntimeError, AssertionError) as error:  # torch's, of which each version has others
+        raise ValueError(
+            f"FSDPCommContext(device_type={device_type!r}): must be a type of device that this process computes on, "
+            f"such as 'cpu' or 'cuda' ({error})"
+        ) from error

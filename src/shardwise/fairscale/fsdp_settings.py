@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -204,5 +205,5 @@ def _check_divisors(**factors: float) -> None:
         ValueError: naming one that gradients cannot be divided by.
     """
     for name, factor in factors.items():
-        if not factor > 0:
-            raise ValueError(f"{name}={factor}: gradients are divided by it, so it must be above 0")
+        if not 0 < factor < math.inf:
+            raise ValueError(f"{name}={factor}: gradients are divided by it, so it must be above 0 and finite")
