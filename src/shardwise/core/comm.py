@@ -8,10 +8,12 @@ Others (NCCL, fake): one coalesced call.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import hashlib
 import math
 import threading
+import time
 import uuid
 import weakref
 from collections import Counter
@@ -37,6 +39,7 @@ every chunk is small, so everything would be copied and held twice."""
 DIRECT_BELOW_BYTES = 4 * 2**20
 """Among more than two ranks, gloo's own reduce and broadcast are faster for whole tensors from this size on than direct
 messages, all of which the owner would have to send or hold."""
+EXIT_PAUSE_SECONDS = 0.02
 
 _comms: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Comm]] = weakref.WeakKeyDictionary()
 _groups_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
@@ -416,6 +419,7 @@ def connect(world: dist.ProcessGroup) -> dist.ProcessGroupGloo:
     name = [uuid.uuid4().hex]
     dist.broadcast_object_list(name, group=world, group_src=0)
     store = PrefixStore(name[0], dist.distributed_c10d._get_default_store())
+    _let_gloo_finish_before_exit()
     timeout: timedelta = world._get_backend(world._device_types[0]).options._timeout
     return dist.ProcessGroupGloo(store, world.rank(), world.size(), timeout)
 
@@ -431,9 +435,20 @@ def comm_for(group: dist.ProcessGroup, device: torch.device) -> Comm:
 def _make_comm(group: dist.ProcessGroup, device: torch.device) -> Comm:
     if "gloo" not in _backend_name(group, device):
         return Comm(group)
+    _let_gloo_finish_before_exit()
     # gloo's messages and coalesced gathers take the pointers of CUDA tensors for the host's.
     direct = device.type == "cpu" and 1 < group.size() <= PAIRWISE_WORLD_SIZE
     return PairwiseGlooComm(group) if direct else GlooComm(group)
+
+
+@functools.cache
+def _let_gloo_finish_before_exit() -> None:
+    """Keep a process that ends right after a collective from being aborted ("terminate called without an active
+    exception")."""
+    # A thread of gloo's that drops finished work takes the interpreter's lock for its tensors; once the interpreter has
+    # begun to end, that ends the thread, and with it the process. While this one sleeps the lock is free. Nothing tells
+    # when the threads are done but the end of the group, which a mesh or the user may hold.
+    atexit.register(time.sleep, EXIT_PAUSE_SECONDS)
 
 
 def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
