@@ -672,7 +672,7 @@ def failing_disks(directory: Path) -> None:
 def hosts_with_files_of_their_own(directory: Path) -> None:
     """What only one rank finds, or does not find, is the same error on all."""
     from shardwise.checkpoint.integrity import CheckpointError
-    from shardwise.lightning_common import files
+    from shardwise.lightning_common import files, replacing
 
     used, differently = by_block(state_dict_type="sharded"), r"for rank 0.*for rank 1"
     model, path = used.setup(make_net()), directory / "on_one_host"
@@ -685,7 +685,7 @@ def hosts_with_files_of_their_own(directory: Path) -> None:
     def fails(*_: Any, **__: Any) -> Any:
         raise CheckpointError("no such disk")
 
-    with on_rank_one(files, "DCP_METADATA", "missing"), pytest.raises(FileNotFoundError, match=differently):
+    with on_rank_one(replacing, "DCP_METADATA", "missing"), pytest.raises(FileNotFoundError, match=differently):
         used.load(path, {"model": model})
     with on_rank_one(StoredData, "open", fails), pytest.raises(CheckpointError, match="no such disk"):
         used.load(path, {"model": model})

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import functools
 import gc
 import io
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -43,7 +45,16 @@ from shardwise.checkpoint.integrity import BLOCK, Manifest, RunningSum, SummingS
 from shardwise.checkpoint.model_state import model_state
 from shardwise.checkpoint.objects import leaves, pickled, tree_of, unpickled, warn_of_unsafe
 from shardwise.checkpoint.reading import _MetadataUnpickler
-from shardwise.lightning_common.files import METADATA, SavedDirectory, read_file, save_file, write_directory, write_file
+from shardwise.lightning_common import replacing
+from shardwise.lightning_common.files import (
+    SavedDirectory,
+    prepare_file,
+    read_file,
+    save_file,
+    write_directory,
+    write_file,
+)
+from shardwise.lightning_common.replacing import METADATA
 from shardwise.lightning_common.weights import load_values
 
 
@@ -672,6 +683,131 @@ def equal_bytes(a: nn.Module, b: nn.Module) -> bool:
         for x, y in zip((*a.parameters(), *a.buffers()), (*b.parameters(), *b.buffers()), strict=True)
         if x.numel()
     )
+
+
+def write_value(path: Path, value: float) -> None:
+    write_directory(path, {"model": {"weight": torch.full((2, 2), value)}}, {"value": value})
+
+
+def value_in(path: Path) -> Any:
+    return SavedDirectory(path, weights_only=True).metadata()["value"]
+
+
+def write_foreign(path: Path) -> set[str]:
+    """Files that are no part of a checkpoint; their names."""
+    (path / "logs" / "deep").mkdir(parents=True)
+    (path / "config.yaml").write_text("mine")
+    (path / "logs" / "deep" / "events").write_text("mine")
+    (path / "link").symlink_to("config.yaml")
+    (path / "nowhere").symlink_to("missing")
+    return {"config.yaml", "logs", "link", "nowhere"}
+
+
+def assert_foreign(path: Path) -> None:
+    assert (path / "config.yaml").read_text() == (path / "logs" / "deep" / "events").read_text() == "mine"
+    assert [os.readlink(path / name) for name in ("link", "nowhere")] == ["config.yaml", "missing"]
+
+
+@pytest.mark.parametrize("lacks", ["nothing", "links", "exchange"])
+def test_files_of_others_stay_where_a_checkpoint_of_lightning_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: str
+) -> None:
+    """On file systems of all kinds."""
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EPERM, "no links here")
+
+    if lacks == "links":
+        monkeypatch.setattr(os, "link", refused)
+    if lacks == "exchange":
+        monkeypatch.setattr(replacing, "_exchanged", lambda *_: False)
+    path = tmp_path / "last"
+    foreign = write_foreign(path)
+    (path / "__7_0.distcp").write_text("of a save that was killed")
+    place, log = path.stat().st_ino, (path / "config.yaml").stat().st_ino
+    write_value(path, 1.0)
+    assert path.stat().st_ino == place, "a directory that may be somebody's working directory was replaced"
+    own = {entry.name for entry in path.iterdir()} - foreign
+    assert own == {".metadata", "shardwise.json", "meta.pt", "__0_0.distcp"}
+    (path / "__7_0.distcp").write_text("of a save with more ranks")
+    for value in (2.0, 3.0):
+        write_value(path, value)
+        assert value_in(path) == value
+        assert_foreign(path)
+        assert {entry.name for entry in path.iterdir()} == own | foreign
+    assert lacks == "links" or (path / "config.yaml").stat().st_ino == log, "who writes it goes on with the same file"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["last"]
+
+
+def test_a_full_checkpoint_does_not_delete_files_of_others(tmp_path: Path) -> None:
+    path = tmp_path / "last"
+    foreign = write_foreign(path)
+    write_value(path, 1.0)
+    for replace in (prepare_file, lambda path: write_file(path, lambda draft: save_file(draft, {}))):
+        with pytest.raises(IsADirectoryError, match=rf"{path} is a sharded .*'config.yaml', 'link', 'logs', 'nowhere'"):
+            replace(path)
+    assert_foreign(path)
+    assert value_in(path) == 1.0
+    shutil.rmtree(path / "logs")
+    for name in foreign - {"logs"}:
+        (path / name).unlink()
+    prepare_file(path)
+    assert not path.exists()
+
+
+def test_files_of_others_that_come_and_go_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, exchanged, foreign_in = tmp_path / "last", replacing._exchanged, replacing.foreign_in
+    write_foreign(path)
+    write_value(path, 1.0)
+
+    def later(one: Path, other: Path) -> bool:
+        (other / "logs" / "new").write_text("new")
+        (other / "new").write_text("new")
+        return exchanged(one, other)
+
+    def listed(path: Path) -> list[Path]:
+        return [*foreign_in(path), path / "temporary"]
+
+    monkeypatch.setattr(replacing, "_exchanged", later)
+    monkeypatch.setattr(replacing, "foreign_in", listed)
+    write_value(path, 2.0)
+    assert_foreign(path)
+    assert (path / "new").read_text() == (path / "logs" / "new").read_text() == "new"
+
+
+def test_a_kill_between_two_renamings(tmp_path: Path) -> None:
+    """Where names cannot be exchanged, the checkpoint may be missing, but not the files of others."""
+    path = tmp_path / "last"
+    write_foreign(path)
+    write_value(path, 1.0)
+    path.rename(tmp_path / ".last.deleted")
+    write_value(path, 2.0)
+    assert value_in(path) == 2.0
+    assert_foreign(path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["last"]
+
+
+def endless_replacements(path: Path) -> None:
+    for step in itertools.count(1):
+        write_value(path, float(step))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere names cannot be exchanged")
+def test_kills_while_a_checkpoint_among_files_of_others_is_replaced(fast_path: Path) -> None:
+    path, generator = fast_path / "last", random.Random(2)
+    write_foreign(path)
+    write_value(path, 0.0)
+    for _ in range(12):
+        process, before, limit = fork(endless_replacements, path), path.stat().st_ino, time.monotonic() + 30
+        while path.stat().st_ino == before and time.monotonic() < limit:
+            time.sleep(0.001)
+        time.sleep(generator.uniform(0.0, 0.03))
+        os.kill(process.pid, signal.SIGKILL)
+        process.join(30)
+        model = nn.Linear(2, 2, bias=False)
+        SavedDirectory(path, weights_only=True).load_model("model", model, strict=True)
+        assert torch.equal(model.weight, torch.full((2, 2), value_in(path)))
+        assert_foreign(path)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere names cannot be exchanged")

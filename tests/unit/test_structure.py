@@ -92,6 +92,7 @@ ORDER = [
     "fairscale.fsdp_optimizer",
     "lightning_common.namespaces",
     "lightning_common.processes",
+    "lightning_common.replacing",
     "lightning_common.files",
     "lightning_common.arguments",
     "fairscale.checkpoint_wrapper",

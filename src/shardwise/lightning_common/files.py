@@ -6,7 +6,6 @@ state_dict` makes them, and all else is in ``meta.pt``, as Lightning's own strat
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
 import shutil
@@ -24,7 +23,7 @@ from ..checkpoint.atomic import DCP_METADATA, MANIFEST, path_of, sync_directory
 from ..checkpoint.integrity import CheckpointError, FileSum, Manifest, summed
 from ..checkpoint.interrupts import held
 from ..checkpoint.model_state import SavedModel, check_fit
-from ..checkpoint.names import parameter_names
+from ..checkpoint.names import listed, parameter_names
 from ..checkpoint.objects import as_saved, key_of, leaves
 from ..checkpoint.optimizer_state import SavedOptimizer, optimizer_paths
 from ..checkpoint.ranks import saving_ranks
@@ -32,15 +31,7 @@ from ..checkpoint.sharded import open_checked
 from ..checkpoint.weights import weights_of
 from ..checkpoint.writing import naming, write_leaves
 from ..core.device import not_inference
-
-METADATA = "meta.pt"
-_HERE, _RENAME_EXCHANGE = -100, 2
-"""Of Linux: paths relative to the working directory, and the flag of renameat2."""
-
-
-def is_sharded(path: Path) -> bool:
-    """Whether ``path`` is a directory of `torch.distributed.checkpoint`."""
-    return (path / DCP_METADATA).is_file()
+from .replacing import METADATA, foreign_in, is_sharded, remove, take_place_of
 
 
 class Kind(Enum):
@@ -137,17 +128,17 @@ def write_file(path: Path, write: Callable[[Path], object]) -> None:
     The old file is never written into: tensors that `read_file` returned may still be mapped from it.
 
     Raises:
-        IsADirectoryError: if there is a directory that is not a checkpoint.
+        IsADirectoryError: if there is a directory with something else than a checkpoint.
     """
     refuse_directory(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.unfinished")
-    _remove(draft)
+    remove(draft)
     try:
         write(draft)
-        _take_place_of(path, draft)
+        take_place_of(path, draft)
     finally:
-        _remove(draft)
+        remove(draft)
 
 
 def save_file(path: Path, content: Any) -> FileSum:
@@ -163,44 +154,14 @@ def save_file(path: Path, content: Any) -> FileSum:
     return stream.sum
 
 
-def _take_place_of(path: Path, draft: Path) -> None:
-    """Rename ``draft`` to ``path``, replacing what is there."""
-    doomed = path.with_name(f".{path.name}.deleted")
-    _remove(doomed)
-    if not path.is_dir() and not (draft.is_dir() and path.exists()):
-        draft.rename(path)
-    elif _exchanged(draft, path):
-        draft.rename(doomed)
-    else:
-        path.rename(doomed)
-        draft.rename(path)
-    sync_directory(path.parent)
-    _remove(doomed)
-
-
-def _remove(path: Path) -> None:
-    """Remove what an earlier save, which may have been of the other kind and killed, left at ``path``, if anything."""
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _exchanged(one: Path, other: Path) -> bool:
-    """Let two paths change names at once, so that nobody, killed or reading, finds one of them missing; return whether
-    the system can do that."""
-    rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    names = os.fsencode(one), os.fsencode(other)
-    return rename is not None and rename(_HERE, names[0], _HERE, names[1], _RENAME_EXCHANGE) == 0
-
-
 @held()
 @torch.no_grad()
 def write_directory(path: Path, sharded: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
-    """Write a sharded checkpoint; what was at ``path`` stays until it is complete. A collective of all ranks.
+    """Write a sharded checkpoint; the one that was at ``path`` stays until it is complete. A collective of all ranks.
 
     Args:
-        path: the same on all ranks, which all see it.
+        path: of a directory, in which files that are no part of a checkpoint stay as they are; the same on all ranks,
+            which all see it.
         sharded: trees of tensors and objects, the same keys on all ranks.
         rest: of the first rank: goes into ``meta.pt``.
 
@@ -212,7 +173,7 @@ def write_directory(path: Path, sharded: Mapping[str, Any], rest: Mapping[str, A
         try:
             with ranks.together(), naming(path):
                 if ranks.is_first:
-                    _remove(draft)
+                    remove(draft)
                     draft.mkdir(parents=True)
                 items = {where: as_saved(value, key_of(where)) for where, value in leaves(sharded)}
             manifest = write_leaves(draft, items, ranks)
@@ -221,10 +182,10 @@ def write_directory(path: Path, sharded: Mapping[str, Any], rest: Mapping[str, A
                     manifest.files[METADATA] = save_file(draft / METADATA, dict(rest))
                     manifest.write(draft)
                     sync_directory(draft)
-                    _take_place_of(path, draft)
+                    take_place_of(path, draft)
         except BaseException:
             if ranks.is_first:
-                _remove(draft)
+                remove(draft)
             raise
 
 
@@ -320,10 +281,18 @@ class SavedDirectory:
 def refuse_directory(path: Path) -> None:
     """
     Raises:
-        IsADirectoryError: if there is a directory that is not a checkpoint, in the place of a full checkpoint.
+        IsADirectoryError: if there is a directory with something else than a checkpoint, in the place of a full one.
     """
-    if path.is_dir() and not is_sharded(path):
+    if not path.is_dir():
+        return
+    if not is_sharded(path):
         raise IsADirectoryError(f"{path} is a directory, and a full checkpoint is one file: choose another path")
+    if others := foreign_in(path):
+        names = listed([entry.name for entry in others])
+        raise IsADirectoryError(
+            f"{path} is a sharded checkpoint with other files beside it ({names}), which a full checkpoint, one file, "
+            "would delete: choose another path, or move them away"
+        )
 
 
 def prepare_file(path: str | Path) -> None:
