@@ -50,7 +50,7 @@ from .lightning_common.files import (
 )
 from .lightning_common.namespaces import StrategyClasses
 from .lightning_common.optimizers import attach, clip_grad_value_, full_optimizer_state, load_full_optimizer_state
-from .lightning_common.precision import share_scaler
+from .lightning_common.precision import check_precision, share_scaler
 from .lightning_common.processes import ProcessesStrategy
 from .lightning_common.units import Sharding, move_metrics
 from .lightning_common.weights import load_values, mapped_safetensors
@@ -148,6 +148,7 @@ class _FabricStrategy(ProcessesStrategy):
 
     @precision.setter
     def precision(self, plugin: Any) -> None:
+        check_precision("precision", plugin, self.part)
         share_scaler(plugin)
         self._precision = plugin
 

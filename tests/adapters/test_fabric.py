@@ -805,6 +805,7 @@ def refusals(directory: Path) -> None:
     from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
     from shardwise import fully_shard
+    from shardwise.fabric import strategy_for
 
     used, model = fabric(), make_net()
     torch_fully_shard(model.head)
@@ -831,6 +832,8 @@ def refusals(directory: Path) -> None:
         fabric(state_dict_type="whole")
     with pytest.raises(TypeError, match="param_init_fn"):
         fabric(param_init_fn="ones")
+    with pytest.raises(TypeError, match=r"precision must be .*Precision, not 'bf16-mixed': .* Fabric\(precision=...\)"):
+        strategy_for(NAMESPACE)(precision="bf16-mixed")
     directory_ = directory / "occupied"
     directory_.mkdir(exist_ok=True)
     with pytest.raises(IsADirectoryError):

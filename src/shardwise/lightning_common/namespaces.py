@@ -121,6 +121,26 @@ def namespace_of(value: object) -> Namespace | None:
     return None
 
 
+def check_plugin(name: str, value: object, part: str, module: str, kind: str, instead: str = "") -> None:
+    """Lightning passes over, or stumbles on, what is of no class of its own.
+
+    Args:
+        name: of the argument.
+        value: None, or a plugin of any namespace.
+        part: "pytorch" or "fabric".
+        module: of the plugin's class, below the package of ``part``.
+        kind: name of the class.
+        instead: further advice.
+
+    Raises:
+        TypeError: if ``value`` is something else.
+    """
+    if value is None or any(isinstance(value, space.of(part, module, kind)) for space in installed_namespaces()):
+        return
+    package = installed_namespaces()[0].package(part)
+    raise TypeError(f"{name} must be an instance of {package}.{module}.{kind}, not {value!r}{instead}")
+
+
 class StrategyClasses:
     """A class of one implementation for each namespace, registered there.
 

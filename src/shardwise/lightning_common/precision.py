@@ -9,7 +9,7 @@ import torch
 
 from ..grad import clip_grad_norm_
 from ..grad_scaler import ShardedGradScaler, sharded_scaler
-from .namespaces import Namespace, namespace_of
+from .namespaces import Namespace, check_plugin, namespace_of
 from .optimizers import clip_grad_value_
 
 
@@ -27,6 +27,17 @@ class _Clipping:
         clip_grad_value_(self.main_params(optimizer), clip_val)
 
 
+def check_precision(name: str, plugin: Any, part: str) -> None:
+    """
+    Raises:
+        TypeError: if the argument ``name`` is no plugin; names of precisions are for Trainer and Fabric.
+    """
+    owner = "Trainer" if part == "pytorch" else "Fabric"
+    check_plugin(
+        name, plugin, part, "plugins.precision", "Precision", f": precisions by name go to {owner}(precision=...)"
+    )
+
+
 @cache
 def _clipping(base: Any) -> Any:
     # Under the plugin's name, by which Trainer checkpoints find the state of the scaler.
@@ -42,9 +53,13 @@ def sharded_precision(plugin: Any, default: Namespace) -> Any:
     Args:
         plugin: of any strategy, or None.
         default: namespace of plugins whose class belongs to none.
+
+    Raises:
+        TypeError: if it is no plugin.
     """
     if plugin is None:
         return None
+    check_precision("precision_plugin", plugin, "pytorch")
     namespace = namespace_of(plugin) or default
     plugins = {
         name: namespace.of_trainer("plugins.precision", name)

@@ -62,7 +62,7 @@ class Sharding:
         """
         Raises:
             TypeError: for an argument of a wrong type.
-            ValueError: for a negative number of parameters, or a policy that chooses containers.
+            ValueError: for a number of parameters that is negative or nan, or a policy that chooses containers.
         """
         if not isinstance(self.reshard_after_forward, int):
             raise TypeError(f"reshard_after_forward must be a bool or an int, not {self.reshard_after_forward!r}")
@@ -70,8 +70,8 @@ class Sharding:
             raise TypeError(f"cpu_offload must be a bool, not {self.offload!r}")
         if not isinstance(self.min_num_params, (int, float)):
             raise TypeError(f"min_num_params must be a number, not {self.min_num_params!r}")
-        if self.min_num_params < 0:
-            raise ValueError(f"min_num_params={self.min_num_params}: a module cannot have fewer than no parameters")
+        if not self.min_num_params >= 0:
+            raise ValueError(f"min_num_params={self.min_num_params}: it must be a number of parameters, 0 or more")
         if not isinstance(self.precision, MixedPrecisionPolicy):
             raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, not {type(self.precision).__name__}")
         policies = {"auto_wrap_policy": self.policy, "activation_checkpointing_policy": self.checkpointing}
