@@ -1005,6 +1005,14 @@ def policies(directory: Path) -> None:
             raise KeyError("of one rank")
         return isinstance(module, nn.Embedding)
 
+    def differing(module: nn.Module) -> bool:
+        return isinstance(module, nn.Linear if dist.get_rank() else nn.Embedding)
+
+    for name in ("auto_wrap_policy", "activation_checkpointing_policy"):
+        model = Listed()
+        with pytest.raises(ValueError, match=rf"{name} chooses .* on rank \d, and not on rank \d"):
+            fabric(**{name: differing}).setup(model)
+        assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
     model = Listed()
     with pytest.raises(KeyError, match="of one rank"):
         fabric(auto_wrap_policy=failing).setup(model)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from ..checkpoint.names import listed
 from ..checkpoint.peers import Peers
 from ..core.module import FSDPModule, unit_of
 from ..core.root import CONTAINERS, is_never_called
@@ -126,24 +129,35 @@ def refuse_uncuttable(model: nn.Module, ignored: Collection[nn.Parameter] = ()) 
 
 
 @torch.no_grad()
-def share_values(model: nn.Module, mesh: DeviceMesh) -> None:
+def share_values(
+    model: nn.Module, mesh: DeviceMesh, chosen: Mapping[str, Sequence[nn.Module]] = MappingProxyType({})
+) -> None:
     """Give all ranks of ``mesh`` the first one's values of everything in ``model`` that is neither sharded nor on the
     meta device.
 
+    Args:
+        model: changed in place.
+        mesh: of the ranks.
+        chosen: modules of ``model`` that all ranks must choose alike, by what chose them.
+
     Raises:
         ValueError: on all ranks, naming a tensor that some ranks lack, or have with another shape or dtype, on the
-            meta device or frozen.
+            meta device or frozen; or a module that is not chosen by all.
     """
     peers = Peers(mesh)
+    names = {module: name for name, module in model.named_modules()}
+    choices = {by: [names[module] for module in modules] for by, modules in chosen.items()}
     named = [(name, t) for name, t in (*model.named_parameters(), *model.named_buffers()) if not is_lazy(t)]
     described = {name: _description(tensor) for name, tensor in named}
-    for rank, other in zip(peers.ranks, peers.exchange(described), strict=True):
+    everywhere = list(zip(peers.ranks, peers.exchange((described, choices)), strict=True))
+    for rank, (other, _) in everywhere:
         if other != described:
             name = next(name for name in (*described, *other) if other.get(name) != described.get(name))
             raise ValueError(
                 f"the ranks have different models: {name!r} is {described.get(name)} on rank "
                 f"{peers.ranks[peers.position]}, and {other.get(name)} on rank {rank}"
             )
+    _refuse_different({rank: theirs for rank, (_, theirs) in everywhere})
     for _, tensor in named:
         if isinstance(tensor, DTensor) or tensor.is_meta or not tensor.numel() or LOADED in tensor.__dict__:
             continue
@@ -153,6 +167,22 @@ def share_values(model: nn.Module, mesh: DeviceMesh) -> None:
         if value.data_ptr() != tensor.data_ptr():
             target, source = without_repeats(tensor, value)
             target.copy_(source)
+
+
+def _refuse_different(everywhere: Mapping[int, Mapping[str, Sequence[str]]]) -> None:
+    """
+    Raises:
+        ValueError: naming what was chosen on some ranks only.
+    """
+    first, *others = everywhere
+    for by, rank in itertools.product(everywhere[first], others):
+        ours, theirs = everywhere[first][by], everywhere[rank][by]
+        for one, names, other, missing in ((first, ours, rank, theirs), (rank, theirs, first, ours)):
+            if alone := [name for name in names if name not in missing]:
+                raise ValueError(
+                    f"{by} chooses {listed(alone)} on rank {one}, and not on rank {other}: let it depend only on what "
+                    "all ranks have alike"
+                )
 
 
 def _description(tensor: torch.Tensor) -> str:

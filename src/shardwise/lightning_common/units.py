@@ -141,7 +141,7 @@ class Sharding:
         Raises:
             TypeError: naming a module that another library has wrapped.
             ValueError: naming a tensor in which ranks differ, a parameter that cannot be cut, or one on the meta device
-                that nothing initializes.
+                that nothing initializes; listing modules that policies do not choose on all ranks.
         """
         with Peers(mesh).together():
             refuse_foreign(model)
@@ -152,7 +152,8 @@ class Sharding:
                 refuse_uninitialized(model, init_fn)
             chosen = self._chosen(model, children_too)
             checkpointed = _checkpointed(model, self.checkpointing)
-        share_values(model, mesh)
+        units = [*units_in(model), *(module for module, _ in chosen)]
+        share_values(model, mesh, {"auto_wrap_policy": units, "activation_checkpointing_policy": checkpointed})
         for module in checkpointed:
             checkpoint_wrapper(module)
         for module, overrides in chosen:
