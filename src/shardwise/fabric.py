@@ -69,7 +69,7 @@ class _FabricStrategy(ProcessesStrategy):
         accelerator: the accelerator to run on, if not by Fabric's argument.
         parallel_devices: devices of this node, if not by Fabric's argument.
         cluster_environment: how processes find each other, if not detected.
-        checkpoint_io: not used: the strategy writes checkpoints itself.
+        checkpoint_io: must be None: the strategy writes and reads checkpoints itself.
         precision: the precision plugin, if not by Fabric's argument.
         process_group_backend: "nccl", "gloo" …; None for that of the device.
         timeout: of collectives.
@@ -125,9 +125,10 @@ class _FabricStrategy(ProcessesStrategy):
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
             precision=precision,
         )
+        if checkpoint_io is not None:
+            self.checkpoint_io = checkpoint_io
         self._init_processes(process_group_backend, timeout, process_group)
         self._backward_sync_control = _BackwardSyncControl()
         self._postponed = _PostponedLoads()
@@ -260,6 +261,18 @@ class _FabricStrategy(ProcessesStrategy):
         clip_grad_value_(self.precision.main_params(optimizer), clip_val)
 
     # -- Checkpoints
+
+    @property
+    def checkpoint_io(self) -> Any:
+        """Lightning's own plugin, which nothing is written or read by."""
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, plugin: Any) -> None:
+        raise NotImplementedError(
+            f"checkpoint_io={plugin!r}: each rank writes and reads its part of a checkpoint by itself, without a "
+            "CheckpointIO: leave it out, or save fabric.strategy.get_module_state_dict(model) by the plugin yourself"
+        )
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """The module's state dict, as ``state_dict_type`` says: whole tensors on rank 0, or DTensors. A collective."""

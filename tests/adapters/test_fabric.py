@@ -834,6 +834,13 @@ def refusals(directory: Path) -> None:
         fabric(param_init_fn="ones")
     with pytest.raises(TypeError, match=r"precision must be .*Precision, not 'bf16-mixed': .* Fabric\(precision=...\)"):
         strategy_for(NAMESPACE)(precision="bf16-mixed")
+    plugins, fabric_of = (importlib.import_module(f"{NAMESPACE}{part}") for part in (".plugins", ""))
+    for refused in (
+        lambda plugin: strategy_for(NAMESPACE)(checkpoint_io=plugin),
+        lambda plugin: fabric_of.Fabric(accelerator="cpu", strategy=strategy_for(NAMESPACE)(), plugins=plugin),
+    ):
+        with pytest.raises(NotImplementedError, match=r"checkpoint_io=.*TorchCheckpointIO"):
+            refused(plugins.TorchCheckpointIO())
     directory_ = directory / "occupied"
     directory_.mkdir(exist_ok=True)
     with pytest.raises(IsADirectoryError):
