@@ -1019,6 +1019,14 @@ def arguments(directory: Path) -> None:
         ({"reshard_after_forward": "never"}, "reshard_after_forward"),
         ({"cpu_offload": "yes"}, "cpu_offload"),
         ({"timeout": 3}, "timeout"),
+        ({"parallel_devices": "cpu"}, "parallel_devices"),
+        ({"parallel_devices": ["cpu", "cpu"]}, "parallel_devices"),
+        ({"parallel_devices": 2}, "parallel_devices"),
+        ({"cluster_environment": "slurm"}, "cluster_environment must be an instance of lightning"),
+        ({"checkpoint_io": "torch"}, "checkpoint_io must be an instance of lightning"),
+        ({"process_group_backend": 3}, "process_group_backend"),
+        ({"fp32_reduce_scatter": "x"}, "fp32_reduce_scatter"),
+        ({"state_dict_to_cpu": "x"}, "state_dict_to_cpu"),
     ):
         with raises((ValueError, TypeError), message):  # type: ignore[arg-type]
             ours(**given)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .namespaces import InEachNamespace
+from .namespaces import InEachNamespace, check_plugin
 
 AXIS = "data_parallel"
 """Name of the mesh axis, as in Lightning's own strategies."""
@@ -25,6 +25,20 @@ class ProcessesStrategy(InEachNamespace):
     _mesh: DeviceMesh | None
 
     def _init_processes(self, backend: str | None, timeout: timedelta | None, process_group: Any) -> None:
+        """
+        Raises:
+            TypeError: naming an argument of a wrong type, Lightning's own too.
+            ValueError: if this rank is not in ``process_group``.
+        """
+        devices = self.parallel_devices
+        is_list = isinstance(devices, (list, tuple)) and all(isinstance(device, torch.device) for device in devices)
+        if devices is not None and not is_list:
+            raise TypeError(f"parallel_devices must be a list of torch.device, one for each process, not {devices!r}")
+        environment, plugin = self.cluster_environment, self._checkpoint_io
+        check_plugin("cluster_environment", environment, "fabric", "plugins.environments", "ClusterEnvironment")
+        check_plugin("checkpoint_io", plugin, "fabric", "plugins.io", "CheckpointIO")
+        if not isinstance(backend, str | None):
+            raise TypeError(f"process_group_backend must be the name of a backend, not {backend!r}")
         if process_group is dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError("process_group: this rank is not in the group that was passed to the strategy")
         if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
