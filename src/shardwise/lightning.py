@@ -207,8 +207,12 @@ class _TrainerStrategy(ProcessesStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Inside, ``wrap`` and ``auto_wrap`` of `shardwise.fairscale`, and torch's ``wrap``, make units."""
-        with self.sharding.wrapping(self.device_mesh):
+        """Inside, ``wrap`` and ``auto_wrap`` of `shardwise.fairscale`, and torch's ``wrap``, make units. A collective:
+        what fails inside on one rank is raised on all.
+
+        The ranks agree over connections of their own, since the module's hooks may use the process group.
+        """
+        with saving_ranks().together(), self.sharding.wrapping(self.device_mesh):
             yield
 
     def setup(self, trainer: Any) -> None:

@@ -993,6 +993,17 @@ def refusals(directory: Path) -> None:
         assert not any(isinstance(parameter, DTensor) for parameter in module.parameters())
         assert not any(inner._forward_pre_hooks for inner in module.modules())
         assert used.strategy.optimizers == []
+    for hook in ("configure_model", "configure_sharded_model"):
+
+        def failing_on_last(self: Any) -> None:
+            if dist.get_rank() == world_size() - 1:
+                raise OSError("no such file")
+
+        late = type("Late", (Module,), {hook: failing_on_last})()
+        with pytest.raises(OSError, match="no such file") as caught:
+            trainer(directory, "shardwise").fit(late, loader(True))
+        is_own = dist.get_rank() == world_size() - 1
+        assert is_own or caught.value.__notes__ == [f"shardwise: this happened on rank {world_size() - 1}"]
     with raises(ValueError, "auto_wrap_policy", "ModuleList"):
         ours(auto_wrap_policy={nn.ModuleList})
     foreign = Module()
