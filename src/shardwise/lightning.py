@@ -312,6 +312,32 @@ class _TrainerStrategy(ProcessesStrategy):
         with self.precision_plugin.predict_step_context():
             return self._step("predict_step", args, kwargs)
 
+    def process_dataloader(self, dataloader: object) -> object:
+        """Nothing, if ranks that predict together have as many batches, which Lightning's sampler does not see to.
+
+        Raises:
+            ValueError: on all ranks, if they do not: one would wait in a step for another that has ended.
+        """
+        if (trainer := self.lightning_module.trainer).predicting:
+            self._refuse_uneven(dataloader, trainer.limit_predict_batches)
+        return dataloader
+
+    def _refuse_uneven(self, dataloader: Any, limit: int | float) -> None:
+        ranks, batches = saving_ranks(), None
+        with ranks.together():
+            length = self.namespace.of_fabric("utilities.data", "sized_len")(dataloader)
+            if length is not None:
+                batches = min(length, limit) if isinstance(limit, int) else int(length * limit)
+        everywhere = ranks.exchange((dist.get_process_group_ranks(self.process_group), batches))
+        for group, _ in everywhere:
+            counts = {rank: everywhere[rank][1] for rank in group}
+            if None not in counts.values() and len(set(counts.values())) > 1:
+                raise ValueError(
+                    f"ranks have different numbers of batches to predict ({counts}, by rank), and each is a step of "
+                    "all: choose a number of samples that the ranks divide evenly, limit_predict_batches, or pass a "
+                    "loader with torch's DistributedSampler, which repeats samples at the end"
+                )
+
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Inside, gradients of backward passes are added up without communication."""

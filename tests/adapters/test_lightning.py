@@ -275,6 +275,17 @@ def every_stage(directory: Path) -> None:
             torch.testing.assert_close(module(make_data().tensors[0]), truth(make_data().tensors[0]))
 
 
+def uneven_predictions(directory: Path) -> None:
+    inputs = make_data().tensors[0][: 4 * world_size() + 1]
+    even: Any = DistributedSampler(TensorDataset(inputs), world_size(), dist.get_rank(), shuffle=False)
+    uneven = DataLoader(TensorDataset(inputs), batch_size=BATCH)
+    used = trainer(directory, "shardwise")
+    with raises(ValueError, "0: 2", f"{world_size() - 1}: 1", "DistributedSampler"):
+        used.predict(Module(), uneven)
+    assert len(trainer(directory, "shardwise", limit_predict_batches=1).predict(Module(), uneven)) == 1
+    assert len(used.predict(Module(), DataLoader(TensorDataset(inputs), batch_size=BATCH, sampler=even))) == 2
+
+
 def clipping(directory: Path) -> None:
     for algorithm, value in (("norm", 0.05), ("value", 0.01)):
         options = {"gradient_clip_val": value, "gradient_clip_algorithm": algorithm}
@@ -1427,6 +1438,7 @@ CASES = (
     fit_by_both_names,
     all_hooks,
     every_stage,
+    uneven_predictions,
     clipping,
     accumulation,
     precisions,
