@@ -265,6 +265,36 @@ def initializes_by_function(directory: Path) -> None:
         assert all(bool((value == expected).all()) for value in found.values())
 
 
+class Learned(BaseDataPreprocessor):
+    """Has a parameter and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("scale", torch.ones(3))
+
+
+def initializes_preprocessors_on_meta(directory: Path) -> None:
+    """A data preprocessor on the meta device gets its values where the strategy wraps the model, as the model does."""
+
+    def fill(module: nn.Module) -> None:
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            nn.init.constant_(tensor, 0.5)
+
+    for context, init_fn, value in ((shardwise.init_on_meta(), None, 1.0), (torch.device("meta"), fill, 0.5)):
+        with context:
+            model = Toy(Learned())
+        assert model.data_preprocessor.weight.is_meta
+        strategy = ShardwiseStrategy(work_dir=str(directory), model_wrapper={"param_init_fn": init_fn})
+        wrapper = strategy._wrap_model(model)
+        assert model.data_preprocessor.device == torch.device("cpu")
+        expected = torch.full((3,), value)
+        found = shardwise.full_state_dict(wrapper.module, rank0_only=False)
+        assert torch.equal(found["data_preprocessor.weight"], expected)
+        assert torch.equal(found["data_preprocessor.scale"], expected)
+        assert torch.isfinite(wrapper(**model.data_preprocessor({"inputs": torch.ones(1, 7)}))).all()
+
+
 class Drawing(Toy):
     """Draws weights by another seed on each rank, loads a part from a file, and looks at all of it."""
 
@@ -750,6 +780,7 @@ TWO: dict[str, Case] = {
         flexible_averages,
         one_resumes,
         initializes_on_meta,
+        initializes_preprocessors_on_meta,
         initializes_by_function,
         initializes,
         saves_when_asked,

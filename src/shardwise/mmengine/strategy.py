@@ -36,6 +36,15 @@ def _own(wrapped: nn.Module) -> nn.Module:
     return wrapped
 
 
+def _set_device(preprocessor: BaseDataPreprocessor, device: str) -> None:
+    """Let ``preprocessor`` bring batches to ``device``, with what it holds."""
+    if any(tensor.is_meta for tensor in (*preprocessor.parameters(), *preprocessor.buffers())):
+        # There is nothing to move yet: wrapping gives each tensor its values, on the device, and moves the others.
+        preprocessor._device = torch.device(device)
+    else:
+        preprocessor.to(device)
+
+
 def _make_average(hook: Any, runner: Any) -> None:
     """Let ``hook`` make its average now: a `FlexibleRunner` loads checkpoints before it calls ``before_run``."""
     hook.before_run(runner)
@@ -88,7 +97,7 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]  # MMEngine has no t
             return _own(model)
         for module in model.modules():
             if isinstance(module, BaseDataPreprocessor):
-                module.to(get_device())
+                _set_device(module, get_device())
         config = {"type": NAME, **(self.model_wrapper or {})}
         was_on_meta = any(parameter.is_meta for parameter in model.parameters())
         wrapped: Any = _own(MODEL_WRAPPERS.build(config, default_args={"module": self.convert_model(model)}))
