@@ -962,6 +962,15 @@ def test_classes_of_modules_in_config_files(tmp_path: Path) -> None:
         ),
         ({"device_mesh": 2}, TypeError, "device_mesh should be None or a DeviceMesh"),
         ({"use_orig_params": "no"}, TypeError, "use_orig_params should be a bool"),
+        ({"sync_module_states": "no"}, TypeError, "sync_module_states should be a bool, but has type str: 'no'"),
+        ({"sync_module_states": torch.ones(2)}, TypeError, "sync_module_states should be a bool, but has type Tensor"),
+        ({"forward_prefetch": 3}, TypeError, "forward_prefetch should be a bool, but has type int: 3"),
+        ({"limit_all_gathers": None}, TypeError, "limit_all_gathers should be a bool, but has type NoneType"),
+        ({"device_id": 1.5}, TypeError, "device_id should be None, an int, a str or a torch.device, .* type float"),
+        ({"device_id": True}, TypeError, "device_id should be None, .* has type bool: True"),
+        ({"device_id": -1}, ValueError, "device_id=-1 is no device of torch"),
+        ({"device_id": ""}, ValueError, "device_id='' is no device of torch"),
+        ({"device_id": "gpu"}, ValueError, "device_id='gpu' is no device of torch"),
         ({"auto_wrap_policy": "x", "fsdp_auto_wrap_policy": "y"}, ValueError, "two names of one argument"),
         ({"min_num_params": 3, "shard": 2}, TypeError, "got 'min_num_params', 'shard'; it takes module, process_group"),
         ({"device_ids": [0]}, ValueError, "device_ids=.* not supported: .*ShardwiseStrategy"),
@@ -1009,10 +1018,10 @@ def test_ignored_states(fake_mesh: Any) -> None:
 
 def test_arguments_without_effect_warn() -> None:
     with (
-        pytest.warns(UserWarning, match="without effect: .*forward_prefetch.*limit_all_gathers"),
+        pytest.warns(UserWarning, match="without effect: .*forward_prefetch.*limit_all_gathers.*device_id"),
         pytest.raises(TypeError),
     ):
-        MMFullyShardedDataParallel(3, limit_all_gathers=False, forward_prefetch=True)  # type: ignore[arg-type]
+        MMFullyShardedDataParallel(3, limit_all_gathers=False, forward_prefetch=True, device_id=0)  # type: ignore[arg-type]
     documentation = MMFullyShardedDataParallel.__doc__ or ""
     for name in inspect.signature(MMFullyShardedDataParallel.__init__).parameters:
         assert name in ("self", "kwargs") or f"    {name}" in documentation
