@@ -8,6 +8,7 @@ import functools
 import gc
 import importlib
 import inspect
+import math
 import pickle
 import warnings
 import weakref
@@ -266,6 +267,27 @@ def test_options_of_the_policy_also_where_it_is_a_partial_and_the_rest_to_the_wr
 
     with enable_wrap(wrapper_cls=Wrapper):
         assert wrapped_names(auto_wrap(nn.Sequential(nn.Linear(1, 1), nn.ReLU()), custom, only=nn.ReLU)).keys() == {"1"}
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        ("1e8", TypeError, "min_num_params must be a number, not '1e8'"),
+        (None, TypeError, "min_num_params must be a number, not None"),
+        (math.nan, ValueError, "min_num_params=nan: pass the number of elements from which on modules are wrapped"),
+    ],
+)
+def test_a_size_that_is_none(given: Any, kind: type[Exception], message: str) -> None:
+    """NaN is below and above nothing: it would wrap no module, in silence."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    layer = model[0]
+    for policy, options in (
+        (None, {"min_num_params": given}),
+        (functools.partial(default_auto_wrap_policy, min_num_params=given), {}),
+    ):
+        with enable_wrap(policy, wrapper_cls=Wrapper), pytest.raises(kind, match=message):
+            auto_wrap(model, **options)
+    assert model[0] is layer
 
 
 def test_attributes_of_the_default_policy_are_read_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:

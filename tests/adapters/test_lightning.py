@@ -1014,6 +1014,7 @@ def arguments(directory: Path) -> None:
         ({"compute_dtype": "bf16"}, "compute_dtype"),
         ({"min_num_params": "many"}, "min_num_params"),
         ({"min_num_params": -1}, "min_num_params"),
+        ({"min_num_params": float("nan")}, "min_num_params"),
         ({"reshard_after_forward": "never"}, "reshard_after_forward"),
         ({"cpu_offload": "yes"}, "cpu_offload"),
         ({"timeout": 3}, "timeout"),

@@ -861,6 +861,21 @@ def test_registered_under_both_names() -> None:
             ValueError,
             "has 'min_params'; its type takes min_num_params, force_leaf_modules, exclude_wrap_modules",
         ),
+        (
+            {"type": "size_based_auto_wrap_policy", "min_num_params": "1e8"},
+            TypeError,
+            r"\['min_num_params'\] must be a number, not '1e8'",
+        ),
+        (
+            {"type": "torch.distributed.fsdp.wrap.size_based_auto_wrap_policy", "min_num_params": None},
+            TypeError,
+            r"\['min_num_params'\] must be a number, not None",
+        ),
+        (
+            {"type": "default_auto_wrap_policy", "min_num_params": float("nan")},
+            ValueError,
+            r"\['min_num_params'\]=nan: pass the number of elements",
+        ),
         ("module_wrap_policy", ValueError, "lacks 'module_classes': name a policy with options, dict"),
         ({"type": "module_wrap_policy"}, ValueError, "lacks 'module_classes'"),
         ({"type": "transformer_auto_wrap_policy", "classes": ()}, ValueError, "has 'classes'; its type takes trans"),

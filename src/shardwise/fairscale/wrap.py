@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -48,7 +50,12 @@ def default_auto_wrap_policy(
 
     Returns:
         The answer.
+
+    Raises:
+        TypeError: if ``min_num_params`` is no number.
+        ValueError: if it is NaN, which nothing compares with.
     """
+    check_min_num_params(min_num_params)
     policy: Any = default_auto_wrap_policy
     leaves = policy.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
     excluded = policy.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
@@ -56,6 +63,22 @@ def default_auto_wrap_policy(
     if recurse:
         return is_large and not isinstance(module, tuple(leaves))
     return (is_large or (module_is_root and skip_params_check_for_root)) and not isinstance(module, tuple(excluded))
+
+
+def check_min_num_params(number: Any, name: str = "min_num_params") -> None:
+    """
+    Args:
+        number: of elements, from which on a policy wraps modules.
+        name: of the argument.
+
+    Raises:
+        TypeError: if it is no number.
+        ValueError: if it is NaN.
+    """
+    if not isinstance(number, Real):
+        raise TypeError(f"{name} must be a number, not {number!r}")
+    if math.isnan(number):
+        raise ValueError(f"{name}={number}: pass the number of elements from which on modules are wrapped")
 
 
 # Attributes, because programs read and change them there.
