@@ -662,6 +662,14 @@ def test_clipping_counts_what_the_filter_leaves() -> None:
     torch.testing.assert_close(oss.clip_grad_norm(100.0, filter_params_fn=lambda _: matrices), norm * scale)
     with pytest.raises(ValueError, match="filter_params_fn"):
         oss.clip_grad_norm(0.1, filter_params_fn=lambda _: [torch.ones(3)])
+    wrong: list[tuple[Any, str]] = [
+        ("weights", "filter_params_fn must be a function, not 'weights'"),
+        (lambda _: None, "filter_params_fn returns .*, and it gave None"),
+        (lambda _: ["weight"], "filter_params_fn returns .*, and it gave 'weight'"),
+    ]
+    for given, message in wrong:
+        with pytest.raises(TypeError, match=message):
+            oss.clip_grad_norm(0.1, filter_params_fn=given)
 
 
 # -- State

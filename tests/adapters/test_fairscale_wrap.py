@@ -10,6 +10,7 @@ import importlib
 import inspect
 import math
 import pickle
+import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -328,6 +329,20 @@ def test_the_call_goes_before_the_module_and_that_before_the_context() -> None:
     linear.wrapper_config = [1]
     with enable_wrap(wrapper_cls=Wrapper), pytest.raises(TypeError, match=r"Linear\.wrapper_config must be a dict"):
         wrap(linear)
+
+
+def test_what_is_no_module_and_what_is_no_policy() -> None:
+    with pytest.raises(TypeError, match="auto_wrap takes a module, not NoneType"):
+        auto_wrap(None)  # type: ignore[arg-type]
+    for policy in (3, nn.Linear):
+        message = rf"auto_wrap_policy={re.escape(repr(policy))}: pass a function \(module, recurse"
+        with pytest.raises(TypeError, match=message), enable_wrap(policy, wrapper_cls=Wrapper):  # type: ignore[arg-type]
+            pass
+        with enable_wrap(wrapper_cls=Wrapper):
+            with pytest.raises(TypeError, match="auto_wrap takes a module, not int"):
+                auto_wrap(3)  # type: ignore[arg-type]
+            with pytest.raises(TypeError, match=message):
+                auto_wrap(nn.Linear(1, 1), policy)  # type: ignore[arg-type]
 
 
 def test_a_failed_context_is_off() -> None:

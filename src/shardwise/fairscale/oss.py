@@ -287,7 +287,10 @@ class OSS(Optimizer):
 
         Raises:
             ValueError: if ``filter_params_fn`` returns a tensor that is not a parameter of this optimizer.
+            TypeError: if it is no function, or returns anything else than tensors.
         """
+        if filter_params_fn is not None and not callable(filter_params_fn):
+            raise TypeError(f"clip_grad_norm: filter_params_fn must be a function, not {filter_params_fn!r}")
         owners = self.owners()
         mine = [parameter for parameter, owner in owners.items() if owner == self.rank and parameter.grad is not None]
         counted = mine if filter_params_fn is None else self._chosen(mine, filter_params_fn(mine))
@@ -298,6 +301,11 @@ class OSS(Optimizer):
 
     def _chosen(self, mine: Sequence[torch.Tensor], given: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Those of ``mine`` that are ``given``: the others count on the ranks that own them."""
+        given = list(given) if isinstance(given, Iterable) else [given]
+        if wrong := [one for one in given if not isinstance(one, torch.Tensor)]:
+            raise TypeError(
+                f"clip_grad_norm: filter_params_fn returns those parameters that count, and it gave {wrong[0]!r}"
+            )
         known, chosen = {id(parameter) for parameter in parameters_of(self)}, {id(one): one for one in given}
         if unknown := [parameter for key, parameter in chosen.items() if key not in known]:
             raise ValueError(

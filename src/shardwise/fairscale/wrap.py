@@ -132,13 +132,14 @@ class ConfigAutoWrap:
 
         Raises:
             NotImplementedError: if one is on already.
-            TypeError: if ``wrapper_cls`` is missing or cannot be called.
+            TypeError: if ``wrapper_cls`` is missing or cannot be called, or the policy cannot.
         """
         if ConfigAutoWrap.in_autowrap_context:
             raise NotImplementedError(
                 "enable_wrap inside of enable_wrap is not supported: leave the outer context first, or pass what "
                 "differs to wrap and auto_wrap"
             )
+        _check_policy(auto_wrap_policy)
         options = dict(kwargs)
         wrapper_cls = options.pop("wrapper_cls", None)
         if not callable(wrapper_cls):
@@ -213,7 +214,7 @@ def enable_wrap(
 
     Raises:
         NotImplementedError: inside of another such context.
-        TypeError: if ``wrapper_cls`` cannot be called.
+        TypeError: if ``wrapper_cls`` or the policy cannot be called.
     """
     with ConfigAutoWrap(auto_wrap_policy, wrapper_cls=wrapper_cls, **wrapper_kwargs):
         yield
@@ -264,11 +265,15 @@ def auto_wrap(module: nn.Module, auto_wrap_policy: Policy | None = None, **kwarg
         ``module``, or its wrapper.
 
     Raises:
-        TypeError: for an argument that neither the policy nor the wrapper takes.
+        TypeError: for an argument that neither the policy nor the wrapper takes, a ``module`` that is none, a policy
+            that cannot be called.
         ValueError: if a module in it is wrapped already; the message names it.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"auto_wrap takes a module, not {type(module).__name__}")
     if not ConfigAutoWrap.in_autowrap_context:
         return module
+    _check_policy(auto_wrap_policy)
     policy = ConfigAutoWrap.auto_wrap_policy if auto_wrap_policy is None else auto_wrap_policy
     assert policy is not None
     options = {name: kwargs.pop(name) for name in _options_of(policy) & kwargs.keys()}
@@ -276,6 +281,13 @@ def auto_wrap(module: nn.Module, auto_wrap_policy: Policy | None = None, **kwarg
     if options:
         policy = functools.partial(policy, **options)
     return ConfigAutoWrap.recursive_wrap(module, policy, module_is_root=True, **kwargs)[0]
+
+
+def _check_policy(policy: Any) -> None:
+    if policy is not None and (isinstance(policy, type) or not callable(policy)):
+        raise TypeError(
+            f"auto_wrap_policy={policy!r}: pass a function (module, recurse, unwrapped_params, module_is_root), or None"
+        )
 
 
 def _options_of(policy: Policy) -> set[str]:
