@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from shardwise.arguments import Argument, Support, check_arguments
-from shardwise.fairscale import OSS
+from shardwise.fairscale import OSS, ShardedDDP
 from shardwise.fairscale.oss import ARGUMENTS
 
 from ..models import MLP, ConvNet, inputs_for
@@ -883,6 +883,21 @@ def test_pickling_and_copying() -> None:
     group = dist.new_group([0, 1])
     with pytest.raises(TypeError, match="save its state_dict"):
         pickle.dumps(OSS(model.parameters(), group=group, lr=0.1))
+
+
+@on_ranks(2)
+def test_what_another_rank_pickled() -> None:
+    """One rank's file on all of them would leave the parameters that the others own as they are, in silence."""
+    model = model_of()
+    oss = OSS(model.parameters(), optim=Adam, lr=0.1)
+    for pickled in (oss, ShardedDDP(model, oss)):
+        stream = [pickle.dumps(pickled)]
+        dist.broadcast_object_list(stream, src=0)
+        if dist.get_rank() == 0:
+            pickle.loads(stream[0])
+        else:
+            with pytest.raises(RuntimeError, match=r"pickled on rank 0, .* cannot be unpickled on rank 1: .*state_dict"):
+                pickle.loads(stream[0])
 
 
 # -- Process groups

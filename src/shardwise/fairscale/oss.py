@@ -482,7 +482,7 @@ class OSS(Optimizer):
         if self.group is not dist.group.WORLD:
             raise TypeError("OSS over a subgroup cannot be pickled, since process groups cannot: save its state_dict")
         settings = ("broadcast_buffer_size", "broadcast_fp16", "force_broadcast_object")
-        own = ("optim", *settings, "_owners", "_loads", "_consolidated")
+        own = ("optim", *settings, "_owners", "_loads", "_consolidated", "rank")
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -491,11 +491,18 @@ class OSS(Optimizer):
         if "optim" not in state:
             return
         self._plan, self._moved = None, {}
-        self._join(None)
+        self._join(None)  # sets the rank of this process
         if self.world_size != len(self._loads):
             raise RuntimeError(
                 f"OSS was pickled on {len(self._loads)} ranks and cannot be unpickled on {self.world_size}: save its "
                 "state_dict instead, which loads on any number"
+            )
+        if self.rank != state["rank"]:
+            # What this rank owns would be stepped nowhere.
+            raise RuntimeError(
+                f"OSS was pickled on rank {state['rank']}, which has the state of its own parameters only, and cannot "
+                f"be unpickled on rank {self.rank}: unpickle there what that rank pickled, or save its state_dict "
+                "instead, which loads on all"
             )
 
 
