@@ -896,7 +896,7 @@ def test_what_another_rank_pickled() -> None:
         if dist.get_rank() == 0:
             pickle.loads(stream[0])
         else:
-            with pytest.raises(RuntimeError, match=r"pickled on rank 0, .* cannot be unpickled on rank 1: .*state_dict"):
+            with pytest.raises(RuntimeError, match=r"pickled on rank 0, .* cannot be unpickled on rank 1: "):
                 pickle.loads(stream[0])
 
 
