@@ -1100,6 +1100,32 @@ def test_process_group_needs_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        ("60", TypeError, "timeout should be None, a number of seconds or a timedelta, but is '60'"),
+        (True, TypeError, "timeout should be None, a number .* but is True"),
+        (float("nan"), ValueError, "timeout=nan: pass a number of seconds above 0"),
+        (float("inf"), ValueError, "timeout=inf: pass a number of seconds above 0"),
+        (0, ValueError, "timeout=0: pass a number of seconds above 0"),
+    ],
+)
+def test_limits_of_time_that_are_none(
+    given: Any, kind: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(kind, match=message):
+        init_process_group("gloo", timeout=given)
+
+
+def test_arguments_of_the_strategys_wrapper_are_a_dict(fake_mesh: Any, tmp_path: Path) -> None:
+    fake_mesh(1)
+    for given in ("zero3", [1]):
+        strategy = ShardwiseStrategy(work_dir=str(tmp_path), model_wrapper=given)
+        with pytest.raises(TypeError, match="ShardwiseStrategy's model_wrapper should be a dict of arguments of MM"):
+            strategy._wrap_model(Toy())
+
+
 def test_checkpoints_do_not_allow_more_than_they_need() -> None:
     history = HistoryBuffer([1.0, 2.0], [1, 1])
     for value in (history, np.arange(3), np.float32(2.5), np.array(["a"]), np.array(1.5)):

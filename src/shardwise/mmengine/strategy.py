@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from mmengine.model import BaseDataPreprocessor, is_model_wrapper
 from mmengine.registry import MODEL_WRAPPERS, STRATEGIES
 from torch import nn
 
+from .arguments import wrong_type
 from .optimizers import prepare_optim_wrapper
 from .processes import init_process_group
 from .saving import refuse_shards, together, whole_states
@@ -95,6 +96,8 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]  # MMEngine has no t
     def _wrap_model(self, model: nn.Module) -> nn.Module:
         if is_model_wrapper(model):
             return _own(model)
+        if not isinstance(self.model_wrapper, Mapping | None):
+            raise wrong_type("ShardwiseStrategy's model_wrapper", self.model_wrapper, f"a dict of arguments of {NAME}")
         for module in model.modules():
             if isinstance(module, BaseDataPreprocessor):
                 _set_device(module, get_device())
