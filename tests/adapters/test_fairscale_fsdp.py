@@ -627,6 +627,16 @@ def test_a_wrong_group_to_reduce_over_is_named_before_anything_changes(given: An
             wrapper.process_group_reduce_scatter = given
 
 
+@pytest.mark.parametrize("given", ["False", torch.zeros(2), 1.5])
+def test_a_flag_that_is_none_is_named(given: Any) -> None:
+    """A string counts as true."""
+    flags = [name for name, one in inspect.signature(FSDP).parameters.items() if isinstance(one.default, bool)]
+    assert len(flags) == 13
+    for flag in flags:
+        with pytest.raises(TypeError, match=rf"FullyShardedDataParallel\({flag}=.*\): pass True or False, not "):
+            FSDP(nn.Linear(2, 2), DummyProcessGroup(0, 1), **{flag: given})
+
+
 def test_flat_parameter() -> None:
     first, second = nn.Parameter(torch.arange(6.0).view(2, 3)), nn.Parameter(torch.tensor(7.0))
     flat = FlatParameter([first, second])

@@ -993,6 +993,8 @@ def test_arguments() -> None:
     for size in (-2, None, "100", math.nan):
         with pytest.raises(ValueError, match=f"broadcast_buffer_size={size}"):
             OSS(parameters, broadcast_buffer_size=size, lr=0.1)
+    with pytest.raises(TypeError, match=r"OSS\(broadcast_fp16='no'\): pass True or False, not str"):
+        OSS(parameters, broadcast_fp16="no", lr=0.1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"optim=SGD object\): pass the class"):
         OSS(parameters, optim=SGD(parameters, lr=0.1))
     with pytest.raises(ValueError, match="LBFGS"):

@@ -94,7 +94,8 @@ class OSS(Optimizer):
         force_broadcast_object: bool = False,
         **defaults: Any,
     ):
-        check_arguments(OSS.__init__, "OSS", ARGUMENTS, {"force_broadcast_object": force_broadcast_object})
+        flags = {"broadcast_fp16": broadcast_fp16, "force_broadcast_object": force_broadcast_object}
+        check_arguments(OSS.__init__, "OSS", ARGUMENTS, flags)
         if not callable(optim):
             raise TypeError(
                 f"OSS(optim={type(optim).__name__} object): pass the class of an optimizer, and its settings by name"
