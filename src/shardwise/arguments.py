@@ -47,7 +47,9 @@ def check_arguments(function: Callable[..., Any], name: str, table: Table, given
 
     Raises:
         ValueError: if one is passed that is refused.
+        TypeError: naming a flag that `check_flags` does not take.
     """
+    check_flags(function, name, given)
     parameters = inspect.signature(function).parameters
     passed = [key for key, value in given.items() if key in parameters and _differs(value, parameters[key].default)]
     for key in passed:
@@ -61,6 +63,22 @@ def check_arguments(function: Callable[..., Any], name: str, table: Table, given
 
 def _differs(value: Any, default: Any) -> bool:
     return value is not default and bool(value != default)
+
+
+def check_flags(function: Callable[..., Any], name: str, given: Mapping[str, Any]) -> None:
+    """
+    Args:
+        function: in whose signature flags have True or False as the default.
+        name: for messages.
+        given: values of its arguments.
+
+    Raises:
+        TypeError: naming a flag that is neither a bool, nor 0, 1 or None: a string such as "False" counts as true.
+    """
+    for key, parameter in inspect.signature(function).parameters.items():
+        value = given.get(key)
+        if isinstance(parameter.default, bool) and not (value is None or isinstance(value, int)):
+            raise TypeError(f"{name}({key}={value!r}): pass True or False, not {type(value).__name__}")
 
 
 def documented(table: Table) -> Callable[[AnyClass], AnyClass]:

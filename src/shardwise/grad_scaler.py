@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Any
 
 import torch
@@ -33,6 +34,10 @@ class ShardedGradScaler(GradScaler):
 
     Attributes:
         group: ``process_group``.
+
+    Raises:
+        TypeError: for a ``process_group`` that is none of this rank, or a factor that is no number.
+        ValueError: for a scale, or a factor, that would make gradients zero, infinite or NaN.
     """
 
     def __init__(
@@ -44,6 +49,12 @@ class ShardedGradScaler(GradScaler):
         enabled: bool = True,
         process_group: dist.ProcessGroup | None = None,
     ):
+        if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+            raise TypeError(
+                f"ShardedGradScaler(process_group={process_group!r}): pass a group that this rank is in, or None"
+            )
+        if enabled:
+            _check_factors(init_scale, growth_factor, backoff_factor, growth_interval)
         # torch never disables a scaler for "cpu"; the scale itself is put where the first loss is.
         super().__init__("cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self.group = process_group
@@ -74,12 +85,22 @@ class ShardedGradScaler(GradScaler):
     def __getstate__(self) -> dict[str, Any]:
         """
         Raises:
-            TypeError: with a process group, which another process could not find again.
+            TypeError: for a subgroup, which another process could not find again.
         """
-        if self.group is not None:
-            raise TypeError("a ShardedGradScaler with a process group cannot be pickled: save its state_dict")
-        state: dict[str, Any] = super().__getstate__()
-        return state
+        if self.group not in (None, _world()):
+            raise TypeError("a ShardedGradScaler over a subgroup cannot be pickled: save its state_dict")
+        return {**super().__getstate__(), "group": None}
+
+
+def _check_factors(init_scale: Any, growth_factor: Any, backoff_factor: Any, growth_interval: Any) -> None:
+    factors = {"init_scale": init_scale, "growth_factor": growth_factor, "backoff_factor": backoff_factor}
+    for name, value in factors.items():
+        if not isinstance(value, Real):
+            raise TypeError(f"ShardedGradScaler({name}={value!r}): must be a number")
+        if not 0 < float(value) < math.inf:
+            raise ValueError(f"ShardedGradScaler({name}={value}): must be above 0 and finite")
+    if not isinstance(growth_interval, int):
+        raise TypeError(f"ShardedGradScaler(growth_interval={growth_interval!r}): must be an int, a number of steps")
 
 
 def sharded_scaler(scaler: Any) -> Any:

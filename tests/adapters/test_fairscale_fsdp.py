@@ -613,6 +613,30 @@ def test_pickles(flat: bool) -> None:
         dummy.process_group = DummyProcessGroup(1 - dist.get_rank(), 2)
 
 
+@pytest.mark.parametrize("given", ["x", 3, torch.ones(1)])
+def test_a_wrong_group_to_reduce_over_is_named_before_anything_changes(given: Any) -> None:
+    """At any number of ranks, and where nothing is reduced."""
+    group = DummyProcessGroup(0, 1)
+    for module in (nn.Linear(2, 2), nn.ReLU()):
+        before = [name for name, _ in module.named_parameters()]
+        with pytest.raises(TypeError, match="process_group_reduce_scatter must be a process group"):
+            FSDP(module, process_group=group, process_group_reduce_scatter=given)
+        assert [name for name, _ in module.named_parameters()] == before
+        wrapper = FSDP(module, process_group=group)
+        with pytest.raises(TypeError, match="process_group_reduce_scatter must be a process group"):
+            wrapper.process_group_reduce_scatter = given
+
+
+@pytest.mark.parametrize("given", ["False", torch.zeros(2), 1.5])
+def test_a_flag_that_is_none_is_named(given: Any) -> None:
+    """A string counts as true."""
+    flags = [name for name, one in inspect.signature(FSDP).parameters.items() if isinstance(one.default, bool)]
+    assert len(flags) == 13
+    for flag in flags:
+        with pytest.raises(TypeError, match=rf"FullyShardedDataParallel\({flag}=.*\): pass True or False, not "):
+            FSDP(nn.Linear(2, 2), DummyProcessGroup(0, 1), **{flag: given})
+
+
 def test_flat_parameter() -> None:
     first, second = nn.Parameter(torch.arange(6.0).view(2, 3)), nn.Parameter(torch.tensor(7.0))
     flat = FlatParameter([first, second])
@@ -991,6 +1015,20 @@ def test_refuses_what_does_not_fit() -> None:
             "gradient_postdivide_factor=0",
             lambda: FSDP(nn.Linear(2, 2)).set_gradient_divide_factors(1.0, 0.0, recursive=True),
         ),
+        (
+            TypeError,
+            "gradient_postdivide_factor must be a number, not '2'",
+            lambda: FSDP(nn.Linear(2, 2)).set_gradient_divide_factors(1.0, "2", recursive=True),
+        ),
+        (
+            TypeError,
+            "gradient_predivide_factor must be a number, not None",
+            lambda: setattr(FSDP(nn.Linear(2, 2)), "gradient_predivide_factor", None),
+        ),
+        (TypeError, "process_group must", lambda: setattr(FSDP(nn.Linear(2, 2)), "process_group", 3)),
+        (TypeError, "append_shared_param .* NoneType", lambda: FSDP(nn.Linear(2, 2)).append_shared_param(None)),
+        (TypeError, "assert_state takes .* 'IDLE'", lambda: FSDP(nn.Linear(2, 2)).assert_state("IDLE")),
+        (TypeError, "assert_state takes .*None", lambda: FSDP(nn.Linear(2, 2)).assert_state([None])),
     ]
     for kind, message, run in cases:
         with pytest.raises(kind, match=message):

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from shardwise.arguments import Argument, Support, check_arguments
-from shardwise.fairscale import OSS
+from shardwise.fairscale import OSS, ShardedDDP
 from shardwise.fairscale.oss import ARGUMENTS
 
 from ..models import MLP, ConvNet, inputs_for
@@ -662,6 +662,14 @@ def test_clipping_counts_what_the_filter_leaves() -> None:
     torch.testing.assert_close(oss.clip_grad_norm(100.0, filter_params_fn=lambda _: matrices), norm * scale)
     with pytest.raises(ValueError, match="filter_params_fn"):
         oss.clip_grad_norm(0.1, filter_params_fn=lambda _: [torch.ones(3)])
+    wrong: list[tuple[Any, str]] = [
+        ("weights", "filter_params_fn must be a function, not 'weights'"),
+        (lambda _: None, "filter_params_fn returns .*, and it gave None"),
+        (lambda _: ["weight"], "filter_params_fn returns .*, and it gave 'weight'"),
+    ]
+    for given, message in wrong:
+        with pytest.raises(TypeError, match=message):
+            oss.clip_grad_norm(0.1, filter_params_fn=given)
 
 
 # -- State
@@ -877,6 +885,21 @@ def test_pickling_and_copying() -> None:
         pickle.dumps(OSS(model.parameters(), group=group, lr=0.1))
 
 
+@on_ranks(2)
+def test_what_another_rank_pickled() -> None:
+    """One rank's file on all of them would leave the parameters that the others own as they are, in silence."""
+    model = model_of()
+    oss = OSS(model.parameters(), optim=Adam, lr=0.1)
+    for pickled in (oss, ShardedDDP(model, oss)):
+        stream = [pickle.dumps(pickled)]
+        dist.broadcast_object_list(stream, src=0)
+        if dist.get_rank() == 0:
+            pickle.loads(stream[0])
+        else:
+            with pytest.raises(RuntimeError, match=r"pickled on rank 0, .* cannot be unpickled on rank 1: "):
+                pickle.loads(stream[0])
+
+
 # -- Process groups
 
 
@@ -970,6 +993,8 @@ def test_arguments() -> None:
     for size in (-2, None, "100", math.nan):
         with pytest.raises(ValueError, match=f"broadcast_buffer_size={size}"):
             OSS(parameters, broadcast_buffer_size=size, lr=0.1)
+    with pytest.raises(TypeError, match=r"OSS\(broadcast_fp16='no'\): pass True or False, not str"):
+        OSS(parameters, broadcast_fp16="no", lr=0.1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"optim=SGD object\): pass the class"):
         OSS(parameters, optim=SGD(parameters, lr=0.1))
     with pytest.raises(ValueError, match="LBFGS"):

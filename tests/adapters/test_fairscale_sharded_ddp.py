@@ -1268,6 +1268,9 @@ def test_arguments() -> None:
     for size in (-1, None, float("nan")):
         with pytest.raises(ValueError, match=f"reduce_buffer_size={size}"):
             ShardedDDP(model, oss, reduce_buffer_size=size)
+    for flag in ("broadcast_buffers", "sync_models_at_startup", "auto_refresh_trainable", "reduce_fp16"):
+        with pytest.raises(TypeError, match=rf"ShardedDataParallel\({flag}='False'\): pass True or False, not str"):
+            ShardedDDP(model, oss, **{flag: "False"})
     with pytest.raises(ValueError, match="not on none"):
         ShardedDDP(nn.Module(), oss)
     mixed = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))

@@ -8,7 +8,9 @@ import functools
 import gc
 import importlib
 import inspect
+import math
 import pickle
+import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -268,6 +270,27 @@ def test_options_of_the_policy_also_where_it_is_a_partial_and_the_rest_to_the_wr
         assert wrapped_names(auto_wrap(nn.Sequential(nn.Linear(1, 1), nn.ReLU()), custom, only=nn.ReLU)).keys() == {"1"}
 
 
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        ("1e8", TypeError, "min_num_params must be a number, not '1e8'"),
+        (None, TypeError, "min_num_params must be a number, not None"),
+        (math.nan, ValueError, "min_num_params=nan: pass the number of elements from which on modules are wrapped"),
+    ],
+)
+def test_a_size_that_is_none(given: Any, kind: type[Exception], message: str) -> None:
+    """NaN is below and above nothing: it would wrap no module, in silence."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    layer = model[0]
+    for policy, options in (
+        (None, {"min_num_params": given}),
+        (functools.partial(default_auto_wrap_policy, min_num_params=given), {}),
+    ):
+        with enable_wrap(policy, wrapper_cls=Wrapper), pytest.raises(kind, match=message):
+            auto_wrap(model, **options)
+    assert model[0] is layer
+
+
 def test_attributes_of_the_default_policy_are_read_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(default_auto_wrap_policy, "FORCE_LEAF_MODULES", {nn.Linear})
     monkeypatch.setattr(default_auto_wrap_policy, "EXCLUDE_WRAP_MODULES", {nn.Sequential})
@@ -306,6 +329,20 @@ def test_the_call_goes_before_the_module_and_that_before_the_context() -> None:
     linear.wrapper_config = [1]
     with enable_wrap(wrapper_cls=Wrapper), pytest.raises(TypeError, match=r"Linear\.wrapper_config must be a dict"):
         wrap(linear)
+
+
+def test_what_is_no_module_and_what_is_no_policy() -> None:
+    with pytest.raises(TypeError, match="auto_wrap takes a module, not NoneType"):
+        auto_wrap(None)  # type: ignore[arg-type]
+    for policy in (3, nn.Linear):
+        message = rf"auto_wrap_policy={re.escape(repr(policy))}: pass a function \(module, recurse"
+        with pytest.raises(TypeError, match=message), enable_wrap(policy, wrapper_cls=Wrapper):  # type: ignore[arg-type]
+            pass
+        with enable_wrap(wrapper_cls=Wrapper):
+            with pytest.raises(TypeError, match="auto_wrap takes a module, not int"):
+                auto_wrap(3)  # type: ignore[arg-type]
+            with pytest.raises(TypeError, match=message):
+                auto_wrap(nn.Linear(1, 1), policy)  # type: ignore[arg-type]
 
 
 def test_a_failed_context_is_off() -> None:

@@ -230,8 +230,13 @@ def test_a_subgroup_skips_by_itself() -> None:
     scaler.update()
     assert scaler.get_scale() == (8.0 if dist.get_rank() == 0 else 4.0)
     assert (parameter.item() == 1.0) == (dist.get_rank() > 0)
-    with pytest.raises(TypeError, match="save its state_dict"):
+    with pytest.raises(TypeError, match=r"over a subgroup .* save its state_dict"):
         pickle.dumps(scaler)
+    everyone = ShardedGradScaler(8.0, process_group=dist.group.WORLD)
+    assert pickle.loads(pickle.dumps(everyone)).state_dict() == everyone.state_dict()
+    if dist.get_rank() == 0:
+        with pytest.raises(TypeError, match=r"process_group=.*: pass a group that this rank is in, or None"):
+            ShardedGradScaler(process_group=group)
 
 
 @on_ranks(2)
@@ -317,6 +322,29 @@ def test_misuse_is_told() -> None:
     scaler.step(optimizer)
     with pytest.raises(RuntimeError, match="already been called"):
         scaler.step(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [
+        ({"init_scale": "8"}, TypeError),
+        ({"growth_factor": None}, TypeError),
+        ({"growth_interval": 1.5}, TypeError),
+        ({"process_group": "world"}, TypeError),
+        ({"init_scale": float("nan")}, ValueError),
+        ({"init_scale": 0.0}, ValueError),
+        ({"init_scale": -1.0}, ValueError),
+        ({"growth_factor": float("inf")}, ValueError),
+        ({"backoff_factor": 0.0}, ValueError),
+    ],
+)
+def test_wrong_arguments(given: dict[str, Any], kind: type[Exception]) -> None:
+    """A scale of 0 or NaN would put NaN into all parameters, in silence."""
+    (name,) = given
+    with pytest.raises(kind, match=rf"ShardedGradScaler\({name}="):
+        ShardedGradScaler(**given)
+    if name != "process_group":
+        ShardedGradScaler(enabled=False, **given)
 
 
 def test_a_scale_may_be_set() -> None:

@@ -265,6 +265,36 @@ def initializes_by_function(directory: Path) -> None:
         assert all(bool((value == expected).all()) for value in found.values())
 
 
+class Learned(BaseDataPreprocessor):
+    """Has a parameter and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("scale", torch.ones(3))
+
+
+def initializes_preprocessors_on_meta(directory: Path) -> None:
+    """A data preprocessor on the meta device gets its values where the strategy wraps the model, as the model does."""
+
+    def fill(module: nn.Module) -> None:
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            nn.init.constant_(tensor, 0.5)
+
+    for context, init_fn, value in ((shardwise.init_on_meta(), None, 1.0), (torch.device("meta"), fill, 0.5)):
+        with context:
+            model = Toy(Learned())
+        assert model.data_preprocessor.weight.is_meta
+        strategy = ShardwiseStrategy(work_dir=str(directory), model_wrapper={"param_init_fn": init_fn})
+        wrapper = strategy._wrap_model(model)
+        assert model.data_preprocessor.device == torch.device("cpu")
+        expected = torch.full((3,), value)
+        found = shardwise.full_state_dict(wrapper.module, rank0_only=False)
+        assert torch.equal(found["data_preprocessor.weight"], expected)
+        assert torch.equal(found["data_preprocessor.scale"], expected)
+        assert torch.isfinite(wrapper(**model.data_preprocessor({"inputs": torch.ones(1, 7)}))).all()
+
+
 class Drawing(Toy):
     """Draws weights by another seed on each rank, loads a part from a file, and looks at all of it."""
 
@@ -750,6 +780,7 @@ TWO: dict[str, Case] = {
         flexible_averages,
         one_resumes,
         initializes_on_meta,
+        initializes_preprocessors_on_meta,
         initializes_by_function,
         initializes,
         saves_when_asked,
@@ -829,6 +860,21 @@ def test_registered_under_both_names() -> None:
             {"type": "size_based_auto_wrap_policy", "min_params": 3},
             ValueError,
             "has 'min_params'; its type takes min_num_params, force_leaf_modules, exclude_wrap_modules",
+        ),
+        (
+            {"type": "size_based_auto_wrap_policy", "min_num_params": "1e8"},
+            TypeError,
+            r"\['min_num_params'\] must be a number, not '1e8'",
+        ),
+        (
+            {"type": "torch.distributed.fsdp.wrap.size_based_auto_wrap_policy", "min_num_params": None},
+            TypeError,
+            r"\['min_num_params'\] must be a number, not None",
+        ),
+        (
+            {"type": "default_auto_wrap_policy", "min_num_params": float("nan")},
+            ValueError,
+            r"\['min_num_params'\]=nan: pass the number of elements",
         ),
         ("module_wrap_policy", ValueError, "lacks 'module_classes': name a policy with options, dict"),
         ({"type": "module_wrap_policy"}, ValueError, "lacks 'module_classes'"),
@@ -931,6 +977,15 @@ def test_classes_of_modules_in_config_files(tmp_path: Path) -> None:
         ),
         ({"device_mesh": 2}, TypeError, "device_mesh should be None or a DeviceMesh"),
         ({"use_orig_params": "no"}, TypeError, "use_orig_params should be a bool"),
+        ({"sync_module_states": "no"}, TypeError, "sync_module_states should be a bool, but has type str: 'no'"),
+        ({"sync_module_states": torch.ones(2)}, TypeError, "sync_module_states should be a bool, but has type Tensor"),
+        ({"forward_prefetch": 3}, TypeError, "forward_prefetch should be a bool, but has type int: 3"),
+        ({"limit_all_gathers": None}, TypeError, "limit_all_gathers should be a bool, but has type NoneType"),
+        ({"device_id": 1.5}, TypeError, "device_id should be None, an int, a str or a torch.device, .* type float"),
+        ({"device_id": True}, TypeError, "device_id should be None, .* has type bool: True"),
+        ({"device_id": -1}, ValueError, "device_id=-1 is no device of torch"),
+        ({"device_id": ""}, ValueError, "device_id='' is no device of torch"),
+        ({"device_id": "gpu"}, ValueError, "device_id='gpu' is no device of torch"),
         ({"auto_wrap_policy": "x", "fsdp_auto_wrap_policy": "y"}, ValueError, "two names of one argument"),
         ({"min_num_params": 3, "shard": 2}, TypeError, "got 'min_num_params', 'shard'; it takes module, process_group"),
         ({"device_ids": [0]}, ValueError, "device_ids=.* not supported: .*ShardwiseStrategy"),
@@ -978,10 +1033,10 @@ def test_ignored_states(fake_mesh: Any) -> None:
 
 def test_arguments_without_effect_warn() -> None:
     with (
-        pytest.warns(UserWarning, match="without effect: .*forward_prefetch.*limit_all_gathers"),
+        pytest.warns(UserWarning, match="without effect: .*forward_prefetch.*limit_all_gathers.*device_id"),
         pytest.raises(TypeError),
     ):
-        MMFullyShardedDataParallel(3, limit_all_gathers=False, forward_prefetch=True)  # type: ignore[arg-type]
+        MMFullyShardedDataParallel(3, limit_all_gathers=False, forward_prefetch=True, device_id=0)  # type: ignore[arg-type]
     documentation = MMFullyShardedDataParallel.__doc__ or ""
     for name in inspect.signature(MMFullyShardedDataParallel.__init__).parameters:
         assert name in ("self", "kwargs") or f"    {name}" in documentation
@@ -1043,6 +1098,32 @@ def test_process_group_needs_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(RuntimeError, match="needs the environment variables WORLD_SIZE, MASTER_ADDR, MASTER_PORT"):
         init_process_group()
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        ("60", TypeError, "timeout should be None, a number of seconds or a timedelta, but is '60'"),
+        (True, TypeError, "timeout should be None, a number .* but is True"),
+        (float("nan"), ValueError, "timeout=nan: pass a number of seconds above 0"),
+        (float("inf"), ValueError, "timeout=inf: pass a number of seconds above 0"),
+        (0, ValueError, "timeout=0: pass a number of seconds above 0"),
+    ],
+)
+def test_limits_of_time_that_are_none(
+    given: Any, kind: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(kind, match=message):
+        init_process_group("gloo", timeout=given)
+
+
+def test_arguments_of_the_strategys_wrapper_are_a_dict(fake_mesh: Any, tmp_path: Path) -> None:
+    fake_mesh(1)
+    for given in ("zero3", [1]):
+        strategy = ShardwiseStrategy(work_dir=str(tmp_path), model_wrapper=given)
+        with pytest.raises(TypeError, match="ShardwiseStrategy's model_wrapper should be a dict of arguments of MM"):
+            strategy._wrap_model(Toy())
 
 
 def test_checkpoints_do_not_allow_more_than_they_need() -> None:

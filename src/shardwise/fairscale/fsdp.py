@@ -132,7 +132,7 @@ class FullyShardedDataParallel(Settings):
         self.no_broadcast_optim_state, self.verbose = bool(no_broadcast_optim_state), verbose
         self.clear_autocast_cache, self.force_input_to_fp32 = clear_autocast_cache, force_input_to_fp32
         self.state_dict_on_rank_0_only, self.allow_reset_parameters = state_dict_on_rank_0_only, allow_reset_parameters
-        self._check_settings()
+        self._check_settings(process_group_reduce_scatter)
         self._choose_divisors(gradient_predivide_factor)
         own = own_parameters(module)
         check_same_model(module, own, group, self.compute_device)
@@ -221,6 +221,7 @@ class FullyShardedDataParallel(Settings):
 
         Raises:
             ValueError: if it is not such a parameter, or this instance has run already, or has no parameter of its own.
+            TypeError: if it is no parameter at all.
         """
         share_parameter(p, self)
 
@@ -235,8 +236,11 @@ class FullyShardedDataParallel(Settings):
         """
         Raises:
             ValueError: if `training_state` is not ``state``, or none of them.
+            TypeError: if ``state`` is neither a `TrainingState` nor a list of some.
         """
-        states = [state] if isinstance(state, TrainingState) else list(state)
+        states = state if isinstance(state, list) else [state]
+        if not all(isinstance(one, TrainingState) for one in states):
+            raise TypeError(f"assert_state takes a TrainingState, or a list of some, not {state!r}")
         if self.training_state not in states:
             names = " or ".join(one.name for one in states)
             raise ValueError(f"{self._title()} has to be in state {names} here, and is in {self.training_state.name}")
@@ -325,6 +329,7 @@ class FullyShardedDataParallel(Settings):
 
         Raises:
             ValueError: if the instance is not idle, or a factor is not above 0.
+            TypeError: if a factor is no number.
         """
         self._check_idle()
         for instance in get_fsdp_instances(self) if recursive else [self]:

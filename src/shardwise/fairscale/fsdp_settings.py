@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from ..core.group import ParamGroup
 from ..core.hooks import Unit
 from ..core.module import unit_of
-from .ranks import ranks_of, reduce_comm_of
+from .ranks import check_reduce_group, given_group, ranks_of, reduce_comm_of
 
 
 class Settings(nn.Module):
@@ -36,7 +37,8 @@ class Settings(nn.Module):
 
     # -- At construction
 
-    def _check_settings(self) -> None:
+    def _check_settings(self, reduce_group: Any) -> None:
+        check_reduce_group(reduce_group)
         self._check_widens(self.fp32_reduce_scatter)
         _check_dtypes(compute_dtype=self.compute_dtype, buffer_dtype=self.buffer_dtype)
         if self.move_grads_to_cpu != self.move_params_to_cpu and self.compute_device.type != "cpu":
@@ -79,6 +81,7 @@ class Settings(nn.Module):
 
     @process_group.setter
     def process_group(self, group: Any) -> None:
+        group = given_group(group)
         if (group.rank(), group.size()) != (self.rank, self.world_size):
             raise ValueError(
                 f"process_group: this instance holds the shards of rank {self.rank} of {self.world_size}, and in the "
@@ -97,6 +100,7 @@ class Settings(nn.Module):
 
     @process_group_reduce_scatter.setter
     def process_group_reduce_scatter(self, group: Any) -> None:
+        check_reduce_group(group)
         self._reduce_group = group
         if self._own is not None:
             self._own.options.reduce_comm = reduce_comm_of(group, self._own.mesh.shard, self.compute_device)
@@ -202,8 +206,11 @@ def _check_dtypes(**dtypes: torch.dtype) -> None:
 def _check_divisors(**factors: float) -> None:
     """
     Raises:
+        TypeError: naming one that is no number.
         ValueError: naming one that gradients cannot be divided by.
     """
     for name, factor in factors.items():
+        if not isinstance(factor, Real):
+            raise TypeError(f"{name} must be a number, not {factor!r}")
         if not 0 < factor < math.inf:
             raise ValueError(f"{name}={factor}: gradients are divided by it, so it must be above 0 and finite")

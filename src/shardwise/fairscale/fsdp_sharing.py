@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 def share_parameter(parameter: nn.Parameter, borrower: FullyShardedDataParallel) -> None:
     """See `FullyShardedDataParallel.append_shared_param`."""
+    if not isinstance(parameter, nn.Parameter):
+        raise TypeError(f"append_shared_param takes a parameter, not {type(parameter).__name__}")
     lender = instance_of(owner_of(parameter))
     if lender is None:
         raise ValueError("append_shared_param: the parameter is not sharded by another instance; wrap that one first")

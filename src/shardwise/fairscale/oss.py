@@ -94,7 +94,8 @@ class OSS(Optimizer):
         force_broadcast_object: bool = False,
         **defaults: Any,
     ):
-        check_arguments(OSS.__init__, "OSS", ARGUMENTS, {"force_broadcast_object": force_broadcast_object})
+        flags = {"broadcast_fp16": broadcast_fp16, "force_broadcast_object": force_broadcast_object}
+        check_arguments(OSS.__init__, "OSS", ARGUMENTS, flags)
         if not callable(optim):
             raise TypeError(
                 f"OSS(optim={type(optim).__name__} object): pass the class of an optimizer, and its settings by name"
@@ -287,7 +288,10 @@ class OSS(Optimizer):
 
         Raises:
             ValueError: if ``filter_params_fn`` returns a tensor that is not a parameter of this optimizer.
+            TypeError: if it is no function, or returns anything else than tensors.
         """
+        if filter_params_fn is not None and not callable(filter_params_fn):
+            raise TypeError(f"clip_grad_norm: filter_params_fn must be a function, not {filter_params_fn!r}")
         owners = self.owners()
         mine = [parameter for parameter, owner in owners.items() if owner == self.rank and parameter.grad is not None]
         counted = mine if filter_params_fn is None else self._chosen(mine, filter_params_fn(mine))
@@ -298,6 +302,11 @@ class OSS(Optimizer):
 
     def _chosen(self, mine: Sequence[torch.Tensor], given: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Those of ``mine`` that are ``given``: the others count on the ranks that own them."""
+        given = list(given) if isinstance(given, Iterable) else [given]
+        if wrong := [one for one in given if not isinstance(one, torch.Tensor)]:
+            raise TypeError(
+                f"clip_grad_norm: filter_params_fn returns those parameters that count, and it gave {wrong[0]!r}"
+            )
         known, chosen = {id(parameter) for parameter in parameters_of(self)}, {id(one): one for one in given}
         if unknown := [parameter for key, parameter in chosen.items() if key not in known]:
             raise ValueError(
@@ -474,7 +483,7 @@ class OSS(Optimizer):
         if self.group is not dist.group.WORLD:
             raise TypeError("OSS over a subgroup cannot be pickled, since process groups cannot: save its state_dict")
         settings = ("broadcast_buffer_size", "broadcast_fp16", "force_broadcast_object")
-        own = ("optim", *settings, "_owners", "_loads", "_consolidated")
+        own = ("optim", *settings, "_owners", "_loads", "_consolidated", "rank")
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -483,11 +492,18 @@ class OSS(Optimizer):
         if "optim" not in state:
             return
         self._plan, self._moved = None, {}
-        self._join(None)
+        self._join(None)  # sets the rank of this process
         if self.world_size != len(self._loads):
             raise RuntimeError(
                 f"OSS was pickled on {len(self._loads)} ranks and cannot be unpickled on {self.world_size}: save its "
                 "state_dict instead, which loads on any number"
+            )
+        if self.rank != state["rank"]:
+            # What this rank owns would be stepped nowhere.
+            raise RuntimeError(
+                f"OSS was pickled on rank {state['rank']}, which has the state of its own parameters only, and cannot "
+                f"be unpickled on rank {self.rank}: unpickle there what that rank pickled, or save its state_dict "
+                "instead, which loads on all"
             )
 
 

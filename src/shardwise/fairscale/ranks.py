@@ -35,9 +35,26 @@ def given_group(process_group: Any) -> Any:
                 "torch.distributed.init_process_group first, or pass process_group=DummyProcessGroup(rank, size)"
             )
         return dist.group.WORLD
-    if not (callable(getattr(process_group, "rank", None)) and callable(getattr(process_group, "size", None))):
+    if not _is_group(process_group):
         raise TypeError(f"process_group must be a process group, not {type(process_group).__name__}")
     return process_group
+
+
+def _is_group(given: Any) -> bool:
+    return callable(getattr(given, "rank", None)) and callable(getattr(given, "size", None))
+
+
+def check_reduce_group(given: Any) -> None:
+    """
+    Raises:
+        TypeError: if ``given`` is nothing that `reduce_comm_of` takes.
+    """
+    if given is None or getattr(given, "value", given) in ("default", "reduce_scatter"):
+        return
+    if not _is_group(given):
+        raise TypeError(
+            f"process_group_reduce_scatter must be a process group, 'default', 'reduce_scatter' or None, not {given!r}"
+        )
 
 
 def is_stand_in(group: Any) -> bool:
@@ -83,6 +100,7 @@ def reduce_comm_of(given: Any, comm: Comm, device: torch.device) -> Comm | None:
     Raises:
         TypeError: for anything else.
     """
+    check_reduce_group(given)
     name = getattr(given, "value", given)
     if given is None or name == "default" or comm.size == 1 or isinstance(comm, MissingComm):
         return None
@@ -91,10 +109,6 @@ def reduce_comm_of(given: Any, comm: Comm, device: torch.device) -> Comm | None:
         if comm.group not in _reduce_comms:
             _reduce_comms[comm.group] = new_group_like(comm.group, device)
         return _reduce_comms[comm.group]
-    if isinstance(given, str) or not hasattr(given, "size"):
-        raise TypeError(
-            f"process_group_reduce_scatter must be a process group, 'default', 'reduce_scatter' or None, not {given!r}"
-        )
     if given.size() != comm.size:
         warnings.warn(
             f"process_group_reduce_scatter has {given.size()} ranks and process_group {comm.size}: gradients are "

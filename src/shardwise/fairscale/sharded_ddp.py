@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..arguments import Argument, documented
+from ..arguments import Argument, check_flags, documented
 from ..core.comm import Comm, comm_for
 from ..core.device import backward_number, in_backward, not_inference, queue_end_of_backward
 from ..core.errors import StateError
@@ -79,7 +79,9 @@ class ShardedDataParallel(nn.Module):
         reduce_fp16: bool = False,
         warn_on_trainable_params_changed: bool = True,
     ):
+        given = dict(locals())
         super().__init__()
+        check_flags(ShardedDataParallel.__init__, "ShardedDataParallel", given)
         if not isinstance(module, nn.Module):
             raise TypeError(f"ShardedDataParallel wraps a module, not {type(module).__name__}")
         if not isinstance(reduce_buffer_size, (int, float)) or not reduce_buffer_size >= 0:

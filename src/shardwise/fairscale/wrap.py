@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -48,7 +50,12 @@ def default_auto_wrap_policy(
 
     Returns:
         The answer.
+
+    Raises:
+        TypeError: if ``min_num_params`` is no number.
+        ValueError: if it is NaN, which nothing compares with.
     """
+    check_min_num_params(min_num_params)
     policy: Any = default_auto_wrap_policy
     leaves = policy.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
     excluded = policy.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
@@ -56,6 +63,22 @@ def default_auto_wrap_policy(
     if recurse:
         return is_large and not isinstance(module, tuple(leaves))
     return (is_large or (module_is_root and skip_params_check_for_root)) and not isinstance(module, tuple(excluded))
+
+
+def check_min_num_params(number: Any, name: str = "min_num_params") -> None:
+    """
+    Args:
+        number: of elements, from which on a policy wraps modules.
+        name: of the argument.
+
+    Raises:
+        TypeError: if it is no number.
+        ValueError: if it is NaN.
+    """
+    if not isinstance(number, Real):
+        raise TypeError(f"{name} must be a number, not {number!r}")
+    if math.isnan(number):
+        raise ValueError(f"{name}={number}: pass the number of elements from which on modules are wrapped")
 
 
 # Attributes, because programs read and change them there.
@@ -109,13 +132,14 @@ class ConfigAutoWrap:
 
         Raises:
             NotImplementedError: if one is on already.
-            TypeError: if ``wrapper_cls`` is missing or cannot be called.
+            TypeError: if ``wrapper_cls`` is missing or cannot be called, or the policy cannot.
         """
         if ConfigAutoWrap.in_autowrap_context:
             raise NotImplementedError(
                 "enable_wrap inside of enable_wrap is not supported: leave the outer context first, or pass what "
                 "differs to wrap and auto_wrap"
             )
+        _check_policy(auto_wrap_policy)
         options = dict(kwargs)
         wrapper_cls = options.pop("wrapper_cls", None)
         if not callable(wrapper_cls):
@@ -190,7 +214,7 @@ def enable_wrap(
 
     Raises:
         NotImplementedError: inside of another such context.
-        TypeError: if ``wrapper_cls`` cannot be called.
+        TypeError: if ``wrapper_cls`` or the policy cannot be called.
     """
     with ConfigAutoWrap(auto_wrap_policy, wrapper_cls=wrapper_cls, **wrapper_kwargs):
         yield
@@ -241,11 +265,15 @@ def auto_wrap(module: nn.Module, auto_wrap_policy: Policy | None = None, **kwarg
         ``module``, or its wrapper.
 
     Raises:
-        TypeError: for an argument that neither the policy nor the wrapper takes.
+        TypeError: for an argument that neither the policy nor the wrapper takes, a ``module`` that is none, a policy
+            that cannot be called.
         ValueError: if a module in it is wrapped already; the message names it.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"auto_wrap takes a module, not {type(module).__name__}")
     if not ConfigAutoWrap.in_autowrap_context:
         return module
+    _check_policy(auto_wrap_policy)
     policy = ConfigAutoWrap.auto_wrap_policy if auto_wrap_policy is None else auto_wrap_policy
     assert policy is not None
     options = {name: kwargs.pop(name) for name in _options_of(policy) & kwargs.keys()}
@@ -253,6 +281,13 @@ def auto_wrap(module: nn.Module, auto_wrap_policy: Policy | None = None, **kwarg
     if options:
         policy = functools.partial(policy, **options)
     return ConfigAutoWrap.recursive_wrap(module, policy, module_is_root=True, **kwargs)[0]
+
+
+def _check_policy(policy: Any) -> None:
+    if policy is not None and (isinstance(policy, type) or not callable(policy)):
+        raise TypeError(
+            f"auto_wrap_policy={policy!r}: pass a function (module, recurse, unwrapped_params, module_is_root), or None"
+        )
 
 
 def _options_of(policy: Policy) -> set[str]:

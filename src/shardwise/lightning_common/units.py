@@ -29,7 +29,7 @@ from ..core.errors import StateError
 from ..core.module import unit_of
 from ..core.root import is_never_called
 from ..fairscale.checkpoint_wrapper import checkpoint_wrapper
-from ..fairscale.wrap import auto_wrap, default_auto_wrap_policy, enable_wrap
+from ..fairscale.wrap import auto_wrap, check_min_num_params, default_auto_wrap_policy, enable_wrap
 from ..fully_shard import fully_shard
 from ..init.initializers import InitFn, uninitialized
 from ..init.targets import find_shards, find_targets, names_of_modules
@@ -62,16 +62,15 @@ class Sharding:
         """
         Raises:
             TypeError: for an argument of a wrong type.
-            ValueError: for a number of parameters that is negative or nan, or a policy that chooses containers.
+            ValueError: for a number of parameters that is negative or NaN, or a policy that chooses containers.
         """
         if not isinstance(self.reshard_after_forward, int):
             raise TypeError(f"reshard_after_forward must be a bool or an int, not {self.reshard_after_forward!r}")
         if not isinstance(self.offload, bool):
             raise TypeError(f"cpu_offload must be a bool, not {self.offload!r}")
-        if not isinstance(self.min_num_params, (int, float)):
-            raise TypeError(f"min_num_params must be a number, not {self.min_num_params!r}")
-        if not self.min_num_params >= 0:
-            raise ValueError(f"min_num_params={self.min_num_params}: it must be a number of parameters, 0 or more")
+        check_min_num_params(self.min_num_params)
+        if self.min_num_params < 0:
+            raise ValueError(f"min_num_params={self.min_num_params}: a module cannot have fewer than no parameters")
         if not isinstance(self.precision, MixedPrecisionPolicy):
             raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, not {type(self.precision).__name__}")
         policies = {"auto_wrap_policy": self.policy, "activation_checkpointing_policy": self.checkpointing}

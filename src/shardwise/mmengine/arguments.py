@@ -80,6 +80,25 @@ def wrong_type(name: str, given: Any, takes: str) -> TypeError:
     return TypeError(f"{name} should be {takes}, but has type {type(given).__name__}: {given!r}")
 
 
+def check_kinds(given: Mapping[str, Any]) -> None:
+    """Check the arguments that have no effect, before their values are looked at.
+
+    Raises:
+        TypeError: for one of a wrong type.
+        ValueError: for a ``device_id`` that names no device.
+    """
+    for name in ("use_orig_params", "sync_module_states", "forward_prefetch", "limit_all_gathers"):
+        _flag(name, given[name])
+    device = given["device_id"]
+    if isinstance(device, bool) or not (device is None or isinstance(device, (int, str, torch.device))):
+        raise wrong_type("device_id", device, "None, an int, a str or a torch.device")
+    try:
+        # An index alone would mean the accelerator, which there may be none of.
+        torch.device(f"cuda:{device}" if isinstance(device, int) else "cpu" if device is None else device)
+    except RuntimeError as error:
+        raise ValueError(f"device_id={device!r} is no device of torch; the names are such as 'cuda:0'") from error
+
+
 # -- Where parameters are
 
 

@@ -11,9 +11,10 @@ from typing import Any
 from mmengine.config.lazy import LazyAttr, LazyObject
 from mmengine.registry import FUNCTIONS, Registry
 from torch import nn
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 from ..adapters.wrapping import ASKED
-from ..fairscale.wrap import default_auto_wrap_policy
+from ..fairscale.wrap import check_min_num_params, default_auto_wrap_policy
 
 Policy = Callable[..., bool]
 
@@ -71,9 +72,9 @@ def find_policy(name: str, given: Any, model: nn.Module) -> Policy | None:
         model: where to look up classes that are given by name.
 
     Raises:
-        TypeError: if it is none of these, or a registered entry cannot be called.
+        TypeError: if it is none of these, a registered entry cannot be called, or ``min_num_params`` is no number.
         ValueError: for an unknown name, a dict without ``type`` or with other options than the policy has, a class
-            that no module of ``model`` has.
+            that no module of ``model`` has, a ``min_num_params`` that is NaN.
     """
     if given is None:
         return None
@@ -90,6 +91,8 @@ def find_policy(name: str, given: Any, model: nn.Module) -> Policy | None:
         if policy is None:
             raise TypeError(f"{name}['type'] should be the name of a policy or a function, but is None")
         _check_options(name, policy, options)
+        if policy in (default_auto_wrap_policy, size_based_auto_wrap_policy) and "min_num_params" in options:
+            check_min_num_params(options["min_num_params"], f"{name}['min_num_params']")
         keys = [key for key in CLASS_OPTIONS if key in options]
         keys += [key for key in EXEMPT_OPTIONS if options.get(key) is not None]
         classes = {key: _classes(f"{name}[{key!r}]", options[key], model) for key in keys}

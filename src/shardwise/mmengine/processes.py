@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,10 @@ def init_process_group(backend: str | None = None, timeout: float | timedelta | 
 
     Raises:
         RuntimeError: naming the variables that no launcher has set.
+        TypeError: for a ``timeout`` of a wrong type.
+        ValueError: for one that is no time.
     """
+    limit = _limit(timeout)
     if dist.is_initialized():
         return
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -41,5 +45,14 @@ def init_process_group(backend: str | None = None, timeout: float | timedelta | 
         torch.accelerator.set_device_index(local_rank)
     if backend is None:
         backend = dist.get_default_backend_for_device(accelerator or torch.device("cpu"))
-    limit = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
-    dist.init_process_group(backend, timeout=DEFAULT_LIMIT if limit is None else limit)
+    dist.init_process_group(backend, timeout=limit)
+
+
+def _limit(timeout: Any) -> timedelta:
+    if timeout is None or isinstance(timeout, timedelta):
+        return DEFAULT_LIMIT if timeout is None else timeout
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f"timeout should be None, a number of seconds or a timedelta, but is {timeout!r}")
+    if not 0 < timeout < timedelta.max.total_seconds():
+        raise ValueError(f"timeout={timeout}: pass a number of seconds above 0, or None for 30 minutes")
+    return timedelta(seconds=timeout)

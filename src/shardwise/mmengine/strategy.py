@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from mmengine.model import BaseDataPreprocessor, is_model_wrapper
 from mmengine.registry import MODEL_WRAPPERS, STRATEGIES
 from torch import nn
 
+from .arguments import wrong_type
 from .optimizers import prepare_optim_wrapper
 from .processes import init_process_group
 from .saving import refuse_shards, together, whole_states
@@ -34,6 +35,15 @@ def _own(wrapped: nn.Module) -> nn.Module:
     if sharded_model(wrapped) is None:
         raise TypeError(f"ShardwiseStrategy's model_wrapper should be a {NAME}, but is a {type(wrapped).__name__}")
     return wrapped
+
+
+def _set_device(preprocessor: BaseDataPreprocessor, device: str) -> None:
+    """Let ``preprocessor`` bring batches to ``device``, with what it holds."""
+    if any(tensor.is_meta for tensor in (*preprocessor.parameters(), *preprocessor.buffers())):
+        # There is nothing to move yet: wrapping gives each tensor its values, on the device, and moves the others.
+        preprocessor._device = torch.device(device)
+    else:
+        preprocessor.to(device)
 
 
 def _make_average(hook: Any, runner: Any) -> None:
@@ -86,9 +96,11 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]  # MMEngine has no t
     def _wrap_model(self, model: nn.Module) -> nn.Module:
         if is_model_wrapper(model):
             return _own(model)
+        if not isinstance(self.model_wrapper, Mapping | None):
+            raise wrong_type("ShardwiseStrategy's model_wrapper", self.model_wrapper, f"a dict of arguments of {NAME}")
         for module in model.modules():
             if isinstance(module, BaseDataPreprocessor):
-                module.to(get_device())
+                _set_device(module, get_device())
         config = {"type": NAME, **(self.model_wrapper or {})}
         was_on_meta = any(parameter.is_meta for parameter in model.parameters())
         wrapped: Any = _own(MODEL_WRAPPERS.build(config, default_args={"module": self.convert_model(model)}))

@@ -68,11 +68,10 @@ class MMFullyShardedDataParallel(nn.Module):
         super().__init__()
         if kwargs:
             raise TypeError(f"{NAME} got {', '.join(map(repr, kwargs))}; it takes {', '.join(WRAPPER_ARGUMENTS)}")
+        arguments.check_kinds(given)
         check_arguments(MMFullyShardedDataParallel.__init__, NAME, WRAPPER_ARGUMENTS, given)
         if not isinstance(module, nn.Module):
             raise wrong_type("module", module, "a torch.nn.Module")
-        if not isinstance(use_orig_params, bool):
-            raise wrong_type("use_orig_params", use_orig_params, "a bool")
         prefetch = arguments.find_prefetch(backward_prefetch)
         init_fn = arguments.find_function("param_init_fn", param_init_fn)
         units = _find_units(given)
