@@ -17,7 +17,7 @@ from .interrupts import held
 from .matching import Match, WeightsError, check_ties, match
 from .peers import Peers
 from .progress import Progress
-from .weights import ModelWeights, Weight, weights_of
+from .weights import ModelWeights, Weight, peers_of, weights_of
 
 BLOCK_BYTES = 2**24
 """Bytes broadcast at a time, rounded down to whole rows, of which there is at least one."""
@@ -42,14 +42,15 @@ def full_state_dict(model: nn.Module, *, cpu: bool = True, rank0_only: bool = Tr
         ValueError: naming tensors without values, on all ranks.
         RuntimeError: on all ranks, naming a tensor that one of them cannot keep, as when its memory is full.
     """
-    state = weights_of(model, asked_by="full_state_dict", of_world=True)
-    with state.peers.together():
+    peers = peers_of(model, of_world=True)
+    with peers.together():
+        state = weights_of(model, asked_by="full_state_dict")
         state.check_values()
-    keeps = state.peers.is_first or not rank0_only
+    keeps = peers.is_first or not rank0_only
     values: dict[str, Any] = {name: value for name, (_, value) in state.objects.items()}
     # Raised at the end: until then the others wait for this rank.
     failures: dict[str, Exception] = {}
-    with Progress("Gathering", sum(w.nbytes for w in state.weights), shown=state.peers.is_first) as progress:
+    with Progress("Gathering", sum(w.nbytes for w in state.weights), shown=peers.is_first) as progress:
         for weight in state.weights:
             whole = weight.gather()
             with _noting(weight.names[0], failures):
@@ -57,7 +58,7 @@ def full_state_dict(model: nn.Module, *, cpu: bool = True, rank0_only: bool = Tr
                     values.update(dict.fromkeys(weight.names, _kept(whole, weight.local, cpu=cpu)))
             del whole
             progress.advance(weight.nbytes)
-    with state.peers.together():
+    with peers.together():
         for name, error in failures.items():
             raise RuntimeError(f"full_state_dict cannot keep {name!r}: {error}") from error
     return {name: values[name] for name in state.names} if keeps else {}
@@ -77,6 +78,7 @@ class _Description:
     dtype: torch.dtype
 
 
+@held()
 def load_full_state_dict(model: nn.Module, sd: Mapping[str, Any] | None, *, broadcast_from_rank0: bool = True) -> None:
     """Load a state dict with whole plain tensors; all ranks that hold the model call this.
 
@@ -95,15 +97,19 @@ def load_full_state_dict(model: nn.Module, sd: Mapping[str, Any] | None, *, broa
             not whole tensors, together; on all ranks.
         TypeError: if ``sd`` is not a dict.
     """
-    loading = weights_of(model, asked_by="load_full_state_dict", of_world=broadcast_from_rank0)
-    load_weights(loading.with_extra_as_objects(), sd, broadcast_from_rank0=broadcast_from_rank0)
+    peers = peers_of(model, of_world=broadcast_from_rank0)
+    with peers.together():
+        loading = weights_of(model, asked_by="load_full_state_dict").with_extra_as_objects()
+    load_weights(loading, peers, sd, broadcast_from_rank0=broadcast_from_rank0)
 
 
 @held()
 @torch.no_grad()
-def load_weights(loading: ModelWeights, sd: Mapping[str, Any] | None, *, broadcast_from_rank0: bool = True) -> None:
-    """What `load_full_state_dict` does, for ``loading``, which has extra state among its objects."""
-    peers = loading.peers
+def load_weights(
+    loading: ModelWeights, peers: Peers, sd: Mapping[str, Any] | None, *, broadcast_from_rank0: bool = True
+) -> None:
+    """What `load_full_state_dict` does, for ``loading``, which ``peers`` hold and which has extra state among its
+    objects."""
     has_values = peers.is_first or not broadcast_from_rank0
     with peers.together():
         tensors, objects, problems = sort_state(loading, sd) if has_values else ({}, {}, [])

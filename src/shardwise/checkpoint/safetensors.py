@@ -33,7 +33,7 @@ from .tensor_files import (
     read_stored,
     version_of,
 )
-from .weights import ModelWeights, Region, Weight, weights_of
+from .weights import ModelWeights, Region, Weight, peers_of, weights_of
 
 ABANDONED_AFTER = 86400.0
 """Seconds without a write, after which an unfinished file is taken for that of a save that was killed."""
@@ -79,9 +79,9 @@ def load_safetensors(
         TypeError: for an argument of a wrong type.
         OSError: if reading fails. Every error is raised on all ranks.
     """
-    loading = weights_of(model, asked_by="load_safetensors", plain_names=True)
-    peers = loading.peers
+    peers = peers_of(model)
     with peers.together():
+        loading = weights_of(model, asked_by="load_safetensors", plain_names=True)
         stored, problems = _renamed(read_stored(path_or_dir), rename)
         matches, keys = match(loading, stored, str(path_or_dir), strict=strict, problems=problems)
     _check_same(peers, stored, path_or_dir)
@@ -191,9 +191,9 @@ def save_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, max
         TypeError: for an argument of a wrong type.
         OSError: if the directory cannot be written, or is full. Every error is raised on all ranks.
     """
-    saving = weights_of(model, asked_by="save_safetensors", plain_names=True)
-    peers = saving.peers
+    peers = peers_of(model)
     with peers.together():
+        saving = weights_of(model, asked_by="save_safetensors", plain_names=True)
         path = path_of(directory)
         saving.check_values()
         names = {_name_to_store(model, weight): weight for weight in saving.weights}
