@@ -152,6 +152,17 @@ def fail() -> Any:
     raise RuntimeError("no memory")
 
 
+@on_ranks(3)
+def test_ranks_that_differ_in_where_the_values_are() -> None:
+    truth, model = build("mlp", 1).state_dict(), shard_plainly(build("mlp", 2))
+    for state in (truth, None):
+        given = truth if dist.get_rank() == 0 else state
+        broadcast = dist.get_rank() < 2
+        action = lambda given=given, b=broadcast: load_full_state_dict(model, given, broadcast_from_rank0=b)  # noqa: E731
+        assert_raises_alike(ValueError, "broadcast_from_rank0 is True on rank 0 and False on rank 2", action)
+    assert_state(model, build("mlp", 2).state_dict())
+
+
 def fail_on_the_last_rank(*_: Any) -> None:
     if dist.get_rank() == dist.get_world_size() - 1:
         raise OSError("no such state")
