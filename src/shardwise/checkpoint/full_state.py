@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..core.device import untracked
 from .interrupts import held
 from .matching import Match, WeightsError, check_ties, match
 from .peers import Peers
@@ -24,7 +25,7 @@ BLOCK_BYTES = 2**24
 
 
 @held()
-@torch.no_grad()
+@untracked()
 def full_state_dict(model: nn.Module, *, cpu: bool = True, rank0_only: bool = True) -> dict[str, Any]:
     """The model's state dict with whole plain tensors, none of which shares memory with the model.
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..core.device import untracked
 from .atomic import path_of, sync_directory
 from .integrity import CorruptFileError
 from .interrupts import held
@@ -170,7 +171,7 @@ class _Files(contextlib.ExitStack):
 
 
 @held()
-@torch.no_grad()
+@untracked()
 def save_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, max_shard_size: int | str = "5GB") -> None:
     """Save a model's parameters and persistent buffers for any reader of safetensors; all ranks that hold it call this.
 

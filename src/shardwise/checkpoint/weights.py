@@ -97,7 +97,8 @@ class Weight:
     @property
     def value(self) -> torch.Tensor:
         """The tensor to read from and to write into, detached; a DTensor if it is sharded."""
-        return (self._fresh if self._fresh is not None else self.tensor).detach()
+        with not_inference():  # in which no DTensor can be detached
+            return (self._fresh if self._fresh is not None else self.tensor).detach()
 
     @property
     def local(self) -> torch.Tensor:
