@@ -987,6 +987,14 @@ class History(nn.Linear):
         self.numbers = state
 
 
+@on_ranks(3)
+def test_a_rank_that_keeps_its_part_back() -> None:
+    with shared_directory() as directory:
+        with pytest.raises(ValueError, match=r"each rank that holds a part .* has to pass it.*model.layers"):
+            save(directory, model=None if dist.get_rank() == 2 else sharded())
+        assert os.listdir(directory) == []
+
+
 @on_ranks(2)
 def test_extra_state_that_is_a_tensor_may_differ_in_shape() -> None:
     rank = dist.get_rank()

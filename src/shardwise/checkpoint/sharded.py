@@ -78,7 +78,7 @@ def save(
         StateError: if parameters have no values yet.
         TypeError: for an argument of a wrong type, or what cannot be pickled.
         ValueError: if the optimizer has parameters that ``model`` does not have, a number is out of range, or ranks
-            give different directories.
+            give different directories, or not all parts of the model.
     """
     ranks, failed = saving_ranks(), background.take_error()
 
