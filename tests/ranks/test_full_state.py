@@ -187,6 +187,19 @@ def test_a_state_dict_that_one_rank_cannot_make_is_an_error_on_all() -> None:
             assert notes == ["shardwise: this happened on rank 1"] * (dist.get_rank() == 0)
 
 
+@on_ranks(3, moves=[True, False])
+def test_ranks_whose_state_dicts_have_other_tensors(moves: bool) -> None:
+    def hook(_: nn.Module, state: dict[str, Any], *__: Any) -> None:
+        if dist.get_rank() == 2:
+            weight = state.pop("layers.0.weight")
+            state.update({"layers.0.weight": weight} if moves else {})
+
+    model = shard_plainly(build("mlp", 1))
+    model.register_state_dict_post_hook(hook)
+    what = "order of tensors" if moves else "'layers.0.weight'"
+    assert_raises_alike(ValueError, f"ranks 0 and 2 do not have the same {what}", lambda: full_state_dict(model))
+
+
 @on_ranks(2)
 def test_converts_dtypes() -> None:
     state = {name: value.double() for name, value in build("mlp", 1).state_dict().items()}

@@ -563,8 +563,8 @@ def test_ranks_that_would_write_other_files(apart: bool) -> None:
     sizes = 100 if dist.get_rank() == 2 else 1000
     with shared_directory() as directory, other_hosts() if apart else nullcontext():
         for model, size, what in (
-            (alike, sizes, "another max_shard_size on rank 2 than on rank 0"),
-            (other, 1000, "other dtypes or shapes of 'before', 'after.last' on rank 2 than on rank 0"),
+            (alike, sizes, "ranks 0 and 2 do not have the same max_shard_size"),
+            (other, 1000, "ranks 0 and 2 do not have the same 'before', 'after.last'"),
         ):
             shardwise.fully_shard(model, mesh=mesh_of_all())
             action = lambda model=model, size=size: save_safetensors(model, directory, max_shard_size=size)  # noqa: E731

@@ -40,13 +40,15 @@ def full_state_dict(model: nn.Module, *, cpu: bool = True, rank0_only: bool = Tr
         The keys of ``model.state_dict()``, in its order. Names of a tied parameter have the same tensor.
 
     Raises:
-        ValueError: naming tensors without values, on all ranks.
+        ValueError: naming tensors without values, or sharded ones that ranks do not have alike; on all ranks.
         RuntimeError: on all ranks, naming a tensor that one of them cannot keep, as when its memory is full.
     """
     peers = peers_of(model, of_world=True)
     with peers.together():
         state = weights_of(model, asked_by="full_state_dict")
         state.check_values()
+    gathered = {name: (w.dtype, w.shape) for w in state.weights if isinstance(w.tensor, DTensor) for name in w.names}
+    peers.refuse_unlike("full_state_dict", gathered, list(gathered.items()), otherwise="order of tensors")
     keeps = peers.is_first or not rank0_only
     values: dict[str, Any] = {name: value for name, (_, value) in state.objects.items()}
     # Raised at the end: until then the others wait for this rank.

@@ -21,7 +21,6 @@ from .atomic import path_of, sync_directory
 from .integrity import CorruptFileError
 from .interrupts import held
 from .matching import IncompatibleKeys, Match, WeightsError, check_ties, match
-from .names import listed
 from .peers import Peers
 from .progress import Progress
 from .tensor_files import (
@@ -203,7 +202,8 @@ def save_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, max
         _check_storable(saving, names)
         tensors = {name: (weight.dtype, weight.shape) for name, weight in names.items()}
         files = plan_files(tensors, _parse_size(max_shard_size), _metadata(names))
-    _check_planned_alike(peers, tensors, files)
+    # Each writes where its own plan says.
+    peers.refuse_unlike("save_safetensors", tensors, [file.header for file in files], otherwise="max_shard_size")
     token = peers.exchange(secrets.token_hex(4))[0]
     target = _Target(path, files, token)
     try:
@@ -222,27 +222,6 @@ def save_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, max
     except BaseException:
         peers.exchange(None)  # no rank goes on before the first one has cleaned up
         raise
-
-
-def _check_planned_alike(
-    peers: Peers, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], files: Sequence[PlannedFile]
-) -> None:
-    """
-    Raises:
-        ValueError: on all ranks, unless all have planned the same files: each writes where its own plan says.
-    """
-    digests = peers.exchange(hashlib.sha256(b"".join(file.header for file in files)).hexdigest())
-    if len(set(digests)) == 1:
-        return
-    position = next(position for position, digest in enumerate(digests) if digest != digests[0])
-    found = peers.exchange(tensors)
-    first, other = found[0], found[position]
-    unlike = [name for name in {**first, **other} if first.get(name) != other.get(name)]
-    what = f"other dtypes or shapes of {listed(unlike)}" if unlike else "another max_shard_size"
-    raise ValueError(
-        f"save_safetensors has {what} on rank {peers.ranks[position]} than on rank {peers.ranks[0]}: all ranks that "
-        "hold the model write the same files together"
-    )
 
 
 def _parse_size(size: int | str) -> int:
