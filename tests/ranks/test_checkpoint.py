@@ -440,6 +440,30 @@ def test_plain_dcp_loads_ours_into_fsdp2(kind: str) -> None:
         assert_same(theirs.state(), first[0])
 
 
+@on_ranks(2, verb=[shardwise.fully_shard, torch_fully_shard])
+def test_within_inference_mode(verb: Any) -> None:
+    """As of an evaluation whose model turns out to be the best. What is loaded there can be trained."""
+    run = Run(verb=verb)
+    run.steps(1)
+    truth = run.state()
+    values = {name: truth[name] for name in run.model.state_dict()}
+    with shared_directory() as directory:
+        with torch.inference_mode():
+            run.save(directory)
+            shardwise.save_safetensors(run.model, directory)
+            assert_same(shardwise.full_state_dict(run.model, rank0_only=False), values)
+        others = [Run(verb=verb, seed=2) for _ in range(3)]
+        with torch.inference_mode():
+            others[0].load(directory)
+            shardwise.load_safetensors(others[1].model, directory)
+            shardwise.load_full_state_dict(others[2].model, values, broadcast_from_rank0=False)
+    assert_same(others[0].state(), truth)
+    for other in others:
+        for name, parameter in other.model.named_parameters():
+            assert torch.equal(whole(parameter), truth[name]), name
+        other.steps(1)
+
+
 @on_ranks(2)
 def test_fsdp2_models_saved_and_loaded_by_ours() -> None:
     with shared_directory() as directory:
@@ -961,6 +985,14 @@ class History(nn.Linear):
 
     def set_extra_state(self, state: torch.Tensor) -> None:
         self.numbers = state
+
+
+@on_ranks(3)
+def test_a_rank_that_keeps_its_part_back() -> None:
+    with shared_directory() as directory:
+        with pytest.raises(ValueError, match=r"each rank that holds a part .* has to pass it.*model.layers"):
+            save(directory, model=None if dist.get_rank() == 2 else sharded())
+        assert os.listdir(directory) == []
 
 
 @on_ranks(2)

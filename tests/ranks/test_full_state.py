@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardwise
 from shardwise.checkpoint import full_state
 from shardwise.checkpoint.full_state import full_state_dict, load_full_state_dict
+from shardwise.checkpoint.safetensors import load_safetensors, save_safetensors
 
 from ..models import MLP, MODELS, Transformer, build, inputs_for, wrap
 from .harness import on_ranks
@@ -148,6 +150,54 @@ def test_what_one_rank_cannot_keep_or_take_is_an_error_on_all() -> None:
 
 def fail() -> Any:
     raise RuntimeError("no memory")
+
+
+@on_ranks(3)
+def test_ranks_that_differ_in_where_the_values_are() -> None:
+    truth, model = build("mlp", 1).state_dict(), shard_plainly(build("mlp", 2))
+    for state in (truth, None):
+        given = truth if dist.get_rank() == 0 else state
+        broadcast = dist.get_rank() < 2
+        action = lambda given=given, b=broadcast: load_full_state_dict(model, given, broadcast_from_rank0=b)  # noqa: E731
+        assert_raises_alike(ValueError, "broadcast_from_rank0 is True on rank 0 and False on rank 2", action)
+    assert_state(model, build("mlp", 2).state_dict())
+
+
+def fail_on_the_last_rank(*_: Any) -> None:
+    if dist.get_rank() == dist.get_world_size() - 1:
+        raise OSError("no such state")
+
+
+@on_ranks(2)
+def test_a_state_dict_that_one_rank_cannot_make_is_an_error_on_all() -> None:
+    model = shard_plainly(nn.Linear(3, 3))
+    state = full_state_dict(model)
+    with tempfile.TemporaryDirectory() as directory:
+        save_safetensors(nn.Linear(3, 3), directory)
+        model.register_state_dict_pre_hook(fail_on_the_last_rank)
+        for action in (
+            lambda: full_state_dict(model),
+            lambda: load_full_state_dict(model, state),
+            lambda: load_safetensors(model, directory),
+            lambda: save_safetensors(model, directory),
+        ):
+            with pytest.raises(OSError, match="no such state") as caught:
+                action()
+            notes = getattr(caught.value, "__notes__", [])
+            assert notes == ["shardwise: this happened on rank 1"] * (dist.get_rank() == 0)
+
+
+@on_ranks(3, moves=[True, False])
+def test_ranks_whose_state_dicts_have_other_tensors(moves: bool) -> None:
+    def hook(_: nn.Module, state: dict[str, Any], *__: Any) -> None:
+        if dist.get_rank() == 2:
+            weight = state.pop("layers.0.weight")
+            state.update({"layers.0.weight": weight} if moves else {})
+
+    model = shard_plainly(build("mlp", 1))
+    model.register_state_dict_post_hook(hook)
+    what = "order of tensors" if moves else "'layers.0.weight'"
+    assert_raises_alike(ValueError, f"ranks 0 and 2 do not have the same {what}", lambda: full_state_dict(model))
 
 
 @on_ranks(2)

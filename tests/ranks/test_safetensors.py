@@ -9,6 +9,7 @@ import resource
 import struct
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -540,6 +541,35 @@ def test_ranks_of_several_hosts_gather(apart: Callable[[], Any]) -> None:
         with shared_directory() as directory, apart():
             save_safetensors(shard_plainly(make()), directory, max_shard_size=300)
             assert_equal(read(directory), truth)
+
+
+class Between(nn.Module):
+    """A linear layer between two buffers, which have as many elements together at any ``size`` up to 100."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.register_buffer("before", torch.zeros(size))
+        self.linear = nn.Linear(6, 6)
+        self.after = nn.Module()
+        self.after.register_buffer("last", torch.zeros(100 - size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+@on_ranks(3, apart=[False, True])
+def test_ranks_that_would_write_other_files(apart: bool) -> None:
+    alike, other = Between(40), Between(40 + 4 * (dist.get_rank() == 2))
+    sizes = 100 if dist.get_rank() == 2 else 1000
+    with shared_directory() as directory, other_hosts() if apart else nullcontext():
+        for model, size, what in (
+            (alike, sizes, "ranks 0 and 2 do not have the same max_shard_size"),
+            (other, 1000, "ranks 0 and 2 do not have the same 'before', 'after.last'"),
+        ):
+            shardwise.fully_shard(model, mesh=mesh_of_all())
+            action = lambda model=model, size=size: save_safetensors(model, directory, max_shard_size=size)  # noqa: E731
+            assert_raises_alike(ValueError, what, action)
+        assert list(directory.iterdir()) == []
 
 
 @on_ranks(2)

@@ -301,7 +301,7 @@ def test_what_can_be_given_as_path(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     match = r"neither model\.safetensors nor model\.safetensors\.index\.json; it has blob\.safetensors, other"
     with pytest.raises(FileNotFoundError, match=match):
         loads("cache")
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="path_or_dir must be a path, not int"):
         loads(3)
     with pytest.raises(TypeError, match="must be a module"):
         load_safetensors({}, path)  # type: ignore[arg-type]

@@ -13,18 +13,19 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..core.device import untracked
 from .interrupts import held
 from .matching import Match, WeightsError, check_ties, match
 from .peers import Peers
 from .progress import Progress
-from .weights import ModelWeights, Weight, weights_of
+from .weights import ModelWeights, Weight, peers_of, weights_of
 
 BLOCK_BYTES = 2**24
 """Bytes broadcast at a time, rounded down to whole rows, of which there is at least one."""
 
 
 @held()
-@torch.no_grad()
+@untracked()
 def full_state_dict(model: nn.Module, *, cpu: bool = True, rank0_only: bool = True) -> dict[str, Any]:
     """The model's state dict with whole plain tensors, none of which shares memory with the model.
 
@@ -39,17 +40,20 @@ def full_state_dict(model: nn.Module, *, cpu: bool = True, rank0_only: bool = Tr
         The keys of ``model.state_dict()``, in its order. Names of a tied parameter have the same tensor.
 
     Raises:
-        ValueError: naming tensors without values, on all ranks.
+        ValueError: naming tensors without values, or sharded ones that ranks do not have alike; on all ranks.
         RuntimeError: on all ranks, naming a tensor that one of them cannot keep, as when its memory is full.
     """
-    state = weights_of(model, asked_by="full_state_dict", of_world=True)
-    with state.peers.together():
+    peers = peers_of(model, of_world=True)
+    with peers.together():
+        state = weights_of(model, asked_by="full_state_dict")
         state.check_values()
-    keeps = state.peers.is_first or not rank0_only
+    gathered = {name: (w.dtype, w.shape) for w in state.weights if isinstance(w.tensor, DTensor) for name in w.names}
+    peers.refuse_unlike("full_state_dict", gathered, list(gathered.items()), otherwise="order of tensors")
+    keeps = peers.is_first or not rank0_only
     values: dict[str, Any] = {name: value for name, (_, value) in state.objects.items()}
     # Raised at the end: until then the others wait for this rank.
     failures: dict[str, Exception] = {}
-    with Progress("Gathering", sum(w.nbytes for w in state.weights), shown=state.peers.is_first) as progress:
+    with Progress("Gathering", sum(w.nbytes for w in state.weights), shown=peers.is_first) as progress:
         for weight in state.weights:
             whole = weight.gather()
             with _noting(weight.names[0], failures):
@@ -57,7 +61,7 @@ def full_state_dict(model: nn.Module, *, cpu: bool = True, rank0_only: bool = Tr
                     values.update(dict.fromkeys(weight.names, _kept(whole, weight.local, cpu=cpu)))
             del whole
             progress.advance(weight.nbytes)
-    with state.peers.together():
+    with peers.together():
         for name, error in failures.items():
             raise RuntimeError(f"full_state_dict cannot keep {name!r}: {error}") from error
     return {name: values[name] for name in state.names} if keeps else {}
@@ -77,6 +81,7 @@ class _Description:
     dtype: torch.dtype
 
 
+@held()
 def load_full_state_dict(model: nn.Module, sd: Mapping[str, Any] | None, *, broadcast_from_rank0: bool = True) -> None:
     """Load a state dict with whole plain tensors; all ranks that hold the model call this.
 
@@ -92,18 +97,37 @@ def load_full_state_dict(model: nn.Module, sd: Mapping[str, Any] | None, *, broa
 
     Raises:
         ValueError: (also a RuntimeError) listing all missing, unexpected and mis-shaped names, and values that are
-            not whole tensors, together; on all ranks.
+            not whole tensors, together; or if ranks differ in ``broadcast_from_rank0``; on all ranks.
         TypeError: if ``sd`` is not a dict.
     """
-    loading = weights_of(model, asked_by="load_full_state_dict", of_world=broadcast_from_rank0)
-    load_weights(loading.with_extra_as_objects(), sd, broadcast_from_rank0=broadcast_from_rank0)
+    peers = peers_of(model, of_world=broadcast_from_rank0)
+    _check_same_source(peers, broadcast_from_rank0)
+    with peers.together():
+        loading = weights_of(model, asked_by="load_full_state_dict").with_extra_as_objects()
+    load_weights(loading, peers, sd, broadcast_from_rank0=broadcast_from_rank0)
+
+
+def _check_same_source(peers: Peers, broadcast_from_rank0: bool) -> None:
+    """
+    Raises:
+        ValueError: on all ranks, unless all of them take the values from the same place.
+    """
+    given = peers.exchange(bool(broadcast_from_rank0))
+    if len(set(given)) > 1:
+        other = next(rank for rank, own in zip(peers.ranks, given, strict=True) if own != given[0])
+        raise ValueError(
+            f"broadcast_from_rank0 is {given[0]} on rank {peers.ranks[0]} and {not given[0]} on rank {other}: give all "
+            "ranks that hold the model the same"
+        )
 
 
 @held()
 @torch.no_grad()
-def load_weights(loading: ModelWeights, sd: Mapping[str, Any] | None, *, broadcast_from_rank0: bool = True) -> None:
-    """What `load_full_state_dict` does, for ``loading``, which has extra state among its objects."""
-    peers = loading.peers
+def load_weights(
+    loading: ModelWeights, peers: Peers, sd: Mapping[str, Any] | None, *, broadcast_from_rank0: bool = True
+) -> None:
+    """What `load_full_state_dict` does, for ``loading``, which ``peers`` hold and which has extra state among its
+    objects."""
     has_values = peers.is_first or not broadcast_from_rank0
     with peers.together():
         tensors, objects, problems = sort_state(loading, sd) if has_values else ({}, {}, [])

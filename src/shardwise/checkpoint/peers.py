@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..core.mesh import mesh_device
 from .interrupts import held
+from .names import listed
 
 T = TypeVar("T")
 
@@ -87,6 +89,31 @@ class Peers:
             raise own
         first.add_note(f"shardwise: this happened on rank {rank}")
         raise first from own
+
+    def refuse_unlike(self, verb: str, tensors: Mapping[str, object], plan: object, *, otherwise: str) -> None:
+        """Compare what each rank will do, where one that did something else would do it to another's tensors.
+
+        Args:
+            verb: that does it, for the message.
+            tensors: what tells this rank's tensors from others, by name.
+            plan: that the tensors and one thing more decide; alike where its ``repr`` is.
+            otherwise: what that is.
+
+        Raises:
+            ValueError: on all ranks, unless all plan the same.
+        """
+        digests = self.exchange(hashlib.sha256(repr(plan).encode()).hexdigest())
+        if len(set(digests)) == 1:
+            return
+        position = next(position for position, digest in enumerate(digests) if digest != digests[0])
+        found = self.exchange(tensors)
+        first, other = found[0], found[position]
+        unlike = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+        what = f"{listed(unlike)} (other dtypes or shapes, or one lacks them)" if unlike else otherwise
+        raise ValueError(
+            f"{verb}: ranks {self.ranks[0]} and {self.ranks[position]} do not have the same {what}, and all ranks that "
+            "hold the model do this together"
+        )
 
 
 def _portable(error: BaseException | None) -> Exception | None:

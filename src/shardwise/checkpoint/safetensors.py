@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..core.device import untracked
 from .atomic import path_of, sync_directory
 from .integrity import CorruptFileError
 from .interrupts import held
@@ -33,7 +34,7 @@ from .tensor_files import (
     read_stored,
     version_of,
 )
-from .weights import ModelWeights, Region, Weight, weights_of
+from .weights import ModelWeights, Region, Weight, peers_of, weights_of
 
 ABANDONED_AFTER = 86400.0
 """Seconds without a write, after which an unfinished file is taken for that of a save that was killed."""
@@ -79,9 +80,9 @@ def load_safetensors(
         TypeError: for an argument of a wrong type.
         OSError: if reading fails. Every error is raised on all ranks.
     """
-    loading = weights_of(model, asked_by="load_safetensors", plain_names=True)
-    peers = loading.peers
+    peers = peers_of(model)
     with peers.together():
+        loading = weights_of(model, asked_by="load_safetensors", plain_names=True)
         stored, problems = _renamed(read_stored(path_or_dir), rename)
         matches, keys = match(loading, stored, str(path_or_dir), strict=strict, problems=problems)
     _check_same(peers, stored, path_or_dir)
@@ -169,7 +170,7 @@ class _Files(contextlib.ExitStack):
 
 
 @held()
-@torch.no_grad()
+@untracked()
 def save_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, max_shard_size: int | str = "5GB") -> None:
     """Save a model's parameters and persistent buffers for any reader of safetensors; all ranks that hold it call this.
 
@@ -187,19 +188,22 @@ def save_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, max
             file of its own.
 
     Raises:
-        ValueError: for an invalid size, a dtype that the format does not have, a tensor without values.
+        ValueError: for an invalid size, a dtype that the format does not have, a tensor without values; or if ranks
+            differ in the size or in the shapes of tensors, such as buffers.
         TypeError: for an argument of a wrong type.
         OSError: if the directory cannot be written, or is full. Every error is raised on all ranks.
     """
-    saving = weights_of(model, asked_by="save_safetensors", plain_names=True)
-    peers = saving.peers
+    peers = peers_of(model)
     with peers.together():
+        saving = weights_of(model, asked_by="save_safetensors", plain_names=True)
         path = path_of(directory)
         saving.check_values()
         names = {_name_to_store(model, weight): weight for weight in saving.weights}
         _check_storable(saving, names)
         tensors = {name: (weight.dtype, weight.shape) for name, weight in names.items()}
         files = plan_files(tensors, _parse_size(max_shard_size), _metadata(names))
+    # Each writes where its own plan says.
+    peers.refuse_unlike("save_safetensors", tensors, [file.header for file in files], otherwise="max_shard_size")
     token = peers.exchange(secrets.token_hex(4))[0]
     target = _Target(path, files, token)
     try:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..core.device import local_of, not_inference
+from ..core.device import local_of, not_inference, untracked
 from .asynchronous import background, host_copies
 from .atomic import DCP_METADATA, MANIFEST, Draft, checkpoints_in, is_name_of_ours, latest, path_of, prune
 from .contents import apart, contents, digests
@@ -34,6 +34,7 @@ Optimizers = Optimizer | Iterable[Optimizer] | Mapping[Any, Optimizer]
 
 
 @held()
+@untracked()
 def save(
     directory: str | os.PathLike[str],
     *,
@@ -77,7 +78,7 @@ def save(
         StateError: if parameters have no values yet.
         TypeError: for an argument of a wrong type, or what cannot be pickled.
         ValueError: if the optimizer has parameters that ``model`` does not have, a number is out of range, or ranks
-            give different directories.
+            give different directories, or not all parts of the model.
     """
     ranks, failed = saving_ranks(), background.take_error()
 

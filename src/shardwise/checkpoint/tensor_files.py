@@ -102,7 +102,10 @@ def read_stored(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
         FileNotFoundError: if there is nothing, or a file of the index is missing.
         CorruptFileError: for an index or a file that is damaged.
         WeightsError: for an index that refers to what it must not, or to tensors that are not there.
+        TypeError: if it is not a path.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path_or_dir must be a path, not {type(path).__name__}")
     path = Path(path)
     if path.is_dir():
         path = _weights_in(path)

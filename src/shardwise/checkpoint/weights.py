@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ..core.device import local_of, not_inference, region_of, spec_of
 from ..core.errors import StateError
 from ..core.flat import refuse_flat
+from ..core.hooks import Unit
 from ..core.mesh import mesh_device
 from ..core.module import unit_of
 from ..core.shards import Shards
@@ -96,7 +97,8 @@ class Weight:
     @property
     def value(self) -> torch.Tensor:
         """The tensor to read from and to write into, detached; a DTensor if it is sharded."""
-        return (self._fresh if self._fresh is not None else self.tensor).detach()
+        with not_inference():  # in which no DTensor can be detached
+            return (self._fresh if self._fresh is not None else self.tensor).detach()
 
     @property
     def local(self) -> torch.Tensor:
@@ -216,14 +218,12 @@ class ModelWeights:
         objects: what is not a tensor, by name: the module whose extra state it is, None if it is something else that
             the model adds to its state dict, and the value.
         keys: of the state dict, in its order, by name.
-        of_world: whether a plain model belongs to all ranks together; otherwise to this process alone.
     """
 
     model: nn.Module
     weights: list[Weight]
     objects: dict[str, tuple[nn.Module | None, Any]]
     keys: dict[str, str]
-    of_world: bool
 
     @property
     def names(self) -> list[str]:
@@ -291,24 +291,10 @@ class ModelWeights:
             )
 
     @cached_property
-    def _meshes(self) -> list[DeviceMesh]:
-        return list(dict.fromkeys(w.tensor.device_mesh for w in self.weights if isinstance(w.tensor, DTensor)))
-
-    @cached_property
-    def peers(self) -> Peers:
-        """The ranks that hold the model.
-
-        Raises:
-            ValueError: if it is on several meshes of which none has all ranks.
-        """
-        mesh = common_mesh(self._meshes)
-        return Peers(world_mesh() if mesh is None and self.of_world else mesh)
-
-    @cached_property
     def device(self) -> torch.device:
         """For tensors on the meta device that no unit manages."""
-        if self._meshes:
-            return mesh_device(self._meshes[0])
+        if meshes := _meshes_of(weight.tensor for weight in self.weights):
+            return mesh_device(meshes[0])
         return next((w.tensor.device for w in self.weights if not w.tensor.is_meta), torch.device("cpu"))
 
     def check_values(self) -> None:
@@ -324,12 +310,37 @@ class ModelWeights:
             )
 
 
+def peers_of(model: nn.Module, *, of_world: bool = False) -> Peers:
+    """The ranks that hold ``model``. Runs no code of its own, which one rank alone could fail in.
+
+    Args:
+        model: as of `weights_of`.
+        of_world: whether a plain model belongs to all ranks together; otherwise to this process alone.
+
+    Raises:
+        TypeError: if it is not a module.
+        ValueError: if it is on several meshes of which none has all ranks.
+    """
+    _check_module(model)
+    sharded = [slot.sharded for unit in _units_of(model) for group in unit.groups for slot in group.slots]
+    mesh = common_mesh(_meshes_of([*sharded, *model.parameters(), *model.buffers()]))
+    return Peers(world_mesh() if mesh is None and of_world else mesh)
+
+
+def _meshes_of(tensors: Iterable[torch.Tensor]) -> list[DeviceMesh]:
+    return list(dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)))
+
+
+def _check_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model must be a module, not {type(model).__name__}")
+
+
 def weights_of(
     model: nn.Module,
     *,
     asked_by: str = "save",
     plain_names: bool = False,
-    of_world: bool = False,
     state_of: Callable[[nn.Module], Mapping[str, Any]] | None = None,
 ) -> ModelWeights:
     """Find the tensors of ``model``'s state dict.
@@ -339,15 +350,13 @@ def weights_of(
         asked_by: name of the function that wants them, for messages.
         plain_names: whether names are those of the model as it was written, without wrappers around its modules;
             otherwise they are the keys of its state dict.
-        of_world: whether a plain model belongs to all ranks together; otherwise to this process alone.
         state_of: gives what to take for the state dict of the model, with its own parameters; None for that itself.
 
     Raises:
         TypeError: if it is not a module.
         ValueError: if it has flat shards.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"the model must be a module, not {type(model).__name__}")
+    _check_module(model)
     refuse_flat(model, asked_by)
     slots = _slots_of(model)
     sites: dict[int, list[Site]] = defaultdict(list)
@@ -367,13 +376,17 @@ def weights_of(
         else:
             slot, shards = slots.get(id(value), (None, None))
             weights[id(value)] = Weight([name], value, sites[id(value)], slot, shards, extra_of)
-    return ModelWeights(model, list(weights.values()), objects, named, of_world)
+    return ModelWeights(model, list(weights.values()), objects, named)
+
+
+def _units_of(model: nn.Module) -> list[Unit]:
+    return list(dict.fromkeys(unit for module in model.modules() if (unit := unit_of(module)) is not None))
 
 
 def _slots_of(model: nn.Module) -> dict[int, tuple[Slot, Shards]]:
     """The units' slots by the identity of the parameters that are registered for them."""
     slots = {}
-    for unit in dict.fromkeys(unit for module in model.modules() if (unit := unit_of(module)) is not None):
+    for unit in _units_of(model):
         for group in unit.groups:
             group.reshard()
             if not group.shards.is_adopted:

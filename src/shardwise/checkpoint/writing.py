@@ -16,7 +16,8 @@ from typing import Any, cast
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from .atomic import DCP_METADATA
@@ -48,6 +49,15 @@ class _SavePlanner(DefaultSavePlanner):
             twice = [path for path in self._leaves if self.mappings[key_of(path)] != path]
             raise ValueError(f"two things to save have the same name: {listed(map(key_of, twice))}")
         self.is_coordinator = is_coordinator
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        try:
+            return super().create_global_plan(all_plans)
+        except ValueError as error:
+            raise ValueError(
+                "what the ranks give does not make up whole tensors: each rank that holds a part of the model, of the "
+                f"optimizer or of a tensor in extra has to pass it, under names that no other model has ({error})"
+            ) from error
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         value = self.lookup_object(write_item.index)
@@ -100,6 +110,7 @@ def write_leaves(
 
     Raises:
         CheckpointError: on all ranks, if one of them cannot write.
+        ValueError: on all ranks, if what they give does not make up whole tensors.
     """
     planner, files = _SavePlanner(leaves), _SummingFileSystem(advance)
     # DCP copies ahead on the thread's current device, which in our background thread may be another rank's.

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from types import CodeType
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeAlias, TypeVar, cast
@@ -109,6 +109,13 @@ _NOTHING = contextlib.nullcontext()
 def not_inference() -> contextlib.AbstractContextManager[Any]:
     """Tensors made inside are ordinary ones also under `torch.inference_mode`, so training can use them later."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING
+
+
+@contextlib.contextmanager
+def untracked() -> Iterator[None]:
+    """Neither autograd nor `torch.inference_mode`, in which no DTensor can be detached; also a decorator."""
+    with torch.no_grad(), not_inference():
+        yield
 
 
 # -- Many tensors in one call -----------------------------------------------------------------------------------

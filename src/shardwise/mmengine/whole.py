@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..checkpoint.full_state import load_weights
-from ..checkpoint.weights import ModelWeights, Weight, weights_of
+from ..checkpoint.weights import ModelWeights, Weight, peers_of, weights_of
 from ..core.errors import StateError
 from ..core.module import FSDPModule, class_before_sharding, unit_of
 
@@ -46,7 +46,7 @@ def whole_parameters(model: nn.Module) -> Iterator[None]:
         ValueError: listing parameters whose shapes were changed inside; nothing is loaded then.
         Exception: what was raised inside, on all ranks.
     """
-    weights = weights_of(model, state_of=_registered)
+    peers, weights = peers_of(model), weights_of(model, state_of=_registered)
     weights.check_values()
     sharded = [weight for weight in weights.weights if isinstance(weight.tensor, DTensor) and weight.sites]
     with _as_before_sharding(model):
@@ -55,18 +55,18 @@ def whole_parameters(model: nn.Module) -> Iterator[None]:
                 whole = nn.Parameter(weight.gather().detach().clone(), weight.tensor.requires_grad)
                 for site in weight.sites:
                     site.put(whole)
-            with weights.peers.together():
+            with peers.together():
                 yield
                 given = {name: tensor.detach() for name, tensor in _registered(model).items()}
                 _refuse_moved(model, weights, sharded, given)
-            trained = weights.peers.exchange([weight.sites[0].get().requires_grad for weight in sharded])[0]
+            trained = peers.exchange([weight.sites[0].get().requires_grad for weight in sharded])[0]
         finally:
             for weight in sharded:
                 for site in weight.sites:
                     site.put(weight.tensor)
     for weight, is_trained in zip(sharded, trained, strict=True):
         weight.tensor.requires_grad_(is_trained)
-    load_weights(weights_of(model, state_of=_registered), given)
+    load_weights(weights_of(model, state_of=_registered), peers, given)
 
 
 def _registered(model: nn.Module) -> dict[str, torch.Tensor]:
