@@ -73,12 +73,22 @@ def check_flags(function: Callable[..., Any], name: str, given: Mapping[str, Any
         given: values of its arguments.
 
     Raises:
-        TypeError: naming a flag that is neither a bool, nor 0, 1 or None: a string such as "False" counts as true.
+        TypeError: as of `check_flag`.
     """
     for key, parameter in inspect.signature(function).parameters.items():
-        value = given.get(key)
-        if isinstance(parameter.default, bool) and not (value is None or isinstance(value, int)):
-            raise TypeError(f"{name}({key}={value!r}): pass True or False, not {type(value).__name__}")
+        if isinstance(parameter.default, bool):
+            check_flag(name, key, given.get(key))
+
+
+def check_flag(name: str, key: str, value: object) -> None:
+    """
+    Raises:
+        TypeError: naming a flag that is neither a bool, of NumPy too, nor an int or None: a string such as "False"
+            counts as true.
+    """
+    # NumPy's is no int.
+    if not (value is None or isinstance(value, int) or type(value).__name__ in ("bool", "bool_")):
+        raise TypeError(f"{name}({key}={value!r}): pass True or False, not {type(value).__name__}")
 
 
 def documented(table: Table) -> Callable[[AnyClass], AnyClass]:

@@ -26,7 +26,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from .adapters.whole import gather_in
 from .adapters.wrapping import Policy, show_shards, without_gradient_sync
-from .arguments import check_arguments, documented
+from .arguments import check_arguments, check_flag, documented
 from .checkpoint.atomic import is_url
 from .checkpoint.full_state import full_state_dict
 from .checkpoint.model_state import model_state
@@ -102,7 +102,6 @@ class _TrainerStrategy(ProcessesStrategy):
     ):
         given = {name: value for name, value in locals().items() if name in TRAINER_ARGUMENTS}
         check_arguments(_TrainerStrategy.__init__, "DDPFullyShardedStrategy", TRAINER_ARGUMENTS, given)
-        _refuse_not_bool(state_dict_to_cpu=state_dict_to_cpu)
         if move_grads_to_cpu is not None and move_grads_to_cpu != cpu_offload:
             raise ValueError(
                 f"move_grads_to_cpu={move_grads_to_cpu} with cpu_offload={cpu_offload}: gradients are kept where their "
@@ -503,23 +502,12 @@ def _naming_sharded(module: nn.Module) -> Iterator[None]:
         raise
 
 
-def _refuse_not_bool(**values: object) -> None:
-    """
-    Raises:
-        TypeError: naming an argument whose value would only count as true or false.
-    """
-    for name, value in values.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be a bool, not {value!r}")
-
-
 def _precision_policy(
     given: MixedPrecisionPolicy | None, compute_dtype: torch.dtype | None, fp32_reduce_scatter: bool | None
 ) -> MixedPrecisionPolicy:
     if compute_dtype is not None and not isinstance(compute_dtype, torch.dtype):
         raise TypeError(f"compute_dtype must be a torch.dtype, not {compute_dtype!r}")
-    if fp32_reduce_scatter is not None:
-        _refuse_not_bool(fp32_reduce_scatter=fp32_reduce_scatter)
+    check_flag("DDPFullyShardedStrategy", "fp32_reduce_scatter", fp32_reduce_scatter)
     if given is None:
         return MixedPrecisionPolicy(compute_dtype, torch.float32 if fp32_reduce_scatter else compute_dtype)
     if compute_dtype is not None or fp32_reduce_scatter is not None:

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -635,6 +636,12 @@ def test_a_flag_that_is_none_is_named(given: Any) -> None:
     for flag in flags:
         with pytest.raises(TypeError, match=rf"FullyShardedDataParallel\({flag}=.*\): pass True or False, not "):
             FSDP(nn.Linear(2, 2), DummyProcessGroup(0, 1), **{flag: given})
+
+
+@pytest.mark.parametrize("given", [True, 1, np.True_])
+def test_a_flag_may_be_what_counts_as_true_and_nothing_else(given: Any) -> None:
+    model = FSDP(nn.Linear(2, 2), DummyProcessGroup(0, 1), disable_reshard_on_root=given)
+    assert model.disable_reshard_on_root
 
 
 def test_flat_parameter() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -1057,6 +1058,7 @@ def arguments(directory: Path) -> None:
     with raises(ValueError, "mp_policy", "compute_dtype"):
         ours(mp_policy=MixedPrecisionPolicy(), compute_dtype=torch.bfloat16)
     assert ours(min_num_params=7).min_num_params == 7
+    assert ours(state_dict_to_cpu=0, fp32_reduce_scatter=np.True_).sharding.precision.reduce_dtype is torch.float32
     # The same instance goes on in another Trainer: here nothing is emptied by wrapping.
     module = Module()
     for _ in range(2):

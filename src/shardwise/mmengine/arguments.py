@@ -80,16 +80,13 @@ def wrong_type(name: str, given: Any, takes: str) -> TypeError:
     return TypeError(f"{name} should be {takes}, but has type {type(given).__name__}: {given!r}")
 
 
-def check_kinds(given: Mapping[str, Any]) -> None:
-    """Check the arguments that have no effect, before their values are looked at.
+def check_device(device: Any) -> None:
+    """Check ``device_id``, which has no effect.
 
     Raises:
-        TypeError: for one of a wrong type.
-        ValueError: for a ``device_id`` that names no device.
+        TypeError: for a wrong type.
+        ValueError: for what names no device.
     """
-    for name in ("use_orig_params", "sync_module_states", "forward_prefetch", "limit_all_gathers"):
-        _flag(name, given[name])
-    device = given["device_id"]
     if isinstance(device, bool) or not (device is None or isinstance(device, (int, str, torch.device))):
         raise wrong_type("device_id", device, "None, an int, a str or a torch.device")
     try:

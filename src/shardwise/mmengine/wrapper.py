@@ -68,7 +68,7 @@ class MMFullyShardedDataParallel(nn.Module):
         super().__init__()
         if kwargs:
             raise TypeError(f"{NAME} got {', '.join(map(repr, kwargs))}; it takes {', '.join(WRAPPER_ARGUMENTS)}")
-        arguments.check_kinds(given)
+        arguments.check_device(device_id)
         check_arguments(MMFullyShardedDataParallel.__init__, NAME, WRAPPER_ARGUMENTS, given)
         if not isinstance(module, nn.Module):
             raise wrong_type("module", module, "a torch.nn.Module")
