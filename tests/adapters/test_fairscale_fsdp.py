@@ -1040,6 +1040,8 @@ def test_refuses_what_does_not_fit() -> None:
     for kind, message, run in cases:
         with pytest.raises(kind, match=message):
             run()
+    for states in (TrainingState.IDLE, [TrainingState.IDLE], (TrainingState.FORWARD, TrainingState.IDLE)):
+        FSDP(nn.Linear(2, 2)).assert_state(states)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         FSDP(nn.Linear(2, 2), bucket_cap_mb=3)

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum, auto
 from typing import Any, cast
@@ -232,15 +232,15 @@ class FullyShardedDataParallel(Settings):
         """What this instance is doing."""
         return TrainingState.SUMMON_FULL_PARAMS if self._summons else _STATES[self._unit.phase]
 
-    def assert_state(self, state: TrainingState | list[TrainingState]) -> None:
+    def assert_state(self, state: TrainingState | Collection[TrainingState]) -> None:
         """
         Raises:
             ValueError: if `training_state` is not ``state``, or none of them.
-            TypeError: if ``state`` is neither a `TrainingState` nor a list of some.
+            TypeError: if ``state`` is neither a `TrainingState` nor a collection of some.
         """
-        states = state if isinstance(state, list) else [state]
+        states = state if isinstance(state, Collection) else [state]
         if not all(isinstance(one, TrainingState) for one in states):
-            raise TypeError(f"assert_state takes a TrainingState, or a list of some, not {state!r}")
+            raise TypeError(f"assert_state takes a TrainingState, or a collection of some, not {state!r}")
         if self.training_state not in states:
             names = " or ".join(one.name for one in states)
             raise ValueError(f"{self._title()} has to be in state {names} here, and is in {self.training_state.name}")
