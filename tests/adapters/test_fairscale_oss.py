@@ -660,8 +660,10 @@ def test_clipping_counts_what_the_filter_leaves() -> None:
     # One that looks at the model, not at what it is given: each parameter counts once all the same.
     matrices = [parameter for parameter in mine.parameters() if parameter.ndim == 2]
     torch.testing.assert_close(oss.clip_grad_norm(100.0, filter_params_fn=lambda _: matrices), norm * scale)
+    one = torch.linalg.vector_norm(matrices[0].grad)
     with pytest.raises(ValueError, match="filter_params_fn"):
         oss.clip_grad_norm(0.1, filter_params_fn=lambda _: [torch.ones(3)])
+    torch.testing.assert_close(oss.clip_grad_norm(100.0, filter_params_fn=lambda _: matrices[0]), one)
     wrong: list[tuple[Any, str]] = [
         ("weights", "filter_params_fn must be a function, not 'weights'"),
         (lambda _: None, "filter_params_fn returns .*, and it gave None"),

@@ -270,7 +270,7 @@ class OSS(Optimizer):
         self,
         max_norm: float,
         norm_type: float = 2.0,
-        filter_params_fn: Callable[[list[torch.Tensor]], Iterable[torch.Tensor]] | None = None,
+        filter_params_fn: Callable[[list[torch.Tensor]], Iterable[torch.Tensor] | torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Scale all gradients so that their norm over all parameters of the group's ranks is at most ``max_norm``.
 
@@ -300,9 +300,10 @@ class OSS(Optimizer):
         scale_to_norm(gradients, norm, float(max_norm))
         return norm
 
-    def _chosen(self, mine: Sequence[torch.Tensor], given: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of ``mine`` that are ``given``: the others count on the ranks that own them."""
-        given = list(given) if isinstance(given, Iterable) else [given]
+    def _chosen(self, mine: Sequence[torch.Tensor], given: Any) -> list[torch.Tensor]:
+        """Those of ``mine`` that are ``given``, tensors or one: the others count on the ranks that own them."""
+        is_one = isinstance(given, torch.Tensor) or not isinstance(given, Iterable)
+        given = [given] if is_one else list(given)
         if wrong := [one for one in given if not isinstance(one, torch.Tensor)]:
             raise TypeError(
                 f"clip_grad_norm: filter_params_fn returns those parameters that count, and it gave {wrong[0]!r}"
