@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from numbers import Real
-from typing import Any
+from typing import Any, SupportsFloat, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -95,11 +94,11 @@ class ShardedGradScaler(GradScaler):
 def _check_factors(init_scale: Any, growth_factor: Any, backoff_factor: Any, growth_interval: Any) -> None:
     factors = {"init_scale": init_scale, "growth_factor": growth_factor, "backoff_factor": backoff_factor}
     for name, value in factors.items():
-        if not isinstance(value, Real):
+        if not isinstance(value, SupportsFloat):
             raise TypeError(f"ShardedGradScaler({name}={value!r}): must be a number")
         if not 0 < float(value) < math.inf:
             raise ValueError(f"ShardedGradScaler({name}={value}): must be above 0 and finite")
-    if not isinstance(growth_interval, int):
+    if not isinstance(growth_interval, SupportsIndex):
         raise TypeError(f"ShardedGradScaler(growth_interval={growth_interval!r}): must be an int, a number of steps")
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -345,6 +346,16 @@ def test_wrong_arguments(given: dict[str, Any], kind: type[Exception]) -> None:
         ShardedGradScaler(**given)
     if name != "process_group":
         ShardedGradScaler(enabled=False, **given)
+
+
+def test_factors_may_be_numbers_of_other_kinds() -> None:
+    """torch takes them."""
+    scaler = ShardedGradScaler(torch.tensor(4.0), growth_factor=np.float32(2), growth_interval=np.int64(1))  # type: ignore[arg-type]
+    parameter = nn.Parameter(torch.ones(()))
+    scaler.scale(parameter * 1.0).backward()
+    scaler.step(SGD([parameter], lr=1.0))
+    scaler.update()
+    assert (scaler.get_scale(), parameter.item()) == (8.0, 0.0)
 
 
 def test_a_scale_may_be_set() -> None:
