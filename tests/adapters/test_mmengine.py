@@ -748,6 +748,18 @@ def refused_on_one_rank(directory: Path) -> None:
     before = dict(model.named_parameters())
     with pytest.raises(LookupError, match="no such layer"):
         MMFullyShardedDataParallel(model, auto_wrap_policy=fails_inside)
+    first = dist.get_rank() == 0
+
+    def differing(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        return recurse or module is model.net[0 if first else 2]
+
+    for name, given, chosen in (
+        ("auto_wrap_policy", differing, r"'net\.0'"),
+        ("ignored_modules", ["net.2"] if first else [], r"'net\.2'"),
+        ("ignored_parameters", ["net.3.bias"] if first else [], r"'net\.3\.bias'"),
+    ):
+        with pytest.raises(ValueError, match=rf"{name} chooses {chosen} on rank 0, and not on rank 1"):
+            MMFullyShardedDataParallel(model, **{name: given})
     if dist.get_rank() == 0:
         model.extra = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ValueError, match="'extra' is a scalar"):

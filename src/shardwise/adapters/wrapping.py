@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
@@ -130,7 +130,9 @@ def refuse_uncuttable(model: nn.Module, ignored: Collection[nn.Parameter] = ()) 
 
 @torch.no_grad()
 def share_values(
-    model: nn.Module, mesh: DeviceMesh, chosen: Mapping[str, Sequence[nn.Module]] = MappingProxyType({})
+    model: nn.Module,
+    mesh: DeviceMesh,
+    chosen: Mapping[str, Iterable[nn.Module | nn.Parameter]] = MappingProxyType({}),
 ) -> None:
     """Give all ranks of ``mesh`` the first one's values of everything in ``model`` that is neither sharded nor on the
     meta device.
@@ -138,15 +140,15 @@ def share_values(
     Args:
         model: changed in place.
         mesh: of the ranks.
-        chosen: modules of ``model`` that all ranks must choose alike, by what chose them.
+        chosen: modules and parameters of ``model`` that all ranks must choose alike, by what chose them.
 
     Raises:
         ValueError: on all ranks, naming a tensor that some ranks lack, or have with another shape or dtype, on the
-            meta device or frozen; or a module that is not chosen by all.
+            meta device or frozen; or something that is not chosen by all.
     """
     peers = Peers(mesh)
-    names = {module: name for name, module in model.named_modules()}
-    choices = {by: [names[module] for module in modules] for by, modules in chosen.items()}
+    names = {item: name for name, item in (*model.named_modules(), *model.named_parameters())}
+    choices = {by: dict.fromkeys(names[item] for item in items) for by, items in chosen.items()}
     named = [(name, t) for name, t in (*model.named_parameters(), *model.named_buffers()) if not is_lazy(t)]
     described = {name: _description(tensor) for name, tensor in named}
     everywhere = list(zip(peers.ranks, peers.exchange((described, choices)), strict=True))
@@ -169,8 +171,12 @@ def share_values(
             target.copy_(source)
 
 
-def _refuse_different(everywhere: Mapping[int, Mapping[str, Sequence[str]]]) -> None:
+def _refuse_different(everywhere: Mapping[int, Mapping[str, Collection[str]]]) -> None:
     """
+    Args:
+        everywhere: names by what chose them, by ranks; of models with thousands of modules, so that a list of names
+            would be slow to look into.
+
     Raises:
         ValueError: naming what was chosen on some ranks only.
     """

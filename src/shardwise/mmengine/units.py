@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from mmengine.model import BaseDataPreprocessor
@@ -59,7 +59,8 @@ class Units:
 
         Raises:
             TypeError: naming a module that another library has wrapped.
-            ValueError: naming a tensor in which ranks differ, or a parameter that cannot be cut.
+            ValueError: naming a tensor in which ranks differ, or a parameter that cannot be cut; listing modules and
+                parameters that not all ranks choose, or ignore.
         """
         chosen: dict[nn.Module, MixedPrecisionPolicy] = {}
         with Peers(self.mesh).together():
@@ -71,7 +72,12 @@ class Units:
         if chosen:
             for parameter in self.ignored_parameters:
                 parameter.data = parameter.to(mesh_device(self.mesh))
-            share_values(model, self.mesh)
+            choices: dict[str, Iterable[nn.Module | nn.Parameter]] = {
+                "ignored_modules": self.ignored_modules,
+                "ignored_parameters": self.ignored_parameters,
+                "auto_wrap_policy": [*units_in(model), *chosen],
+            }
+            share_values(model, self.mesh, choices)
         for module, precision in chosen.items():
             self._wrap(module, precision, is_root=module is model)
         take_whole_tensors(model)
