@@ -312,7 +312,8 @@ class _TrainerStrategy(ProcessesStrategy):
             return self._step("predict_step", args, kwargs)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Nothing, if ranks that predict together have as many batches, which Lightning's sampler does not see to.
+        """Nothing, if ranks that predict together have as many batches, which Lightning's sampler does not see to; of a
+        loader without a length nobody knows.
 
         Raises:
             ValueError: on all ranks, if they do not: one would wait in a step for another that has ended.

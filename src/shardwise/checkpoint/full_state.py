@@ -97,7 +97,8 @@ def load_full_state_dict(model: nn.Module, sd: Mapping[str, Any] | None, *, broa
 
     Raises:
         ValueError: (also a RuntimeError) listing all missing, unexpected and mis-shaped names, and values that are
-            not whole tensors, together; or if ranks differ in ``broadcast_from_rank0``; on all ranks.
+            not whole tensors, together; or, of a sharded model, if ranks differ in ``broadcast_from_rank0``; on all
+            ranks.
         TypeError: if ``sd`` is not a dict.
     """
     peers = peers_of(model, of_world=broadcast_from_rank0)
