@@ -17,6 +17,7 @@ from bench.counts import CopyCounter
 from bench.model import Shape, Transformer, loss_of, make_tokens
 from shardwise import fully_shard
 from shardwise.core import gradient
+from shardwise.core.device import RowSplitter
 from shardwise.core.layout import Layout
 from shardwise.core.module import unit_of
 
@@ -102,3 +103,39 @@ def test_chunks_are_torchs(shapes: list[list[int]], world_size: int, dtype: torc
     gradient.pad_chunks(tensors, world_size, found)
     torch._chunk_cat(tensors, 0, world_size, out=expected)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def gaps_between(sizes: list[int], gaps: list[int], rows: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Targets of ``sizes`` elements a row in one memory, with ``gaps`` elements before each, and that memory."""
+    memory, start, targets = torch.zeros(sum(sizes) * rows + sum(gaps) + 1), 0, []
+    for size, gap in zip(sizes, gaps, strict=True):
+        start += gap
+        targets.append(memory[start : start + rows * size].view(rows, size))
+        start += rows * size
+    return targets, memory
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+@given(
+    pieces=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2)), min_size=1, max_size=9),
+    rows=st.integers(1, 5),
+    repetitions=st.integers(1, 3),
+)
+def test_rows_are_taken_apart(is_own: bool, pieces: list[tuple[int, int]], rows: int, repetitions: int) -> None:
+    sizes, gaps = [[*column] for column in zip(*pieces, strict=True)]
+    (targets, memory), (expected, other) = gaps_between(sizes, gaps, rows), gaps_between(sizes, gaps, rows)
+    splitter, staging = RowSplitter(targets), torch.empty(rows * sum(sizes))
+    for _ in range(repetitions):  # memory that is used again keeps its views
+        staging.copy_(torch.randn_like(staging))
+        splitter(staging, is_own=is_own)
+        for target, piece in zip(expected, staging.view(rows, -1).split(sizes, dim=1), strict=True):
+            target.copy_(piece)
+        torch.testing.assert_close(memory, other, rtol=0, atol=0)
+
+
+def test_pieces_at_equal_distances_are_one_copy() -> None:
+    targets, _ = gaps_between([2, 2, 4, 4, 4, 4, 4], [0, 0, 0, 1, 1, 5, 5], 3)
+    with torch.profiler.profile() as profile:
+        RowSplitter(targets)(torch.zeros(3 * 24), is_own=True)
+    # Two of 2, three of 4 one apart, and two of 4 five apart.
+    assert [event.count for event in profile.key_averages() if event.key == "aten::copy_"] == [3]

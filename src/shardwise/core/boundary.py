@@ -57,6 +57,7 @@ class Call:
         self.module = module
         self._values = (*args, *kwargs.values()) if kwargs else args
         self._keywords = tuple(kwargs)
+        self._is_flat = is_flat(self._values)
         self._replacements: list[Replacement] = []
         self._additions: Additions | None = None
         self._passed: list[tuple[torch.Tensor, torch.Tensor, Any]] = []
@@ -65,11 +66,16 @@ class Call:
     @property
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the module gets."""
+        if not self._keywords:
+            return self._values, {}
         count = len(self._values) - len(self._keywords)
         return self._values[:count], dict(zip(self._keywords, self._values[count:], strict=True))
 
     def replace(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Let it get ``function`` of each tensor in its arguments."""
+        if self._is_flat:
+            self._values = tuple([function(one) if isinstance(one, torch.Tensor) else one for one in self._values])
+            return
         self._replacements.append(Replacement(function))
         self._values = self._replacements[-1].of(self._values)
 
@@ -87,7 +93,7 @@ class Call:
 
     def watch(self) -> None:
         """Note what is in the containers that it gets: what it adds are outputs."""
-        if not is_flat(self._values):
+        if not self._is_flat:
             self._additions = Additions(self._values)
 
     def leave(self, unit: Told) -> None:

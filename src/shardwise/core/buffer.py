@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from .comm import Comm
-from .device import copy_each, not_inference, split_rows
+from .device import RowSplitter, copy_each, not_inference
 from .lanes import Lane
 from .layout import Layout, TensorLayout
 
@@ -63,9 +63,9 @@ class GatherPlan:
             if (size := tensor.chunk_numel) and not tensor.thin:
                 target = full[offset : offset + size * layout.world_size]
                 (self._packed if tensor.packed or pack_all else self._direct).append((tensor, target))
-        self._sizes = [tensor.chunk_numel for tensor, _ in self._packed]
-        self._rows = [target.view(layout.world_size, -1) for _, target in self._packed]
-        self._plain_copy = all(tensor.is_contiguous_cut for tensor, _ in self._packed)
+        self._splitter: RowSplitter | None = None
+        if all(tensor.is_contiguous_cut for tensor, _ in self._packed):
+            self._splitter = RowSplitter([target.view(layout.world_size, -1) for _, target in self._packed])
         self._outputs = [target for _, target in self._direct]
         self._source: torch.Tensor | None = None
         self._inputs: list[torch.Tensor] = []
@@ -122,12 +122,12 @@ class GatherPlan:
     def _finish(self, staging: torch.Tensor, release: Release | None) -> None:
         """Put the packed tensors in their places, once the collective is done."""
         allocate_storage(self.full)
-        world_size = self.layout.world_size
-        if self._plain_copy:
-            split_rows(staging, world_size, self._sizes, self._rows, is_own=release is not None)
+        if self._splitter is not None:
+            self._splitter(staging, is_own=release is not None)
         else:
-            rows = staging.view(world_size, -1)
-            for (tensor, target), part in zip(self._packed, rows.split(self._sizes, dim=1), strict=True):
+            rows = staging.view(self.layout.world_size, -1)
+            sizes = [tensor.chunk_numel for tensor, _ in self._packed]
+            for (tensor, target), part in zip(self._packed, rows.split(sizes, dim=1), strict=True):
                 join_chunks(tensor, part, target)
         if release is not None:
             release(staging)

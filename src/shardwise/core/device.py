@@ -100,7 +100,7 @@ def pins_memory(device: torch.device) -> bool:
 
 def is_elsewhere(tensor: torch.Tensor, device: torch.device) -> bool:
     """Whether ``tensor`` is not in the memory of ``device``."""
-    return tensor.device.type != device.type
+    return tensor.device != device and tensor.device.type != device.type
 
 
 _NOTHING = contextlib.nullcontext()
@@ -127,25 +127,67 @@ def chunk_cat(tensors: Sequence[torch.Tensor], world_size: int, out: torch.Tenso
     torch._chunk_cat(list(tensors), 0, world_size, out=out)
 
 
-def split_rows(
-    staging: torch.Tensor, world_size: int, sizes: Sequence[int], targets: Sequence[torch.Tensor], *, is_own: bool
-) -> None:
-    """Cut each row of ``staging`` (1-D: ``world_size`` rows of the sum of ``sizes``) into pieces of ``sizes``, and copy
-    the ``i``-th pieces of all rows to ``targets[i]`` (world size x ``sizes[i]``).
+class RowSplitter:
+    """Takes rows of staging memory apart: piece ``i`` of each of them becomes the row of that number in ``targets[i]``.
 
     Args:
-        is_own: whether ``staging`` is a `Lane`'s; others may free its memory, or let it have another.
+        targets: rows x elements each, in one memory; the pieces of a row are as long as their rows, and in their order.
     """
-    if staging.device.type != "cpu" or not is_own:
-        torch.split_with_sizes_copy(staging.view(world_size, -1), list(sizes), dim=1, out=list(targets))
-        return
-    # To make the views takes as long as to copy them: memory that is used again keeps those of its last cut.
-    kept, views = staging.__dict__.get("_shardwise_pieces", (None, ()))
-    if kept != sizes:
+
+    def __init__(self, targets: Sequence[torch.Tensor]):
+        self._targets = [*targets]
+        self._sizes = [target.shape[1] for target in targets]
+        self._alike = [_joined(run) for run in _evenly_spaced(targets)]
+        """For a CPU, where each copy costs a call: those that lie at equal distances, as one (pieces x rows x
+        elements)."""
+        self._cuts = [(len(run), run.shape[2]) for run in self._alike]
+
+    def __call__(self, staging: torch.Tensor, *, is_own: bool) -> None:
+        """Copy everything.
+
+        Args:
+            staging: 1-D.
+            is_own: whether it is a `Lane`'s; others may free its memory, or let it have another.
+        """
+        if staging.device.type != "cpu" or not is_own:
+            rows = staging.view(len(self._targets[0]), -1)
+            torch.split_with_sizes_copy(rows, self._sizes, dim=1, out=self._targets)
+            return
+        # To make the views takes as long as to copy them: memory that is used again keeps those of its last cut.
+        kept, views = staging.__dict__.get("_shardwise_pieces", (None, ()))
+        if kept != self._cuts:
+            views = self._pieces(staging)
+            staging.__dict__["_shardwise_pieces"] = self._cuts, views
+        torch._foreach_copy_(self._alike, views)
+
+    def _pieces(self, staging: torch.Tensor) -> list[torch.Tensor]:
         # Not views of ``staging`` itself, which they would keep alive.
-        views = staging.data.view(world_size, -1).split(list(sizes), dim=1)
-        staging.__dict__["_shardwise_pieces"] = sizes, views
-    torch._foreach_copy_(list(targets), views)
+        memory, rows, start, pieces = staging.data, len(self._targets[0]), 0, []
+        for count, size in self._cuts:
+            pieces.append(memory.as_strided((count, rows, size), (size, len(memory) // rows, 1), start))
+            start += count * size
+        return pieces
+
+
+def _evenly_spaced(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """``tensors``, of one memory, in runs of neighbours of the same shape, each as far behind the one before it."""
+    runs: list[list[torch.Tensor]] = []
+    for tensor in tensors:
+        run = runs[-1] if runs else []
+        if run and run[0].shape == tensor.shape and (len(run) == 1 or _step([run[-1], tensor]) == _step(run)):
+            run.append(tensor)
+        else:
+            runs.append([tensor])
+    return runs
+
+
+def _step(run: Sequence[torch.Tensor]) -> int:
+    return int(run[1].storage_offset() - run[0].storage_offset()) if len(run) > 1 else 0
+
+
+def _joined(run: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All of a run of `_evenly_spaced` as one tensor, of one more dim."""
+    return run[0].as_strided((len(run), *run[0].shape), (_step(run), *run[0].stride()))
 
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

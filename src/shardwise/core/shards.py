@@ -46,8 +46,8 @@ from .parameter import (
 from .slot import GroupPolicy, ManagedParameter, Slot
 from .step import watch_steps
 
-_requires_grad, _is_trained = attrgetter("sharded.requires_grad"), attrgetter("was_unsharded", "sharded.requires_grad")
-"""Of a slot: of its sharded face, and with whether there is an unsharded one that gradients come for."""
+_is_trained = attrgetter("was_unsharded", "sharded.requires_grad")
+"""Of a slot: whether there is an unsharded face that gradients come for, and of the sharded one."""
 
 
 class Shards(ABC):
@@ -281,8 +281,10 @@ class ParameterShards(Shards):
         self._required: list[bool] = []
         """Whether each of them required gradients, when that was looked at last."""
         self._registered: list[tuple[Registry, str]] = []
+        self._sharded: list[nn.Parameter] = []
+        """The sharded face of each slot."""
         self._taken_over: tuple[list[nn.Parameter], list[torch.Tensor]] = [], []
-        """What was registered at those places, and the local tensors of the slots' parameters."""
+        """What was registered at those places, and the local tensors of the sharded faces."""
         by_dtype: dict[tuple[torch.dtype, torch.dtype], list[ManagedParameter]] = defaultdict(list)
         for parameter in parameters:
             dtype = parameter.value.dtype
@@ -348,7 +350,7 @@ class ParameterShards(Shards):
     def _require_gradients(self) -> None:
         """Let the unsharded faces require gradients where the sharded ones do."""
         with without_torch_function():
-            if [*map(_requires_grad, self.slots)] != self._required:
+            if [*map(get_requires_grad, self._sharded)] != self._required:
                 self._make_faces()
 
     def _note_required(self) -> None:
@@ -387,7 +389,7 @@ class ParameterShards(Shards):
             return False
         registered = [registry.get(name) for registry, name in self._registered]
         try:
-            locals_ = [*map(get_local, [slot.sharded for slot in self.slots])]
+            locals_ = [*map(get_local, self._sharded)]
         except AttributeError:  # swapped with a plain tensor
             return False
         parameters, own = self._taken_over
@@ -396,7 +398,8 @@ class ParameterShards(Shards):
     def _note_registered(self) -> None:
         entries = [(place, slot.sharded) for slot in self.slots for place in slot.places if place.exists]
         self._registered = [(place.registry, place.name) for place, _ in entries]
-        self._taken_over = [sharded for _, sharded in entries], [local_of(slot.sharded) for slot in self.slots]
+        self._sharded = [slot.sharded for slot in self.slots]
+        self._taken_over = [sharded for _, sharded in entries], [*map(local_of, self._sharded)]
 
     def leave_meta(self) -> None:
         with torch.no_grad(), not_inference():
