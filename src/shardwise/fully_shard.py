@@ -309,12 +309,6 @@ def check_cuttable(name: str, parameter: nn.Parameter) -> None:
         raise ValueError(f"parameter {name!r} has no shape yet: run the lazy modules once, then call fully_shard")
     if parameter.ndim == 0:
         raise ValueError(f"parameter {name!r} is a scalar, which cannot be cut: make it a 1-D tensor of one element")
-    if hasattr(parameter, "fsdp_pre_all_gather"):
-        raise ValueError(
-            f"parameter {name!r} is a {type(parameter.data).__name__} with an all-gather of its own "
-            "(fsdp_pre_all_gather), which shardwise does not call: shard its module by torch's "
-            "fully_shard, or convert the parameter afterwards"
-        )
 
 
 def _check_parameter(name: str, parameter: nn.Parameter, place: Place) -> None:

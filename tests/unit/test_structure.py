@@ -33,6 +33,7 @@ ORDER = [
     "core.parameter",
     "core.step",
     "core.slot",
+    "core.extension",
     "core.shards",
     "core.flat",
     "core.reducer",

@@ -297,13 +297,6 @@ def test_parameters_of_another_dtype_loaded_by_assignment(fake_mesh: Mesh) -> No
         optimizer.step()
 
 
-def test_own_all_gathers_of_parameters_are_refused(fake_mesh: Mesh) -> None:
-    model = nn.Linear(4, 4)
-    model.weight.fsdp_pre_all_gather = None  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match=r"'weight' is a .* with an all-gather of its own"):
-        fully_shard(model, mesh=fake_mesh(2))
-
-
 def test_hook_sees_gradients_of_a_world_of_one(fake_mesh: Mesh) -> None:
     model = nn.Linear(4, 4)
     fully_shard(model, mesh=fake_mesh(1))

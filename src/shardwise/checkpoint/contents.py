@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
+from ..core.extension import with_plain_values
 from .integrity import is_plain, raw
 from .model_state import model_state
 from .names import parameter_names, plain_name
@@ -67,7 +68,7 @@ def _leaf(path: Path, value: Any) -> torch.Tensor | Pickled:
     item = as_saved(value, where)
     if path[0] in (SCHEDULER, EXTRA) and isinstance(item, Pickled):
         warn_of_unsafe(item, where)
-    return item
+    return with_plain_values(item) if isinstance(item, torch.Tensor) else item
 
 
 def _is_own(value: Any, loads: dict[tuple[DeviceMesh, tuple[int, ...]], list[int]]) -> bool:

@@ -195,6 +195,9 @@ class ShardedBuffer:
                     self._full = torch.empty(self.layout.full_numel, dtype=self.dtype, device=self.device)
         return self._full
 
+    computes_first = False
+    """Whether starting a gather computes what is gathered."""
+
     def local_view(self, index: int) -> torch.Tensor:
         """This rank's chunk of a tensor, without padding, in the chunk's shape."""
         return local_view(self.layout.tensors[index], self.local, self.comm.rank)
@@ -208,6 +211,9 @@ class ShardedBuffer:
         with not_inference():
             run = self.full[tensor.full_offset : tensor.full_offset + tensor.numel]
             return run.view(tensor.shape).data
+
+    def use_face(self, index: int, face: torch.Tensor) -> None:
+        """Of what `full_view` gave ``face`` was made, which is what computes from now on."""
 
     def shares_memory(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in the gathered buffer."""

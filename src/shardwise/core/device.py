@@ -417,9 +417,14 @@ is_view: Callable[[torch.Tensor], bool] = torch.Tensor._is_view
 """Whether autograd sees a tensor as a view of another one; modifying it in place then loses the hooks on it."""
 
 
+def keeping_version(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Inside, writing to ``tensor`` does not count as modifying it."""
+    return torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
+
+
 def take_history(changed: torch.Tensor, alias: torch.Tensor) -> None:
     """Let ``changed`` continue the autograd history of ``alias``, through which its memory was modified in place."""
-    with torch.autograd._unsafe_preserve_version_counter(changed):  # type: ignore[attr-defined]
+    with keeping_version(changed):
         changed.copy_(alias)
 
 

@@ -173,6 +173,8 @@ class ParamGroup:
 
     def prepare_unshard(self, lane: Lane, event: Any, mark: Callable[[], Any]) -> None:
         """Allocate what the next gather needs, which is then ordered after ``event`` and the allocation alone."""
+        if any(buffer.computes_first for buffer in self.shards.buffers):
+            return  # of shards that may be written until the computation comes to the gather
         if self._gather is None and self.state is ShardState.SHARDED and self.shards.is_adopted:
             self.shards.check_materialized()
             gathers = self._start_gathers(lane)

@@ -62,6 +62,17 @@ class DataParallelMesh(DataParallelRanks):
     whole: DeviceMesh | None = None
     axis_names: tuple[str, ...] = ()
 
+    @functools.cached_property
+    def shard_axis(self) -> DeviceMesh:
+        """The axis that tensors are cut over, alone; the only one, where nothing is cut."""
+        mesh = self.mesh
+        if mesh.ndim == 1:
+            return mesh
+        if mesh.mesh_dim_names is not None:
+            return mesh[mesh.mesh_dim_names[-1]]
+        group = mesh.get_group(mesh.ndim - 1)
+        return DeviceMesh.from_group(group, mesh.device_type, dist.get_process_group_ranks(group))
+
     def placements(self, dim: int) -> tuple[Placement, ...]:
         """Placements, by mesh axis, of the DTensor of a tensor that is cut on tensor dim ``dim``."""
         return _placements(self.mesh.ndim, dim if self.strategy.shards_optimizer else None)

@@ -28,6 +28,7 @@ from .device import (
     without_torch_function,
 )
 from .errors import StateError
+from .extension import ExtendedBuffer, Surroundings, check_extension, cut_part, is_extended
 from .lanes import Ticket
 from .layout import Layout, per_parameter, worth_thinning
 from .mesh import DataParallelMesh, DataParallelRanks
@@ -197,7 +198,7 @@ class Shards(ABC):
     # -- Whether they are trained
 
     def trainable(self, frozen_since: Collection[Slot] = ()) -> Sequence[Sequence[Slot]]:
-        """Slots that gradients may come for, those of one buffer together; ``frozen_since`` among them."""
+        """Slots that gradients may come for, those of the same dtypes together; ``frozen_since`` among them."""
         # Looked up each time: there are ways to change ``requires_grad`` that tell nobody (`detach_`, a write with a
         # history, `swap_tensors`, compiled code).
         with without_torch_function():
@@ -205,11 +206,11 @@ class Shards(ABC):
         if frozen_since:
             trained = [(was, now or slot in frozen_since) for slot, (was, now) in zip(self.slots, trained, strict=True)]
         if trained != self._trained:
-            by_buffer: dict[ShardedBuffer, list[Slot]] = {}
+            alike: dict[tuple[torch.dtype, torch.dtype], list[Slot]] = {}
             for slot, (was_unsharded, requires_grad) in zip(self.slots, trained, strict=True):
                 if was_unsharded and requires_grad:
-                    by_buffer.setdefault(slot.buffer, []).append(slot)
-            self._trainable, self._trained = [*by_buffer.values()], trained
+                    alike.setdefault((slot.buffer.local.dtype, slot.buffer.dtype), []).append(slot)
+            self._trainable, self._trained = [*alike.values()], trained
         return self._trainable
 
     # -- Whether they changed
@@ -281,14 +282,16 @@ class ParameterShards(Shards):
         self._required: list[bool] = []
         """Whether each of them required gradients, when that was looked at last."""
         self._registered: list[tuple[Registry, str]] = []
+        self._has_looked = False
+        """Whether `_knows_extensions` was asked since these were registered."""
         self._sharded: list[nn.Parameter] = []
         """The sharded face of each slot."""
         self._taken_over: tuple[list[nn.Parameter], list[torch.Tensor]] = [], []
         """What was registered at those places, and the local tensors of the sharded faces."""
         by_dtype: dict[tuple[torch.dtype, torch.dtype], list[ManagedParameter]] = defaultdict(list)
         for parameter in parameters:
-            dtype = parameter.value.dtype
-            by_dtype[dtype, dtype if parameter.keeps_dtype else self._gather_dtype(dtype)].append(parameter)
+            if not self._add_extended(parameter):
+                by_dtype[self._dtypes(parameter.value.dtype, parameter.keeps_dtype)].append(parameter)
         with torch.no_grad(), not_inference():
             for (dtype, gathered), members in by_dtype.items():
                 self._add_buffer(dtype, gathered, members)
@@ -298,6 +301,10 @@ class ParameterShards(Shards):
         for index, parameter in enumerate(parameters):
             remember_successor(parameter.value, self.reference, index)
             retire(parameter.value)
+
+    def _dtypes(self, dtype: torch.dtype, keeps_dtype: bool) -> tuple[torch.dtype, torch.dtype]:
+        """That shards of ``dtype`` have, and that they are gathered in."""
+        return dtype, dtype if keeps_dtype else self._gather_dtype(dtype)
 
     def _layout(self, shapes: Sequence[tuple[int, ...]], dims: Sequence[int], gathered: torch.dtype) -> Layout:
         comm, itemsize = self.mesh.shard, gathered.itemsize
@@ -320,15 +327,86 @@ class ParameterShards(Shards):
                 view = torch.empty_like(view, device="meta")
             elif not on_meta:
                 view.copy_(member.local.narrow(tensor.dim, tensor.start(rank), tensor.length(rank)))
-            own = make_spec(self.mesh.mesh, self.mesh.placements(tensor.dim), member.value)
-            spec = own if member.parallel is None else member.parallel.sharded
-            sharded = make_sharded_parameter(view, spec, member.value.requires_grad, self.reference)
-            sharded.__dict__.update(marks_of(member.value))
-            slot = Slot(member.name, member.places, buffer, index, sharded, member.parallel, member.keeps_dtype)
+            slot = self._add_slot(member, buffer, index, view)
             slot.has_values, slot.face_is_meta = not waits, waits
-            self.slots.append(slot)
-            for place in member.places:
-                place.put(sharded)
+
+    def _add_slot(self, member: ManagedParameter, buffer: ShardedBuffer, index: int, local: torch.Tensor) -> Slot:
+        """Register the sharded face of ``member`` around ``local``."""
+        own = make_spec(self.mesh.mesh, self.mesh.placements(member.dim), member.value)
+        spec = own if member.parallel is None else member.parallel.sharded
+        sharded = make_sharded_parameter(local, spec, member.value.requires_grad, self.reference)
+        sharded.__dict__.update(marks_of(member.value))
+        slot = Slot(member.name, member.places, buffer, index, sharded, member.parallel, member.keeps_dtype)
+        self.slots.append(slot)
+        for place in member.places:
+            place.put(sharded)
+        return slot
+
+    # -- Those that say themselves how they are gathered
+
+    def _add_extended(self, member: ManagedParameter) -> bool:
+        """Shard ``member`` by the operators of its class; gives whether this rank's part is of that class then."""
+        value = local_of(member.value)
+        if not is_extended(value):
+            return False
+        check_extension(member.name, value)
+        with torch.no_grad(), not_inference():
+            layout = per_parameter([tuple(value.shape)], [member.dim], self.mesh.shard.size)
+            local = cut_part(value, layout.tensors[0], self.mesh.shard.rank)
+            if not is_extended(local):
+                return False
+            local = self._in_place_of_shards(local)
+            buffer = self._extended_buffer(layout, local, member.name, member.places[0], member.keeps_dtype)
+            self.buffers.append(buffer)
+            self._add_slot(member, buffer, 0, local).has_values = True
+        return True
+
+    def _in_place_of_shards(self, local: torch.Tensor) -> torch.Tensor:
+        """``local`` on the device where shards are; on the meta device if it is there."""
+        if local.is_meta:
+            return local
+        local = local.to(torch.device("cpu") if self.policy.offload else self.mesh.device)
+        pins = self.policy.offload and self.policy.pin_memory and pins_memory(local.device)
+        return local.pin_memory() if pins else local
+
+    def _extended_buffer(
+        self, layout: Layout, local: torch.Tensor, name: str, place: Place, keeps_dtype: bool
+    ) -> ExtendedBuffer:
+        """
+        Raises:
+            ValueError: naming the parameter, if it would be resharded to a smaller world.
+        """
+        if self.policy.reshard_to is not None:
+            raise ValueError(
+                f"parameter {name!r} is a {type(local).__name__} that says itself how it is gathered, which cannot be "
+                "resharded to a smaller world: pass a bool for reshard_after_forward"
+            )
+        gathered = self._dtypes(local.dtype, keeps_dtype)[1]
+        around = Surroundings(name, place, self.mesh.shard_axis, self.policy.precision)
+        return ExtendedBuffer(layout, local, self.mesh.shard, gathered, self.mesh.device, around)
+
+    def _sort_by_extension(self, is_loading: bool) -> bool:
+        """Take parameters that got extensions out of the buffers that they share with others; gives whether any did."""
+        left: dict[ShardedBuffer, None] = {}
+        for slot in self.slots:
+            registered = slot.registered()
+            local = local_of(registered)
+            if isinstance(registered, DTensor) and is_extended(local) and not isinstance(slot.buffer, ExtendedBuffer):
+                tensor = slot.buffer.layout.tensors[slot.index]
+                layout = per_parameter([tensor.shape], [tensor.dim], self.mesh.shard.size)
+                left[slot.buffer] = None
+                slot.buffer = self._extended_buffer(layout, local, slot.name, slot.places[0], slot.keeps_dtype)
+                slot.index = 0
+                slot.forget_unsharded()
+                self.buffers.append(slot.buffer)
+        for old in left:
+            rest = [slot for slot in self.slots if slot.buffer is old]
+            parameters = [slot.registered() for slot in rest]
+            if rest:
+                self._rebuild(old, rest, parameters, [*map(local_of, parameters)], is_loading)
+            else:
+                self.buffers.remove(old)
+        return bool(left)
 
     # -- The two faces
 
@@ -385,7 +463,7 @@ class ParameterShards(Shards):
     @property
     def is_adopted(self) -> bool:
         """See `Shards.is_adopted`. Looked up: who assigns to a module's attribute tells nobody."""
-        if self._waits_for_others:
+        if self._waits_for_others or not self._knows_extensions():
             return False
         registered = [registry.get(name) for registry, name in self._registered]
         try:
@@ -395,7 +473,18 @@ class ParameterShards(Shards):
         parameters, own = self._taken_over
         return all(map(is_, registered, parameters)) and all(map(is_, locals_, own))
 
+    def _knows_extensions(self) -> bool:
+        """Whether those that say how they are gathered were so when they were registered; others may be told since how
+        they are, before they are gathered first."""
+        if not self._has_looked:
+            self._has_looked = True
+            with without_torch_function():
+                now = [is_extended(local_of(slot.sharded)) for slot in self.slots]
+            return now == [isinstance(slot.buffer, ExtendedBuffer) for slot in self.slots]
+        return True
+
     def _note_registered(self) -> None:
+        self._has_looked = False
         entries = [(place, slot.sharded) for slot in self.slots for place in slot.places if place.exists]
         self._registered = [(place.registry, place.name) for place, _ in entries]
         self._sharded = [slot.sharded for slot in self.slots]
@@ -406,7 +495,12 @@ class ParameterShards(Shards):
             for position, old in enumerate(self.buffers):
                 members = [slot for slot in self.slots if slot.buffer is old]
                 buffer = old
-                if old.local.is_meta:
+                if old.local.is_meta and isinstance(old, ExtendedBuffer):
+                    device = torch.device("cpu") if self.policy.offload else self.mesh.device
+                    (slot,) = members
+                    local = self._in_place_of_shards(torch.empty_like(old.local, device=device))
+                    buffer = self._extended_buffer(old.layout, local, slot.name, slot.places[0], slot.keeps_dtype)
+                elif old.local.is_meta:
                     buffer = self._new_buffer(old.layout, old.local.dtype, old.dtype)
                 else:
                     members = [slot for slot in members if slot.face_is_meta]
@@ -430,7 +524,7 @@ class ParameterShards(Shards):
     def adopt_registered(self, *, is_loading: bool = False) -> bool:
         self.mark_stale()
         self._waits_for_others, self._faces, self._unsharded, self._required = False, [], [], []
-        rebuilt = False
+        rebuilt = self._sort_by_extension(is_loading)
         taken: set[int] = set()
         for buffer in list(self.buffers):
             slots = [slot for slot in self.slots if slot.buffer is buffer]
@@ -490,14 +584,19 @@ class ParameterShards(Shards):
         if len(dtypes) > 1 and is_loading:
             self._waits_for_others = True  # the rest of the unit is loaded next
             return False
-        dtype, tensors = self._only_dtype(dtypes), old.layout.tensors
-        gathered = dtype if slots[0].keeps_dtype else self._gather_dtype(dtype)  # a buffer's do so, or none
+        if is_extended(locals_[0]):
+            (slot,) = slots
+            new = self._extended_buffer(old.layout, locals_[0], slot.name, slot.places[0], slot.keeps_dtype)
+            self._replace_buffer(old, new, slots, meta=locals_[0].is_meta)
+            return True
+        dtype, tensors = self._only_dtype(dtypes), [old.layout.tensors[slot.index] for slot in slots]
+        _, gathered = self._dtypes(dtype, slots[0].keeps_dtype)  # all of a buffer keep it, or none
         with torch.no_grad(), not_inference():
             layout = self._layout([tensor.shape for tensor in tensors], [tensor.dim for tensor in tensors], gathered)
             meta = any(local.is_meta for local in locals_)
             buffer = self._new_buffer(layout, dtype, gathered, on_meta=meta)
-            for slot, parameter, value in zip(slots, registered, locals_, strict=True):
-                view = buffer.local_view(slot.index)
+            for index, (slot, parameter, value) in enumerate(zip(slots, registered, locals_, strict=True)):
+                view = buffer.local_view(index)
                 if meta and not value.is_meta:
                     continue  # half materialized: stays as it is until the rest is
                 if not meta:
@@ -507,18 +606,25 @@ class ParameterShards(Shards):
                         set_local(parameter, view)
         if meta and not all(value.is_meta for value in locals_):
             return False
+        self._replace_buffer(old, buffer, slots, meta=meta)
+        return True
+
+    def _replace_buffer(self, old: ShardedBuffer, buffer: ShardedBuffer, slots: Sequence[Slot], *, meta: bool) -> None:
+        """Let ``buffer`` take the place of ``old`` and have ``slots``, in that order; on the meta device or not."""
         self.buffers[self.buffers.index(old)] = buffer
         old.free()
-        for slot in slots:
+        for index, slot in enumerate(slots):
+            slot.index = index
             slot.buffer, slot.has_values = buffer, slot.has_values or (slot.face_is_meta and not meta)
             slot.face_is_meta = slot.face_is_meta and meta
             slot.forget_unsharded()
-        return True
 
 
 def _is_in_place(slot: Slot, registered: nn.Parameter, local: torch.Tensor) -> bool:
     """Whether ``local``, of what is registered, is where the slot's values are, or can be copied there."""
     own = slot.buffer.local
+    if isinstance(slot.buffer, ExtendedBuffer) and not slot.is_borrowed:
+        return registered is slot.sharded and local is own
     if (local.dtype, local.device) != (own.dtype, own.device) or local.is_meta:
         return False
     if slot.is_borrowed:

@@ -92,6 +92,7 @@ class Slot:
                 self.parallel.annotate(self.unsharded)
             if gradients is not None:
                 self.unsharded.grad_dtype = gradients
+        self.buffer.use_face(self.index, self.unsharded)
         self.was_unsharded = True
         return self.unsharded
 

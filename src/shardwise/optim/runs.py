@@ -19,6 +19,7 @@ from ..core.device import (
     spec_of,
     wrap_local,
 )
+from ..core.extension import is_extended
 from ..core.parameter import local_gradient, name_of, owner_of
 from ..core.shards import Shards
 
@@ -123,7 +124,8 @@ def _position(tensor: torch.Tensor) -> int:
 
 
 def members_of(parameters: Sequence[torch.Tensor]) -> tuple[list[Member], list[torch.Tensor]]:
-    """Those of ``parameters`` of which this rank has a part, and those that are whole."""
+    """Those of ``parameters`` of which this rank has a part, and those that are whole, or whose parts are tensors of
+    classes of their own."""
     members: list[Member] = []
     others: list[torch.Tensor] = []
     reserved: dict[int, int] = {}
@@ -136,7 +138,7 @@ def members_of(parameters: Sequence[torch.Tensor]) -> tuple[list[Member], list[t
                 tensor = slot.buffer.layout.tensors[slot.index]
                 if not slot.is_borrowed:
                     reserved[id(slot.sharded)] = tensor.reserved(slot.buffer.comm.rank) * slot.buffer.local.itemsize
-        if owner is not None or isinstance(parameter, DTensor):
+        if (owner is not None or isinstance(parameter, DTensor)) and not is_extended(local_of(parameter)):
             members.append(Member(parameter, len(members), reserved.get(id(parameter), 0)))
         else:
             others.append(parameter)

@@ -1,0 +1,95 @@
+"""Tensors that say themselves how torch FSDP2, and shardwise, gather them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+_aten = torch.ops.aten
+_KEPT = {
+    *(_aten.empty_like.default, _aten.new_zeros.default, _aten.slice.Tensor, _aten.copy_.default, _aten.view.default),
+    *(_aten.as_strided.default, _aten._to_copy.default, _aten.split.Tensor, _aten.clone.default, _aten.detach.default),
+}
+
+
+class SentInBfloat16(torch.Tensor):
+    """A parameter whose shards are float32, and which is gathered in bfloat16 and computes in the dtype asked for."""
+
+    def __new__(cls, data: torch.Tensor) -> SentInBfloat16:
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[return-value]
+            cls, data.shape, strides=data.stride(), dtype=data.dtype, device=data.device
+        )
+
+    def __init__(self, data: torch.Tensor):
+        self.data_inside = data
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(SentInBfloat16, lambda one: one.data_inside, (args, kwargs or {}))
+        result = func(*args, **kwargs)
+        return tree_map_only(torch.Tensor, cls, result) if func in _KEPT else result
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        """Told of the mesh alone."""
+        return (self.data_inside.to(torch.bfloat16),), None
+
+    @torch.no_grad()
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+        """Another tensor than what was gathered."""
+        (sent,) = outputs
+        if out is not None:
+            with torch.autograd._unsafe_preserve_version_counter(out):
+                out.copy_(sent.to(param_dtype).as_strided(out.shape, out.stride()))
+            return None
+        value = sent.to(param_dtype)
+        return value, (value,)
+
+
+class Told(SentInBfloat16):
+    """Told all that there is, which it notes."""
+
+    told: Any = None
+
+    def fsdp_pre_all_gather(  # type: ignore[override]
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> Any:
+        Told.told = mesh.size(), tuple(outer_size), tuple(outer_stride), type(module), mp_policy
+        padded = -(-outer_size[0] // mesh.size())
+        sent = self.data_inside.new_zeros((padded, *outer_size[1:]), dtype=torch.bfloat16)
+        sent[: len(self.data_inside)] = self.data_inside
+        return (sent,), "metadata"
+
+    @torch.no_grad()
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+        assert metadata == "metadata"
+        return super().fsdp_post_all_gather(outputs, metadata, param_dtype, out=out)
+
+
+class SentInTwo(SentInBfloat16):
+    """Sent as a coarse part and what that leaves, so that nearly nothing is lost."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        coarse = self.data_inside.to(torch.bfloat16)
+        return (coarse, self.data_inside - coarse), None
+
+    @torch.no_grad()
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+        coarse, rest = outputs
+        value = (coarse + rest).to(param_dtype)
+        if out is None:
+            return value, (value,)
+        with torch.autograd._unsafe_preserve_version_counter(out):
+            out.copy_(value.as_strided(out.shape, out.stride()))
+        return None
+
+
+def extend(model: nn.Module, kind: type[SentInBfloat16]) -> nn.Module:
+    """Let the matrices of ``model`` be of ``kind``."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.ndim > 1:
+                setattr(module, name, nn.Parameter(kind(parameter.detach()), parameter.requires_grad))
+    return model

@@ -1,0 +1,256 @@
+"""Parameters that say themselves how they are gathered, beside torch FSDP2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import Shard
+
+import shardwise
+from shardwise import Placements
+
+from ..extensions import SentInBfloat16, SentInTwo, Told, extend
+from ..models import MLP, Transformer, inputs_for, wrap
+from .harness import on_ranks
+from .shared import shared_directory
+from .truth import batch
+
+BF16 = torch.bfloat16
+EVEN = (12, 24, 12, 12)
+"""Widths that 1 to 4 ranks cut evenly."""
+
+
+def mesh() -> Any:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def train(model: nn.Module, steps: int = 3, accumulate: bool = False) -> list[torch.Tensor]:
+    """Losses, local gradients and local parameters of some steps; each rank sees its own data."""
+    optimizer, shown = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for step in range(steps):
+        for part in range(2 if accumulate else 1):
+            if accumulate:
+                model.set_requires_gradient_sync(part == 1)  # type: ignore[operator]
+            loss = model(inputs_for(model, 100 * step + 10 * part + dist.get_rank())).float().square().mean()
+            loss.backward()
+        shown += [loss.detach(), *(one.grad.to_local() for one in model.parameters() if one.grad is not None)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return shown + [torch.empty(one.to_local().shape).copy_(one.to_local().detach()) for one in model.parameters()]
+
+
+def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        if dist.get_world_size() <= 2:
+            assert torch.equal(one, other)
+        else:
+            torch.testing.assert_close(one, other)
+
+
+def small(kind: type[SentInBfloat16], sizes: tuple[int, ...] = EVEN) -> nn.Module:
+    torch.manual_seed(0)
+    return extend(MLP(sizes), kind)
+
+
+def check_like_fsdp2(kind: type[SentInBfloat16], param_dtype: Any, reshard: bool) -> None:
+    # The order of sums over more than two ranks shows in bfloat16.
+    precision = MixedPrecisionPolicy(param_dtype, torch.float32 if dist.get_world_size() > 2 else None)
+    options = {"mp_policy": precision, "reshard_after_forward": reshard, "mesh": mesh()}
+    ours = train(wrap(small(kind), shardwise.fully_shard, **options))
+    assert_same(ours, train(wrap(small(kind), torch_fully_shard, **options)))
+
+
+@on_ranks(2, 3, 4, kind=[SentInBfloat16, Told, SentInTwo], param_dtype=[None, BF16], reshard=[True, False])
+def test_like_fsdp2(kind: type[SentInBfloat16], param_dtype: Any, reshard: bool) -> None:
+    check_like_fsdp2(kind, param_dtype, reshard)
+
+
+@on_ranks(1, kind=[SentInBfloat16, Told])  # FSDP2 itself gives no more than one tensor there
+def test_like_fsdp2_on_one_rank(kind: type[SentInBfloat16]) -> None:
+    check_like_fsdp2(kind, BF16, True)
+
+
+@on_ranks(2, 3, 4, accumulate=[False, True])
+def test_uneven(accumulate: bool) -> None:
+    ours = train(wrap(small(Told, (9, 17, 12, 5)), shardwise.fully_shard, mesh=mesh()), accumulate=accumulate)
+    assert_same(ours, train(wrap(small(Told, (9, 17, 12, 5)), torch_fully_shard, mesh=mesh()), accumulate=accumulate))
+    # One that gives its rows alone is padded for it.
+    assert_same(
+        ours, train(wrap(small(SentInBfloat16, (9, 17, 12, 5)), shardwise.fully_shard, mesh=mesh()), 3, accumulate)
+    )
+
+
+@on_ranks(2)
+def test_what_it_is_told() -> None:
+    precision = MixedPrecisionPolicy(BF16)
+    model = wrap(small(Told, (9, 17)), shardwise.fully_shard, mesh=mesh(), mp_policy=precision)
+    model(batch(0, 0, 4, 9))
+    assert Told.told == (2, (17, 9), (9, 1), type(model.layers[0]), precision)  # type: ignore[index]
+
+
+@on_ranks(4)
+def test_on_two_axes() -> None:
+    for names in (None, ("replicate", "shard")):
+        two = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        ours = train(wrap(small(SentInBfloat16), shardwise.fully_shard, mesh=two))
+        named = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        theirs = train(wrap(small(SentInBfloat16), torch_fully_shard, mesh=named))
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@on_ranks(2, preset=["ddp", "zero1", "zero2", "zero3"])
+def test_presets(preset: str) -> None:
+    def losses(verb: Any, **options: Any) -> list[torch.Tensor]:
+        return [one for one in train(wrap(small(SentInBfloat16), verb, mesh=mesh(), **options)) if one.ndim == 0]
+
+    ours = losses(shardwise.fully_shard, placements=getattr(Placements, preset))
+    torch.testing.assert_close(ours, losses(torch_fully_shard), rtol=0, atol=0)
+
+
+@on_ranks(2, 3)
+def test_a_transformer_with_embeddings_and_recomputation() -> None:
+    def make(verb: Any) -> nn.Module:
+        torch.manual_seed(0)
+        model = extend(Transformer(width=24, vocabulary=36, length=12), Told)
+        return wrap(model, verb, mesh=mesh())
+
+    assert_same(train(make(shardwise.fully_shard)), train(make(torch_fully_shard)))
+
+
+@on_ranks(2)
+def test_cut_on_another_dim() -> None:
+    def make(verb: Any) -> nn.Module:
+        def place(parameter: nn.Parameter) -> Any:
+            return Shard(1) if parameter.ndim > 1 else None
+
+        return wrap(small(SentInTwo), verb, mesh=mesh(), shard_placement_fn=place)
+
+    torch.manual_seed(0)
+    plain = wrap(MLP(EVEN), torch_fully_shard, mesh=mesh())
+    ours, theirs = train(make(shardwise.fully_shard)), train(plain)
+    torch.testing.assert_close(
+        [one for one in ours if one.ndim == 0], [one for one in theirs if one.ndim == 0], rtol=1e-4, atol=1e-5
+    )
+
+
+@on_ranks(2)
+def test_offloaded() -> None:
+    options = {"mesh": mesh(), "offload_policy": CPUOffloadPolicy(pin_memory=False)}
+    ours = train(wrap(small(SentInBfloat16), shardwise.fully_shard, **options))
+    assert_same(ours, train(wrap(small(SentInBfloat16), torch_fully_shard, **options)))
+
+
+def pre_all_gather(self: torch.Tensor, *_: Any) -> Any:
+    return (self.to(BF16),), None
+
+
+def post_all_gather(self: torch.Tensor, outputs: Any, _: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+    value = outputs[0].to(param_dtype)
+    if out is None:
+        return value, (value,)
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+        out.copy_(value)
+    return None
+
+
+def told_alone(self: torch.Tensor, mesh: Any) -> Any:
+    return pre_all_gather(self, mesh)
+
+
+@on_ranks(2, from_meta=[False, True])
+def test_methods_hung_on_plain_shards(from_meta: bool) -> None:
+    def make(verb: Any) -> nn.Module:
+        with torch.device("meta" if from_meta else "cpu"):
+            torch.manual_seed(0)
+            model = MLP(EVEN)
+        wrap(model, verb, mesh=mesh())
+        if from_meta:
+            model.to_empty(device="cpu")
+        for parameter in model.parameters():
+            with torch.no_grad():
+                parameter.to_local().copy_(
+                    torch.linspace(-1, 1, parameter.to_local().numel()).view_as(parameter.to_local())
+                )
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                local = parameter._local_tensor  # type: ignore[attr-defined]
+                local.fsdp_pre_all_gather = told_alone.__get__(local)
+                local.fsdp_post_all_gather = post_all_gather.__get__(local)
+        return model
+
+    assert_same(train(make(shardwise.fully_shard)), train(make(torch_fully_shard)))
+
+
+@on_ranks(2)
+def test_frozen_ones() -> None:
+    def make(verb: Any) -> nn.Module:
+        model = small(SentInBfloat16)
+        for parameter in model.parameters():
+            parameter.requires_grad = parameter.ndim == 1
+        return wrap(model, verb, mesh=mesh())
+
+    assert_same(train(make(shardwise.fully_shard)), train(make(torch_fully_shard)))
+
+
+@on_ranks(2)
+def test_memory_is_freed() -> None:
+    model = wrap(small(SentInBfloat16), shardwise.fully_shard, mesh=mesh())
+    with torch.no_grad():
+        model.layers[0].unshard()  # type: ignore[operator]
+        weight = model.layers[0].weight
+        assert weight.untyped_storage().nbytes() == 4 * weight.numel()
+        model.layers[0].reshard()  # type: ignore[operator]
+    assert weight.untyped_storage().nbytes() == 0
+
+
+@on_ranks(2)
+def test_checkpoints_and_whole_values() -> None:
+    model = wrap(small(SentInBfloat16), shardwise.fully_shard, mesh=mesh())
+    train(model)
+    whole = shardwise.full_state_dict(model, rank0_only=False)
+    for name, parameter in model.named_parameters():
+        local = torch.empty(parameter.to_local().shape).copy_(parameter.to_local().detach())
+        rows = len(local)
+        torch.testing.assert_close(whole[name][dist.get_rank() * rows : (dist.get_rank() + 1) * rows], local)
+    with shared_directory() as directory:
+        optimizer = torch.optim.AdamW(model.parameters())
+        shardwise.save(directory / "run", model=model, optimizer=optimizer)
+        other = wrap(small(SentInBfloat16), shardwise.fully_shard, mesh=mesh())
+        shardwise.load(directory / "run", model=other, optimizer=torch.optim.AdamW(other.parameters()))
+        again = shardwise.full_state_dict(other, rank0_only=False)
+    for name, value in whole.items():
+        assert torch.equal(value, again[name])
+
+
+@on_ranks(2)
+def test_init_on_meta() -> None:
+    torch.manual_seed(0)
+    expected = dict(MLP(EVEN).state_dict())
+    with shardwise.init_on_meta():
+        model = MLP(EVEN)
+    extend(model, SentInBfloat16)
+    wrap(model, shardwise.fully_shard, mesh=mesh())
+    model.to_empty(device="cpu")
+    shardwise.load_full_state_dict(model, expected, broadcast_from_rank0=False)
+    assert all(
+        torch.equal(value, expected[name]) for name, value in shardwise.full_state_dict(model, rank0_only=False).items()
+    )
+
+
+@on_ranks(2)
+def test_errors() -> None:
+    for lacking in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
+        model = MLP(EVEN)
+        setattr(model.layers[0].weight, lacking, None)
+        with pytest.raises(TypeError, match=r"'weight' is a Parameter with fsdp_\w+ and without"):
+            shardwise.fully_shard(model.layers[0], mesh=mesh())
+    with pytest.raises(ValueError, match=r"reshard_after_forward=|cannot be resharded to a smaller world|as an int"):
+        shardwise.fully_shard(small(SentInBfloat16), mesh=mesh(), reshard_after_forward=3)
