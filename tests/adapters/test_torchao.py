@@ -148,3 +148,39 @@ def test_flat_optimizers_step_them_alone() -> None:
         return found
 
     assert losses(partial(shardwise.optim.flat, torch.optim.AdamW)) == losses(torch.optim.AdamW)
+
+
+def train_in_eight_bits(model: nn.Module, optimizer: Any, steps: range) -> list[torch.Tensor]:
+    losses = []
+    for step in steps:
+        x = torch.randn(16, 128, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+@on_ranks(2, limit=240)
+def test_optimizers_that_compile_their_step_and_keep_state_in_eight_bits() -> None:
+    from torchao.optim import AdamW8bit
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    def start(verb: Any) -> tuple[nn.Module, Any]:
+        model = make(verb, lambda model: None)
+        return model, AdamW8bit(model.parameters(), lr=1e-2)
+
+    # Ours first: what the other compiles would serve it too.
+    (ours, optimizer), (theirs, other) = start(shardwise.fully_shard), start(torch_fully_shard)
+    found = train_in_eight_bits(ours, optimizer, range(2))
+    torch.testing.assert_close(found, train_in_eight_bits(theirs, other, range(2)), rtol=0, atol=0)
+    with shared_directory() as directory:
+        shardwise.save(directory / "run", model=ours, optimizer=optimizer)
+        again, resumed = start(shardwise.fully_shard)
+        shardwise.load(directory / "run", model=again, optimizer=resumed)
+    state = resumed.state[again.layers[0].weight]  # type: ignore[index, union-attr]
+    assert type(state["exp_avg"].to_local()) is OptimState8bit
+    assert state["step"] == 2
+    expected = train_in_eight_bits(theirs, other, range(2, 4))
+    torch.testing.assert_close(train_in_eight_bits(again, resumed, range(2, 4)), expected, rtol=0, atol=0)

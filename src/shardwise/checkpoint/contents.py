@@ -17,7 +17,7 @@ from .integrity import is_plain, raw
 from .model_state import model_state
 from .names import parameter_names, plain_name
 from .objects import Path, Pickled, as_saved, capture, is_kept_by_leaves, key_of, leaves, pickled, warn_of_unsafe
-from .optimizer_state import STATE, cuts, optimizer_state
+from .optimizer_state import STATE, classes, cuts, optimizer_state
 from .rng import random_states
 from .weights import replica_of
 
@@ -49,7 +49,7 @@ def contents(
         if optimizers:
             names = parameter_names(model)
             state = dict(leaves(optimizer_state(optimizers, names), (OPTIMIZER,)))
-            found.update({**state, **cuts(state, names)})
+            found.update({**state, **cuts(state, names), **classes(state)})
     sharded: dict[str, DTensor] = {}
     if scheduler is not None:
         captured = capture(scheduler, sharded, (SCHEDULER,))

@@ -10,7 +10,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.optim import Optimizer
 
@@ -24,6 +26,9 @@ Names = Mapping[torch.Tensor, Sequence[str]]
 STATE, GROUPS, PARAMETERS = "state", "param_groups", "params"
 CUTS = "optimizer_cuts"
 """How sharded state is cut that has another shape than its parameter; see `cuts`."""
+
+CLASSES = "optimizer_classes"
+"""Names of the classes of tensors among the state that are no plain ones; see `classes`."""
 
 Cut = Mapping[int, int | None]
 """For dims on which a parameter is cut, the dim of its state that is cut where the parameter is; None for none."""
@@ -109,6 +114,23 @@ def cuts(items: Mapping[Path, Any], names: Names) -> dict[Path, Cut]:
             pairs = zip(map(_dim_of, parameter.placements), map(_dim_of, value.placements), strict=True)
             found[CUTS, *path] = {of: own for of, own in pairs if of is not None}
     return found
+
+
+def classes(items: Mapping[Path, Any]) -> dict[Path, list[str]]:
+    """The classes of what is in the optimizer's state, if some of it is of subclasses (as that of 8-bit optimizers is):
+    only the optimizer itself can make such, and chunks in a checkpoint do not tell of it."""
+    state = [local_of(value) for path, value in items.items() if path[1:2] == (STATE,) and torch.is_tensor(value)]
+    found = sorted({type(value).__qualname__ for value in state} - {"Tensor", "Parameter"})
+    return {(CLASSES,): found} if found else {}
+
+
+def make_state(optimizers: Iterable[Optimizer], model: nn.Module) -> None:
+    """Let optimizers without state make what they keep, by a step of no effect; not where parameters are on the meta
+    device."""
+    for optimizer in optimizers:
+        parameters = [one for group in optimizer.param_groups for one in group[PARAMETERS]]
+        if not optimizer.state and not any(one.is_meta for one in parameters):
+            get_optimizer_state_dict(model, optimizer)  # torch's makes it
 
 
 def _dim_of(placement: Placement) -> int | None:

@@ -15,7 +15,7 @@ from .contents import EXTRA, EXTRA_TENSORS, MODEL, OPTIMIZER, RANKS, RNG, SCHEDU
 from .model_state import Misfit, SavedModel
 from .names import listed, parameter_names
 from .objects import Path, capture, release, restore, tree_of
-from .optimizer_state import CUTS, STATE, SavedOptimizer, optimizer_paths
+from .optimizer_state import CLASSES, CUTS, STATE, SavedOptimizer, make_state, optimizer_paths
 from .reading import StoredData
 from .rng import seed_from, set_random_state
 
@@ -89,7 +89,7 @@ class Restoring:
     def _read_objects(self) -> None:
         """Read what is not a tensor."""
         keys = [*self._stored.below(f"{EXTRA}."), *self._optimizer_paths]
-        keys += [f"{CUTS}.{key}" for key in self._optimizer_paths]
+        keys += [CLASSES, *(f"{CUTS}.{key}" for key in self._optimizer_paths)]
         keys += self._model.keys() if self._model is not None else []
         keys += self._stored.below(f"{SCHEDULER}.") if self._wanted.scheduler is not None else []
         for key in self._rng_keys:
@@ -113,6 +113,8 @@ class Restoring:
                 "those of a rank's shard do: load them at that number of ranks, or without the optimizer (to be "
                 "loaded at any, its state has to be DTensors)"
             )
+        if self._values.get(CLASSES):
+            make_state(optimizers, model)
         kinds = {key: tensors[own] for key in self._optimizer_paths if (own := self._own(key)) in tensors}
         names = parameter_names(model)
         return SavedOptimizer(optimizers, names, kinds, self._optimizer_paths, self._values, differing)
