@@ -52,6 +52,8 @@ def fairscale_fsdp() -> Iterator[Any]:
             stack.enter_context(mock.patch.object(target, name, value))
 
         patch(torch.cuda, "is_available", lambda: True)
+        # Where torch is built for CUDA, its optimizers would ask the device that is not there for its stream.
+        patch(torch.accelerator, "current_accelerator", lambda check_available=False: None)
         for name in ("synchronize", "current_stream", "Stream", "stream"):
             patch(torch.cuda, name, lambda *args, **kwargs: _Stream())
         patch(torch.Tensor, "cuda", lambda tensor, *args, **kwargs: tensor)

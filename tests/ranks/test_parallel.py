@@ -13,6 +13,7 @@ import torch.distributed.fsdp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -405,3 +406,24 @@ def test_parameters_annotated_by_spmd_types(last_bias: str, is_checked: bool) ->
     ]
     rank = mesh["dp"].get_local_rank()
     assert_close(train(unit, rank), plain(make_mlp, rank, 2))
+
+
+@on_ranks(4, last_bias=["I", "R"])
+def test_annotated_by_spmd_types_in_mixed_precision(last_bias: str) -> None:
+    """What a cast gives is annotated as what it took: checks find nothing wrong, and the output's type."""
+    if importlib.util.find_spec("spmd_types") is None or not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
+        return
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float64)
+    results = []
+    for is_checked in (False, True):
+        model = AnnotatedMLP(mesh, last_bias, is_checked)
+        shardwise.fully_shard(model, mesh=mesh, dp_mesh_dims=named_axes(shard="dp"), mp_policy=policy)
+        results.append(train(model, mesh["dp"].get_local_rank()))
+    unchecked, checked = results
+    assert unchecked.keys() == checked.keys()
+    for name, value in unchecked.items():
+        assert torch.equal(checked[name], value), name
+    output, spmd = model(inputs_for(model, 0)), model.spmd
+    assert output.dtype == torch.float64
+    assert spmd.get_local_type(output)[spmd.MeshAxis.of(mesh.get_group("tp"))] is spmd.I

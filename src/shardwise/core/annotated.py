@@ -1,7 +1,7 @@
 """Parameters that the package spmd_types annotates: plain tensors while they compute, DTensors while they are sharded.
 
 An annotation says, for each axis of ranks, what a tensor is there (alike, partial, cut on a dim). torch's FSDP2 reads
-them since 2.15.
+them since 2.14.
 """
 
 from __future__ import annotations

@@ -525,12 +525,19 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     if in_transforms():
         return function.apply(*args)
     given = super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
-    if (spmd := sys.modules.get("spmd_types")) is not None:
+    if "spmd_types" in sys.modules:
         tensors = [one for one in args if isinstance(one, torch.Tensor)]
         for new, old in zip(given, tensors, strict=True):
-            if spmd.has_local_type(old):
-                spmd.assert_type_like(new, old)
+            annotated_like(new, old)
     return given
+
+
+def annotated_like(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """``new``, which takes the place of ``old``, annotated by the package spmd_types as that is: `eager` functions do
+    not propagate it."""
+    if new is not old and (spmd := sys.modules.get("spmd_types")) is not None and spmd.has_local_type(old):
+        spmd.assert_type_like(new, old)
+    return new
 
 
 def eager(function: Callable[P, R]) -> Callable[P, R]:

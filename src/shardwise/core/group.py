@@ -14,7 +14,16 @@ from torch import nn
 
 from .buffer import Gather, ShardedBuffer
 from .comm import StagedCollective
-from .device import labelled, local_of, make_spec, not_inference, outside_transforms, unwrapped, without_torch_function
+from .device import (
+    annotated_like,
+    labelled,
+    local_of,
+    make_spec,
+    not_inference,
+    outside_transforms,
+    unwrapped,
+    without_torch_function,
+)
 from .errors import explain
 from .lanes import Lane, Ticket, Waitable
 from .layout import per_parameter
@@ -293,5 +302,5 @@ class ParamGroup:
         if type(own) in (torch.Tensor, nn.Parameter) and own.layout is torch.strided:
             for buffer in self.shards.buffers:
                 if not buffer.is_identity and buffer.shares_memory(own):
-                    return output.clone()
+                    return annotated_like(output.clone(), output)
         return output

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.distributed_c10d import GroupMember
 
-from .device import map_leaves, not_inference
+from .device import annotated_like, map_leaves, not_inference
 
 
 class Waitable(Protocol):
@@ -254,7 +254,7 @@ class AcceleratorDevice(Device):
 
     def _move(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.device.type != self.torch_device.type:
-            return leaf.to(self.torch_device, non_blocking=True)
+            return annotated_like(leaf.to(self.torch_device, non_blocking=True), leaf)
         return leaf
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .device import parts_of
+from .device import annotated_like, parts_of
 
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), Enum, torch.dtype, torch.device, torch.layout, type)
 """Types of values that have no tensors inside."""
@@ -309,7 +309,7 @@ def _all_tensors(value: Any) -> list[torch.Tensor]:
 
 def casting(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     """A function that casts floating-point tensors to ``dtype``, and gives others as they are."""
-    return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
+    return lambda tensor: annotated_like(tensor.to(dtype), tensor) if tensor.is_floating_point() else tensor
 
 
 def opaque_types(value: Any) -> list[type]:
