@@ -580,6 +580,24 @@ def test_profiler_labels(fake_mesh: Mesh) -> None:
     assert "FSDP::backward_prefetch for layers.1" in names
 
 
+def test_a_profiler_that_runs_again_sees_what_runs_meanwhile(fake_mesh: Mesh) -> None:
+    model = build(fake_mesh(4))
+    for _ in range(2):
+        run(model)  # nobody looks
+        loss = model(inputs_for(model, 0)).sum()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            loss.backward()
+            model.layers[1].unshard()  # type: ignore[index, operator, union-attr]
+            model.layers[1].reshard()  # type: ignore[index, operator, union-attr]
+        counts = {event.key: event.count for event in profile.key_averages() if event.key.endswith("layers.1)")}
+        assert counts == {
+            "FSDP::all_gather (layers.1)": 2,
+            "FSDP::pre_backward (layers.1)": 1,
+            "FSDP::post_backward_reshard (layers.1)": 1,
+            "FSDP::post_backward_reduce (layers.1)": 1,
+        }
+
+
 def test_transformer_alone_is_no_fsdp_module() -> None:
     shardwise.register_fsdp_forward_method(Transformer(), "forward")  # nothing to do, no error
     shardwise.register_fsdp_forward_method(None, "forward")  # type: ignore[arg-type]  # a stage without an encoder, say

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from types import CodeType
-from typing import Any, Concatenate, NoReturn, ParamSpec, TypeAlias, TypeVar, cast
+from typing import Any, NoReturn, ParamSpec, TypeAlias, TypeVar, cast
 
 import torch
 from torch import nn
@@ -456,30 +456,53 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
 # -- Profiler ---------------------------------------------------------------------------------------------------
 
 
-_is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+"""Whether a profiler runs."""
 
 
-def label(name: str, fqn: str) -> contextlib.AbstractContextManager[Any]:
-    """A profiler range ``name (fqn)``; costs nothing while no profiler runs."""
-    if not _is_profiled():
-        return _NOTHING
-    return torch.profiler.record_function(f"{name} ({fqn})" if fqn else name)
+def label(text: str) -> contextlib.AbstractContextManager[Any]:
+    """A profiler range; costs nothing while no profiler runs."""
+    return torch.profiler.record_function(text) if is_profiled() else _NOTHING
 
 
-def labelled(name: str) -> Callable[[Callable[Concatenate[Any, P], R]], Callable[Concatenate[Any, P], R]]:
-    """Calls of a method of an object with a ``name`` are profiler ranges ``name (its name)``."""
+Method = TypeVar("Method", bound=Callable[..., Any])
 
-    def decorate(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-        @functools.wraps(method)
-        def run(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
-            if not _is_profiled():
-                return method(self, *args, **kwargs)
-            with label(name, self.name):
-                return method(self, *args, **kwargs)
 
-        return cast(Callable[Concatenate[Any, P], R], run)
+def labelled(text: str) -> Callable[[Method], Method]:
+    """Calls of a method are profiler ranges in the class that `watched` gives.
+
+    Args:
+        text: of the range, with the object's ``{name}``, in parentheses only where it has one, and arguments ``{0}``.
+    """
+
+    def decorate(method: Method) -> Method:
+        method.label = text  # type: ignore[attr-defined]
+        return method
 
     return decorate
+
+
+def _watched(kind: Any) -> Any:
+    methods = {name: method for base in reversed(kind.__mro__) for name, method in vars(base).items()}
+    ranges = {name: _as_range(method, method.label) for name, method in methods.items() if hasattr(method, "label")}
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, **ranges}) if ranges else kind
+
+
+watched: Callable[[Any], Any] = functools.cache(_watched)
+"""A class with its `labelled` methods as profiler ranges: one of its own, since to ask at each call whether a profiler
+runs takes a fiftieth of an iteration's host time."""
+
+
+def _as_range(method: Callable[..., Any], text: str) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_profiled():  # any more
+            return method(self, *args, **kwargs)
+        with label(text.format(*args, name=self.name).removesuffix(" ()")):
+            return method(self, *args, **kwargs)
+
+    del run.__dict__["label"]  # `watched` of this class is the class itself
+    return run
 
 
 # -- torch.func and torch.compile -------------------------------------------------------------------------------

@@ -70,6 +70,10 @@ def _issue(reference: weakref.ref[ParamGroup], gathers: Sequence[Gather]) -> Seq
     return works
 
 
+def _nothing() -> None:
+    pass
+
+
 class ParamGroup:
     """Some parameters of one mesh, their buffers (one per dtype), and the verbs on them.
 
@@ -87,6 +91,8 @@ class ParamGroup:
         self.gradients = GradientReducer(shards, self.options)
         self._gather: tuple[Ticket | None, Sequence[Gather]] | None = None
         self._prepared: _Prepared | None = None
+        self.tell_of_new_buffers: Callable[[], None] = _nothing
+        """Called when parameters got other buffers, of another dtype perhaps."""
         self.is_asked_for = False
         """Whether the user started the gather, and nobody waited for it: not whether the handle exists still, of which
         ranks may differ."""
@@ -121,6 +127,7 @@ class ParamGroup:
         self._prepared = None
         if self.shards.adopt_registered(is_loading=is_loading):
             self.gradients.forget_plans()
+            self.tell_of_new_buffers()
 
     # -- Unsharding
 
@@ -161,7 +168,7 @@ class ParamGroup:
         self.shards.check_materialized()
         self._submit_gather(lane)
 
-    @labelled("FSDP::all_gather")
+    @labelled("FSDP::all_gather ({name})")
     @outside_transforms
     def _submit_gather(self, lane: Lane) -> None:
         self._is_kept = False  # should the gather fail

@@ -16,7 +16,15 @@ from torch.utils.hooks import RemovableHandle
 
 from .boundary import Call, announce_begin
 from .context import FSDPCommContext
-from .device import backward_number, eager, in_backward, label, labelled, runs_in_this_backward
+from .device import (
+    backward_number,
+    eager,
+    in_backward,
+    is_profiled,
+    labelled,
+    runs_in_this_backward,
+    watched,
+)
 from .errors import StateError
 from .group import ParamGroup
 from .iteration import Iteration
@@ -119,6 +127,13 @@ class Unit:
         for group in self.groups:
             group.name = name or f"{type(self.modules[0]).__name__.removeprefix('FSDP')} (root)"
 
+    def show_ranges(self) -> None:
+        """Show a profiler what is done from now on, also for units that are gathered ahead of their use."""
+        if type(self) is not watched(type(self)):
+            for unit in self.own_context().units:
+                for one in (unit, *unit.groups):
+                    one.__class__ = watched(type(one))
+
     def install_hooks(self) -> None:
         """Let the modules' forward call `pre_forward` and `post_forward`; where it does not, `run` does."""
         for module in self.modules:
@@ -130,6 +145,8 @@ class Unit:
     @eager
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gather, register for backward, wait, install, prefetch."""
+        if is_profiled():
+            self.show_ranges()
         context = self.context or self.become_root(self)
         if self.phase is Phase.PRE_BACKWARD:
             if in_backward():  # recomputation of a checkpointed forward
@@ -144,7 +161,7 @@ class Unit:
             self._check_unsharded()
         return self._enter_forward(context, module, args, kwargs)
 
-    @labelled("FSDP::pre_forward")
+    @labelled("FSDP::pre_forward ({name})")
     def _enter_forward(self, context: FSDPCommContext, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         is_first = self.phase is not Phase.FORWARD
         self._recomputes = backward_number() != -1
@@ -233,12 +250,12 @@ class Unit:
         self.gathered_bytes = sum([buffer.gathered_bytes for group in self.groups for buffer in group.shards.buffers])
         return self.gathered_bytes
 
+    @labelled("FSDP::{0}_prefetch for {name}")
     def prefetch(self, direction: str, lane: Lane) -> None:
         """Start gathering on ``lane`` for a use that is expected soon."""
-        with label(f"FSDP::{direction}_prefetch for {self.name}", ""):
-            for group in self.groups:
-                if direction == "forward" or group.options.unshard_in_backward:
-                    group.unshard(lane, for_backward=direction != "forward")
+        for group in self.groups:
+            if direction == "forward" or group.options.unshard_in_backward:
+                group.unshard(lane, for_backward=direction != "forward")
 
     @eager
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -269,7 +286,7 @@ class Unit:
                 call.leave(self)
                 return
 
-    @labelled("FSDP::post_forward")
+    @labelled("FSDP::post_forward ({name})")
     def _leave_forward(self, context: FSDPCommContext, output: Any) -> Any:
         output = self.kept(output)
         for group in self.groups:
@@ -372,17 +389,20 @@ class Unit:
 
     def _cast_inputs(self, call: Call) -> None:
         dtype = self.precision.param_dtype
-        if dtype is None or not self.precision.cast_forward_inputs:
-            return
-        with label("FSDP::cast_forward_inputs", self.name):
-            call.replace(casting(dtype))
+        if dtype is not None and self.precision.cast_forward_inputs:
+            self._cast_inputs_to(dtype, call)
+
+    @labelled("FSDP::cast_forward_inputs ({name})")
+    def _cast_inputs_to(self, dtype: torch.dtype, call: Call) -> None:
+        call.replace(casting(dtype))
 
     def _cast_output(self, output: Any) -> Any:
         dtype = self.precision.output_dtype
-        if dtype is None:
-            return output
-        with label("FSDP::cast_forward_outputs", self.name):
-            return map_tensors(output, casting(dtype))
+        return output if dtype is None else self._cast_output_to(dtype, output)
+
+    @labelled("FSDP::cast_forward_outputs ({name})")
+    def _cast_output_to(self, dtype: torch.dtype, output: Any) -> Any:
+        return map_tensors(output, casting(dtype))
 
     def _announce_end(self, context: FSDPCommContext, call: Call) -> None:
         forward_pass = context.passes
@@ -400,6 +420,8 @@ class Unit:
     @eager
     def pre_backward_hook(self, gradient: torch.Tensor) -> None:
         """Backward has come to an output, whose ``gradient`` this is."""
+        if is_profiled():
+            self.show_ranges()
         self.pre_backward()
 
     def pre_backward(self, call: Any = None) -> None:
@@ -417,7 +439,7 @@ class Unit:
         if self.phase is not Phase.PRE_BACKWARD:
             self._enter_backward(context)
 
-    @labelled("FSDP::pre_backward")
+    @labelled("FSDP::pre_backward ({name})")
     def _enter_backward(self, context: FSDPCommContext) -> None:
         self.phase = Phase.PRE_BACKWARD
         self._computes_backward = True
@@ -471,12 +493,12 @@ class Unit:
         if is_complete:
             self._computes_backward = False
 
-    @labelled("FSDP::post_backward_reshard")
+    @labelled("FSDP::post_backward_reshard ({name})")
     def _reshard_after_backward(self, group: ParamGroup) -> None:
         if group.options.reshard_after_backward:
             group.reshard()
 
-    @labelled("FSDP::post_backward_reduce")
+    @labelled("FSDP::post_backward_reduce ({name})")
     def _reduce_group(self, group: ParamGroup) -> None:
         context = self.context
         assert context is not None

@@ -23,7 +23,7 @@ from .comm import (
     require_symmetric_memory,
 )
 from .context import FSDPCommContext
-from .device import StateForTorch, answer_pipelines, eager, in_backward
+from .device import StateForTorch, answer_pipelines, eager, in_backward, is_profiled
 from .errors import StateError
 from .group import ParamGroup, ShardState
 from .hooks import Unit
@@ -131,6 +131,8 @@ class FSDPModule(_TorchModule):
             StateError: if a parameter is still on the meta device.
         """
         unit = self._unit
+        if is_profiled():
+            unit.show_ranges()
         lane = unit.own_context().gather_lane
         for group in unit.groups:
             group.unshard(lane)

@@ -94,8 +94,8 @@ class ExecutionOrder(Generic[T]):
         Also where backward went another way the last time: ranks whose backward reaches different units gather alike.
         """
         first = self._settled if position >= self._settled else 0
-        for reference in reversed(self._backward[first:position]):
-            if (unit := reference()) is None:
+        for index in range(min(position, len(self._backward)) - 1, first - 1, -1):
+            if (unit := self._backward[index]()) is None:
                 return
             yield unit
 
