@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
@@ -42,6 +43,13 @@ PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 def is_extended(tensor: torch.Tensor) -> bool:
     """Whether ``tensor``, this rank's part of a parameter, says itself how it is gathered."""
     return hasattr(tensor, PRE) or hasattr(tensor, POST)
+
+
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that ``tensor`` consists of, if its class tells (`torch.Tensor.__tensor_flatten__`); else itself."""
+    if type(tensor) in (torch.Tensor, nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    return [part for name in tensor.__tensor_flatten__()[0] for part in parts_of(getattr(tensor, name))]
 
 
 def check_extension(name: str, tensor: torch.Tensor) -> None:
