@@ -86,6 +86,17 @@ class SentInTwo(SentInBfloat16):
         return None
 
 
+class Tells(SentInBfloat16):
+    """Tells what it consists of."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["data_inside"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, metadata: Any, size: Any, stride: Any) -> Tells:
+        return cls(inner["data_inside"])
+
+
 def extend(model: nn.Module, kind: type[SentInBfloat16]) -> nn.Module:
     """Let the matrices of ``model`` be of ``kind``."""
     for module in model.modules():

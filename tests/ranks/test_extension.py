@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 import shardwise
 from shardwise import Placements
 
-from ..extensions import SentInBfloat16, SentInTwo, Told, extend
+from ..extensions import SentInBfloat16, SentInTwo, Tells, Told, extend
 from ..models import MLP, Transformer, inputs_for, wrap
 from .harness import on_ranks
 from .shared import shared_directory
@@ -243,6 +243,20 @@ def test_init_on_meta() -> None:
     assert all(
         torch.equal(value, expected[name]) for name, value in shardwise.full_state_dict(model, rank0_only=False).items()
     )
+
+
+@on_ranks(2, preset=["ddp", "zero1", "zero2"])
+def test_writes_to_what_a_parameter_consists_of_are_noticed(preset: str) -> None:
+    model = wrap(small(Tells), shardwise.fully_shard, mesh=mesh(), placements=getattr(Placements, preset))
+    with torch.no_grad():
+        before = model(torch.ones(2, 12))
+        model.layers[-1].reshard()  # type: ignore[operator]
+        weight: Any = model.layers[-1].weight
+        weight._local_tensor.data_inside.zero_()
+        after = model(torch.ones(2, 12))
+    bias = shardwise.full_state_dict(model, rank0_only=False)["layers.2.bias"]
+    assert not torch.equal(before, after)
+    assert torch.equal(after, bias.expand(2, 12))
 
 
 @on_ranks(2)

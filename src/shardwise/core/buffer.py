@@ -177,6 +177,8 @@ class ShardedBuffer:
         """Whether the gathered buffer is the local one: nothing to gather, cast or move."""
         self.gathered_bytes = 0 if self.is_identity else layout.full_numel * dtype.itemsize
         """Bytes that gathering it takes beside the shards."""
+        self.local_memory: Sequence[torch.Tensor] = (local,)
+        """All tensors that its shards can be written through, beside views."""
         self._casts = local.dtype != dtype or local.device != device
         self._full: torch.Tensor | None = None
         self._plan: GatherPlan | None = None

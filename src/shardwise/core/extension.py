@@ -143,6 +143,7 @@ class ExtendedBuffer(ShardedBuffer):
         super().__init__(layout, local, comm, dtype, device)
         self.is_identity = False
         self.gathered_bytes = layout.full_numel * dtype.itemsize
+        self.local_memory = (local, *parts_of(local))
         self._surroundings = surroundings
         self._outputs: list[torch.Tensor] = []
         self._value: torch.Tensor | None = None

@@ -257,7 +257,8 @@ class Shards(ABC):
         """Version counters of all that they can be written through."""
         with without_torch_function():
             shards = [slot.sharded for slot in self.slots]
-            views = [*shards, *(local_of(shard) for shard in shards), *(buffer.local for buffer in self.buffers)]
+            memory = [one for buffer in self.buffers for one in buffer.local_memory]
+            views = [*shards, *(local_of(shard) for shard in shards), *memory]
         return [tensor._version for tensor in views]
 
 
