@@ -259,6 +259,51 @@ def test_writes_to_what_a_parameter_consists_of_are_noticed(preset: str) -> None
     assert torch.equal(after, bias.expand(2, 12))
 
 
+def hang(parameter: Any) -> None:
+    local = parameter._local_tensor
+    local.fsdp_pre_all_gather = told_alone.__get__(local)
+    local.fsdp_post_all_gather = post_all_gather.__get__(local)
+
+
+@on_ranks(2, preset=["ddp", "zero1", "zero3"])
+def test_methods_hung_on_after_the_first_forward(preset: str) -> None:
+    def make(late: bool) -> nn.Module:
+        torch.manual_seed(0)
+        model = wrap(MLP(EVEN), shardwise.fully_shard, mesh=mesh(), placements=getattr(Placements, preset))
+        if late:
+            model(batch(0, 0, 4, 12)).sum().backward()
+            model.zero_grad()
+        for layer in model.layers:
+            layer.reshard()  # type: ignore[operator]
+            hang(layer.weight)
+        return model
+
+    assert_same(train(make(True)), train(make(False)))
+
+
+@on_ranks(2)
+def test_half_an_extension_stays_an_error() -> None:
+    model = wrap(MLP(EVEN), shardwise.fully_shard, mesh=mesh())
+    local: Any = model.layers[0].weight._local_tensor
+    local.fsdp_pre_all_gather = told_alone.__get__(local)
+    for _ in range(3):
+        with pytest.raises(TypeError, match=r"'layers.0.weight' is a Tensor with fsdp_pre_all_gather and without"):
+            model(batch(0, 0, 4, 12))
+    local.fsdp_post_all_gather = post_all_gather.__get__(local)
+    assert model(batch(0, 0, 4, 12)).isfinite().all()
+
+
+@on_ranks(2)
+def test_tied_to_a_plain_one_after_both_were_sharded() -> None:
+    model = small(SentInBfloat16, (12, 12, 12))
+    model.layers[0].weight = nn.Parameter(torch.empty(12, 12).copy_(model.layers[0].weight.detach()))
+    wrap(model, shardwise.fully_shard, mesh=mesh())
+    model.layers[1].weight = model.layers[0].weight
+    for step in range(2):
+        model(batch(step, 0, 4, 12)).sum().backward()
+    assert all(unit._unit.groups[0].shards.is_adopted for unit in model.layers)  # not taken over anew each time
+
+
 @on_ranks(2)
 def test_errors() -> None:
     for lacking in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):

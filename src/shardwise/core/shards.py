@@ -28,7 +28,7 @@ from .device import (
     without_torch_function,
 )
 from .errors import StateError
-from .extension import ExtendedBuffer, Surroundings, check_extension, cut_part, is_extended
+from .extension import POST, PRE, ExtendedBuffer, Surroundings, check_extension, cut_part, is_extended
 from .lanes import Ticket
 from .layout import Layout, per_parameter, worth_thinning
 from .mesh import DataParallelMesh, DataParallelRanks
@@ -283,8 +283,8 @@ class ParameterShards(Shards):
         self._required: list[bool] = []
         """Whether each of them required gradients, when that was looked at last."""
         self._registered: list[tuple[Registry, str]] = []
-        self._has_looked = False
-        """Whether `_knows_extensions` was asked since these were registered."""
+        self._extended: list[bool] = []
+        """Of the local tensor of each sharded face whether it said, when it was taken over, how it is gathered."""
         self._sharded: list[nn.Parameter] = []
         """The sharded face of each slot."""
         self._taken_over: tuple[list[nn.Parameter], list[torch.Tensor]] = [], []
@@ -464,7 +464,7 @@ class ParameterShards(Shards):
     @property
     def is_adopted(self) -> bool:
         """See `Shards.is_adopted`. Looked up: who assigns to a module's attribute tells nobody."""
-        if self._waits_for_others or not self._knows_extensions():
+        if self._waits_for_others:
             return False
         registered = [registry.get(name) for registry, name in self._registered]
         try:
@@ -472,24 +472,20 @@ class ParameterShards(Shards):
         except AttributeError:  # swapped with a plain tensor
             return False
         parameters, own = self._taken_over
-        return all(map(is_, registered, parameters)) and all(map(is_, locals_, own))
-
-    def _knows_extensions(self) -> bool:
-        """Whether those that say how they are gathered were so when they were registered; others may be told since how
-        they are, before they are gathered first."""
-        if not self._has_looked:
-            self._has_looked = True
-            with without_torch_function():
-                now = [is_extended(local_of(slot.sharded)) for slot in self.slots]
-            return now == [isinstance(slot.buffer, ExtendedBuffer) for slot in self.slots]
-        return True
+        if not (all(map(is_, registered, parameters)) and all(map(is_, locals_, own))):
+            return False
+        # Methods may be hung on a local tensor at any time.
+        return [hasattr(local, PRE) or hasattr(local, POST) for local in locals_] == self._extended
 
     def _note_registered(self) -> None:
-        self._has_looked = False
         entries = [(place, slot.sharded) for slot in self.slots for place in slot.places if place.exists]
         self._registered = [(place.registry, place.name) for place, _ in entries]
         self._sharded = [slot.sharded for slot in self.slots]
         self._taken_over = [sharded for _, sharded in entries], [*map(local_of, self._sharded)]
+        self._extended = [
+            is_extended(local_of(slot.sharded)) if slot.is_borrowed else isinstance(slot.buffer, ExtendedBuffer)
+            for slot in self.slots
+        ]
 
     def leave_meta(self) -> None:
         with torch.no_grad(), not_inference():
