@@ -305,6 +305,20 @@ def test_tied_to_a_plain_one_after_both_were_sharded() -> None:
 
 
 @on_ranks(2)
+def test_nothing_is_sharded_after_an_error() -> None:
+    class Asks(SentInBfloat16):
+        def fsdp_pre_all_gather(self, mesh: Any, size: Any) -> Any:  # type: ignore[override]
+            raise AssertionError
+
+    model = small(SentInBfloat16)
+    model.layers[-1].weight = nn.Parameter(Asks(model.layers[-1].weight.detach().data_inside))  # type: ignore[operator]
+    before = dict(model.named_parameters())
+    with pytest.raises(TypeError, match=r"'layers.2.weight' is a Asks .*takes other"):
+        shardwise.fully_shard(model, mesh=mesh())
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+
+
+@on_ranks(2)
 def test_errors() -> None:
     for lacking in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
         model = MLP(EVEN)

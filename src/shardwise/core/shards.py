@@ -290,9 +290,13 @@ class ParameterShards(Shards):
         self._taken_over: tuple[list[nn.Parameter], list[torch.Tensor]] = [], []
         """What was registered at those places, and the local tensors of the sharded faces."""
         by_dtype: dict[tuple[torch.dtype, torch.dtype], list[ManagedParameter]] = defaultdict(list)
-        for parameter in parameters:
-            if not self._add_extended(parameter):
+        extended = [self._cut_extended(parameter) for parameter in parameters]  # may raise, when none is replaced yet
+        for parameter, buffer in zip(parameters, extended, strict=True):
+            if buffer is None:
                 by_dtype[self._dtypes(parameter.value.dtype, parameter.keeps_dtype)].append(parameter)
+            else:
+                self.buffers.append(buffer)
+                self._add_slot(parameter, buffer, 0, buffer.local).has_values = True
         with torch.no_grad(), not_inference():
             for (dtype, gathered), members in by_dtype.items():
                 self._add_buffer(dtype, gathered, members)
@@ -345,22 +349,19 @@ class ParameterShards(Shards):
 
     # -- Those that say themselves how they are gathered
 
-    def _add_extended(self, member: ManagedParameter) -> bool:
-        """Shard ``member`` by the operators of its class; gives whether this rank's part is of that class then."""
+    def _cut_extended(self, member: ManagedParameter) -> ExtendedBuffer | None:
+        """``member`` cut by the operators of its class; None if this rank's part does not say how it is gathered."""
         value = local_of(member.value)
         if not is_extended(value):
-            return False
+            return None
         check_extension(member.name, value)
         with torch.no_grad(), not_inference():
             layout = per_parameter([tuple(value.shape)], [member.dim], self.mesh.shard.size)
             local = cut_part(value, layout.tensors[0], self.mesh.shard.rank)
             if not is_extended(local):
-                return False
+                return None
             local = self._in_place_of_shards(local)
-            buffer = self._extended_buffer(layout, local, member.name, member.places[0], member.keeps_dtype)
-            self.buffers.append(buffer)
-            self._add_slot(member, buffer, 0, local).has_values = True
-        return True
+            return self._extended_buffer(layout, local, member.name, member.places[0], member.keeps_dtype)
 
     def _in_place_of_shards(self, local: torch.Tensor) -> torch.Tensor:
         """``local`` on the device where shards are; on the meta device if it is there."""
