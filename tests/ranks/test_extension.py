@@ -11,12 +11,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.tensor import Shard
 
 import shardwise
 from shardwise import Placements
+from shardwise.core.errors import StateError
 
-from ..extensions import SentInBfloat16, SentInTwo, Tells, Told, extend
+from ..extensions import SentInBfloat16, SentInTwo, SentWithScale, Tells, Told, extend
 from ..models import MLP, Transformer, inputs_for, wrap
 from .harness import on_ranks
 from .shared import shared_directory
@@ -243,6 +245,38 @@ def test_init_on_meta() -> None:
     assert all(
         torch.equal(value, expected[name]) for name, value in shardwise.full_state_dict(model, rank0_only=False).items()
     )
+
+
+def losses_of(model: nn.Module, steps: int = 3) -> list[torch.Tensor]:
+    return [one for one in train(model, steps) if one.ndim == 0]
+
+
+@on_ranks(1, 2, 3, sizes=[EVEN, (12, 3, 1, 12)], gathers=["default", "custom"])
+def test_scales_without_dims_and_empty_tensors(sizes: tuple[int, ...], gathers: str) -> None:
+    model = small(SentWithScale, sizes)
+    if dist.get_world_size() > 1 and any(size % dist.get_world_size() for size in sizes[1:]):
+        wrap(model, shardwise.fully_shard, mesh=mesh())
+        with pytest.raises(StateError, match=r"'layers.\d.weight'.*uneven"):
+            model(batch(0, 0, 4, sizes[0]))
+        return
+    wrap(model, shardwise.fully_shard, mesh=mesh())
+    if gathers == "custom":
+        for layer in model.layers:
+            layer.set_custom_all_gather(DefaultAllGather())  # type: ignore[operator]
+    torch.manual_seed(0)
+    plain = wrap(MLP(sizes), torch_fully_shard, mesh=mesh())
+    torch.testing.assert_close(losses_of(model), losses_of(plain), rtol=1e-2, atol=1e-3)
+
+
+@on_ranks(2)
+def test_scales_beside_matrices_that_are_cut_on_another_dim() -> None:
+    def place(parameter: nn.Parameter) -> Any:
+        return Shard(1) if parameter.ndim > 1 else None
+
+    ours = wrap(small(SentWithScale), shardwise.fully_shard, mesh=mesh(), shard_placement_fn=place)
+    torch.manual_seed(0)
+    plain = wrap(MLP(EVEN), torch_fully_shard, mesh=mesh())
+    torch.testing.assert_close(losses_of(ours), losses_of(plain), rtol=1e-2, atol=1e-3)
 
 
 @on_ranks(2, preset=["ddp", "zero1", "zero2"])

@@ -186,24 +186,25 @@ class ExtendedBuffer(ShardedBuffer):
     def start_gather(self, lane: Lane) -> Gather:
         inputs, metadata = self._inputs()
         self._take_memory(inputs)
-        flat = [one.view(-1) for one in inputs]
         finish = functools.partial(self._finish, [one.shape for one in inputs], metadata)
         if self.layout.world_size == 1:
+            flat = [one.view(-1) for one in inputs]
             return Gather(prepare=functools.partial(copy_each, self._outputs, flat), finish=finish)
-        return Gather([*map(_sendable, self._outputs)], [*map(_sendable, flat)], finish=finish)
+        return Gather(_sendable(self._outputs), _sendable(inputs), finish=finish)
 
     def start_staged_gather(self, allocate: Allocate) -> Gather:
         inputs, metadata = self._inputs()
         self._take_memory(inputs)
-        staged = [allocate((one.numel(),), dtype=one.dtype, device=one.device) for one in self._outputs]
+        outputs = _sendable(self._outputs)
+        staged = [allocate((one.numel(),), dtype=one.dtype, device=one.device) for one in outputs]
         own = [one.view(self.layout.world_size, -1)[self.comm.rank] for one in staged]
         shapes = [one.shape for one in inputs]
 
         def finish() -> None:
-            copy_each(self._outputs, staged)
+            copy_each(outputs, staged)
             self._finish(shapes, metadata)
 
-        prepare = functools.partial(copy_each, own, [one.view(-1) for one in inputs])
+        prepare = functools.partial(copy_each, own, _sendable(inputs))
         return Gather(staged, own, prepare=prepare, finish=finish)
 
     def _inputs(self) -> tuple[list[torch.Tensor], Any]:
@@ -284,12 +285,12 @@ def _are_tensors(value: Any) -> bool:
 
 def _joined(gathered: torch.Tensor, shape: torch.Size, tensor: TensorLayout) -> torch.Tensor:
     """What all ranks gave of ``shape``, one after the other in ``gathered``, joined on the dim that the parameter is
-    cut on; on another than the first in memory of its own."""
-    if tensor.dim == 0:
+    cut on; on another than the first in memory of its own, and on the first if they lack that dim, as scales do."""
+    if tensor.dim == 0 or len(shape) <= tensor.dim:
         return gathered.view(-1, *shape[1:])
     return gathered.view(tensor.world_size, *shape).movedim(0, tensor.dim).flatten(tensor.dim, tensor.dim + 1)
 
 
-def _sendable(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` in a dtype that every backend sends."""
-    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+def _sendable(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """``tensors``, flat, as bytes, which every backend sends; without empty ones, which not every backend does."""
+    return [tensor.view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
