@@ -108,10 +108,10 @@ def test_on_two_axes() -> None:
             torch.testing.assert_close(one, other)
 
 
-@on_ranks(2, preset=["ddp", "zero1", "zero2", "zero3"])
-def test_presets(preset: str) -> None:
+@on_ranks(2, preset=["ddp", "zero1", "zero2", "zero3"], kind=[SentInBfloat16, Told])
+def test_presets(preset: str, kind: type[SentInBfloat16]) -> None:
     def losses(verb: Any, **options: Any) -> list[torch.Tensor]:
-        return [one for one in train(wrap(small(SentInBfloat16), verb, mesh=mesh(), **options)) if one.ndim == 0]
+        return [one for one in train(wrap(small(kind), verb, mesh=mesh(), **options)) if one.ndim == 0]
 
     ours = losses(shardwise.fully_shard, placements=getattr(Placements, preset))
     torch.testing.assert_close(ours, losses(torch_fully_shard), rtol=0, atol=0)
@@ -266,6 +266,14 @@ def test_scales_without_dims_and_empty_tensors(sizes: tuple[int, ...], gathers: 
     torch.manual_seed(0)
     plain = wrap(MLP(sizes), torch_fully_shard, mesh=mesh())
     torch.testing.assert_close(losses_of(model), losses_of(plain), rtol=1e-2, atol=1e-3)
+
+
+@on_ranks(2, preset=["ddp", "zero1"])
+def test_collectives_of_hooks_go_over_the_ranks_that_parts_are_cut_over(preset: str) -> None:
+    ours = wrap(small(SentWithScale), shardwise.fully_shard, mesh=mesh(), placements=getattr(Placements, preset))
+    torch.manual_seed(0)
+    plain = wrap(MLP(EVEN), torch_fully_shard, mesh=mesh())
+    torch.testing.assert_close(losses_of(ours), losses_of(plain), rtol=1e-2, atol=1e-3)
 
 
 @on_ranks(2)
