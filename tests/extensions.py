@@ -87,6 +87,14 @@ class SentInTwo(SentInBfloat16):
         return None
 
 
+class StaysBfloat16(SentInBfloat16):
+    """Computes in what was sent, whatever dtype is asked for, and in its memory."""
+
+    @torch.no_grad()
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+        return (outputs[0], outputs) if out is None else None
+
+
 class SentWithScale(SentInBfloat16):
     """As integers, with a scale that all ranks agree on, which has no dims, and something that is empty."""
 
@@ -106,6 +114,20 @@ class SentWithScale(SentInBfloat16):
             return value, (value,)
         with torch.autograd._unsafe_preserve_version_counter(out):
             out.copy_(value.as_strided(out.shape, out.stride()))
+        return None
+
+
+class InColumns(SentInBfloat16):
+    """Computes in some columns of a larger tensor."""
+
+    @torch.no_grad()
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+        value = outputs[0].to(param_dtype)
+        if out is None:
+            columns = value.repeat(1, 50)[:, : value.shape[1]]
+            return columns, (columns,)
+        with torch.autograd._unsafe_preserve_version_counter(out):
+            out.copy_(value)
         return None
 
 

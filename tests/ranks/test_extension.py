@@ -18,7 +18,7 @@ import shardwise
 from shardwise import Placements
 from shardwise.core.errors import StateError
 
-from ..extensions import SentInBfloat16, SentInTwo, SentWithScale, Tells, Told, extend
+from ..extensions import InColumns, SentInBfloat16, SentInTwo, SentWithScale, StaysBfloat16, Tells, Told, extend
 from ..models import MLP, Transformer, inputs_for, wrap
 from .harness import on_ranks
 from .shared import shared_directory
@@ -251,6 +251,28 @@ def losses_of(model: nn.Module, steps: int = 3) -> list[torch.Tensor]:
     return [one for one in train(model, steps) if one.ndim == 0]
 
 
+class Parts(nn.Module):
+    """The first rank uses another parameter than the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(StaysBfloat16(torch.ones(4, 4))), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(BF16) @ self.weight if dist.get_rank() == 0 else x * self.bias
+
+
+@on_ranks(2, 3)
+def test_gradients_of_another_dtype_than_the_one_asked_for() -> None:
+    model = Parts()
+    shardwise.fully_shard(model, mesh=mesh())
+    for _ in range(2):
+        model(torch.ones(2, 4)).float().sum().backward()
+    world = dist.get_world_size()
+    assert torch.equal(model.weight.grad.full_tensor(), torch.full((4, 4), 4.0).to(BF16).div(world).float())
+    torch.testing.assert_close(model.bias.grad.full_tensor(), torch.full((4,), 4.0 * (world - 1) / world))
+
+
 @on_ranks(1, 2, 3, sizes=[EVEN, (12, 3, 1, 12)], gathers=["default", "custom"])
 def test_scales_without_dims_and_empty_tensors(sizes: tuple[int, ...], gathers: str) -> None:
     model = small(SentWithScale, sizes)
@@ -285,6 +307,20 @@ def test_scales_beside_matrices_that_are_cut_on_another_dim() -> None:
     torch.manual_seed(0)
     plain = wrap(MLP(EVEN), torch_fully_shard, mesh=mesh())
     torch.testing.assert_close(losses_of(ours), losses_of(plain), rtol=1e-2, atol=1e-3)
+
+
+@on_ranks(2)
+def test_memory_that_is_a_view() -> None:
+    model = wrap(small(InColumns), shardwise.fully_shard, mesh=mesh())
+    model.layers[0].unshard()  # type: ignore[operator]
+    columns, nbytes = model.layers[0].weight, model.layers[0].weight.untyped_storage().nbytes()
+    for _ in range(2):
+        model.layers[0].reshard()  # type: ignore[operator]
+        assert columns.untyped_storage().nbytes() == 0
+        model.layers[0].unshard()  # type: ignore[operator]
+        assert columns.untyped_storage().nbytes() == nbytes
+    model.layers[0].reshard()  # type: ignore[operator]
+    assert_same(train(model), train(wrap(small(SentInBfloat16), shardwise.fully_shard, mesh=mesh())))
 
 
 @on_ranks(2, preset=["ddp", "zero1", "zero2"])

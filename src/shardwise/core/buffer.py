@@ -358,11 +358,16 @@ MAPPED_BYTES = 32 * 2**20
 """glibc takes larger blocks from the kernel each time, so that every page of theirs faults when it is written."""
 
 
-def allocate_storage(tensor: torch.Tensor) -> None:
-    """Give ``tensor`` memory again after `free_storage`; its views see it."""
+def allocate_storage(tensor: torch.Tensor, nbytes: int | None = None) -> None:
+    """Give ``tensor`` memory again after `free_storage`; its views see it.
+
+    Args:
+        tensor: whole, or a view of a tensor that has ``nbytes``.
+        nbytes: of its storage, if not its own.
+    """
     storage = tensor.untyped_storage()
     if storage.nbytes() == 0:
-        storage.resize_(size := tensor.nbytes)
+        storage.resize_(size := tensor.nbytes if nbytes is None else nbytes)
         if size > MAPPED_BYTES and tensor.device.type == "cpu":
             _ask_for_huge_pages(storage.data_ptr(), size)
 

@@ -125,7 +125,7 @@ class ExtendedBuffer(ShardedBuffer):
         layout: of this one parameter.
         local: this rank's part, in its shape, without padding.
         comm: collectives of the sharding axis.
-        dtype: that the unsharded parameter is asked for in.
+        dtype: that the unsharded parameter is asked for in; once it is there, `dtype` is the one that it has.
         device: that it is on.
         surroundings: what the extension is told.
     """
@@ -149,6 +149,9 @@ class ExtendedBuffer(ShardedBuffer):
         self._value: torch.Tensor | None = None
         self._inner: Sequence[torch.Tensor] = ()
         """What the extension said the unsharded parameter's memory is, beside the outputs."""
+        self._inner_nbytes: list[int] = []
+        """Of the storage of each, of which it may be a view."""
+        self._asked_dtype = dtype
         self._face: torch.Tensor | None = None
 
     computes_first = True
@@ -260,23 +263,34 @@ class ExtendedBuffer(ShardedBuffer):
             outputs = [output.data for output in self._outputs]
             gathered = tuple(_joined(*pair, tensor) for pair in zip(outputs, shapes, strict=True))
             if self._face is not None:
-                for inner in self._inner:
-                    allocate_storage(inner)
+                for inner, nbytes in zip(self._inner, self._inner_nbytes, strict=True):
+                    allocate_storage(inner, nbytes)
                 # What autograd saved of it must not count as modified.
                 with keeping_version(self._face):
-                    finish(gathered, metadata, self.dtype, out=self._face)
+                    finish(gathered, metadata, self._asked_dtype, out=self._face)
                 return
-            given = finish(gathered, metadata, self.dtype)
-            if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], torch.Tensor)):
+            given = finish(gathered, metadata, self._asked_dtype)
+            is_pair = isinstance(given, (tuple, list)) and len(given) == 2
+            if not (is_pair and isinstance(given[0], torch.Tensor) and _are_tensors(given[1])):
                 raise TypeError(
                     f"{POST} of parameter {self._surroundings.name!r} gave {given!r:.80}: without `out` it has to give "
                     "a pair, of the unsharded tensor and of the tensors whose memory it has"
                 )
             value, self._inner = given
-            if value.shape != tensor.shape:  # padded
-                strides = torch.empty(tensor.shape, device="meta").stride()
-                value = torch.as_strided(value, tensor.shape, strides, storage_offset=0)
-            self._value = value
+            self._inner_nbytes = [inner.untyped_storage().nbytes() for inner in self._inner]
+            self.dtype = value.dtype  # which gradients have: not all extensions give what they are asked for
+            self._value = value if value.shape == tensor.shape else self._unpadded(value)
+
+    def _unpadded(self, value: torch.Tensor) -> torch.Tensor:
+        shape = self.layout.tensors[0].shape
+        strides = torch.empty(shape, device="meta").stride()
+        try:
+            return torch.as_strided(value, shape, strides, storage_offset=0)
+        except RuntimeError as error:
+            raise StateError(
+                f"{POST} of parameter {self._surroundings.name!r} gave a tensor of shape {tuple(value.shape)}, which "
+                f"does not have the parameter's {shape}: give all of it, with padding or without"
+            ) from error
 
 
 def _are_tensors(value: Any) -> bool:
