@@ -397,6 +397,31 @@ def test_nothing_is_sharded_after_an_error() -> None:
 
 
 @on_ranks(2)
+def test_errors_of_hooks_name_the_parameter_and_leave_no_memory() -> None:
+    class Wrong(SentInBfloat16):
+        gives: Any = None
+
+        def fsdp_post_all_gather(self, *arguments: Any, out: Any = None) -> Any:
+            if Wrong.gives is not None:
+                return Wrong.gives
+            given = super().fsdp_post_all_gather(*arguments, out=out)
+            return given if out is not None else [given[0], [*given[1]]]  # lists will do
+
+    model = wrap(small(Wrong), shardwise.fully_shard, mesh=mesh())
+    for gives, kind, message in (
+        ((torch.ones(2), ()), StateError, r"'layers.0.weight' gave a tensor of shape \(2,\), .*\(24, 12\)"),
+        ((torch.ones(24, 12), None), TypeError, r"(?s)'layers.0.weight' gave .*it has to give a pair"),
+    ):
+        Wrong.gives = gives
+        with pytest.raises(kind, match=message):
+            model(batch(0, 0, 4, 12))
+        buffers: Any = model.layers[0]._unit.groups[0].shards.buffers
+        assert not any(one.untyped_storage().nbytes() for buffer in buffers for one in getattr(buffer, "_outputs", ()))
+    Wrong.gives = None
+    assert_same(train(model), train(wrap(small(SentInBfloat16), shardwise.fully_shard, mesh=mesh())))
+
+
+@on_ranks(2)
 def test_errors() -> None:
     for lacking in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
         model = MLP(EVEN)

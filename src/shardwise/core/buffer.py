@@ -214,6 +214,9 @@ class ShardedBuffer:
             run = self.full[tensor.full_offset : tensor.full_offset + tensor.numel]
             return run.view(tensor.shape).data
 
+    def use_name(self, index: int, name: str) -> None:
+        """Messages call a tensor ``name`` from now on."""
+
     def use_face(self, index: int, face: torch.Tensor) -> None:
         """Of what `full_view` gave ``face`` was made, which is what computes from now on."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -163,6 +163,9 @@ class ExtendedBuffer(ShardedBuffer):
         assert self._value is not None, "the extension makes it when it was gathered once"
         return self._value
 
+    def use_name(self, index: int, name: str) -> None:
+        self._surroundings = replace(self._surroundings, name=name)
+
     def use_face(self, index: int, face: torch.Tensor) -> None:
         self._face, self._value = face, None
 
@@ -220,7 +223,7 @@ class ExtendedBuffer(ShardedBuffer):
         with torch.no_grad(), not_inference():
             prepare = getattr(local, PRE)
             given = prepare(around.mesh, *told) if _count_of_arguments(local) == 5 else prepare(around.mesh)
-            if not (isinstance(given, tuple) and len(given) == 2 and _are_tensors(given[0])):
+            if not (isinstance(given, (tuple, list)) and len(given) == 2 and _are_tensors(given[0])):
                 raise TypeError(
                     f"{PRE} of parameter {around.name!r} gave {given!r:.80}: it has to give a pair, of the tensors to "
                     f"gather and of what {POST} is given with them"
