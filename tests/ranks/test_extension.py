@@ -232,6 +232,16 @@ def test_checkpoints_and_whole_values() -> None:
         assert torch.equal(value, again[name])
 
 
+@on_ranks(1, 2, preset=["ddp", "zero3"])
+def test_whole_values_are_plain_tensors_at_any_world_size(preset: str) -> None:
+    model = wrap(small(SentInBfloat16), shardwise.fully_shard, mesh=mesh(), placements=getattr(Placements, preset))
+    torch.manual_seed(0)
+    expected = MLP(EVEN).state_dict()
+    for name, value in shardwise.full_state_dict(model, rank0_only=False).items():
+        assert type(value) is torch.Tensor
+        assert torch.equal(value, expected[name])
+
+
 @on_ranks(2)
 def test_init_on_meta() -> None:
     torch.manual_seed(0)

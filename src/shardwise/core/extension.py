@@ -92,13 +92,21 @@ def with_plain_values(tensor: torch.Tensor) -> torch.Tensor:
     (`torch.serialization.add_safe_globals`)."""
     local = local_of(tensor)
     kind = type(local)
-    if kind is torch.Tensor or not is_extended(local) or kind in torch.serialization.get_safe_globals():
+    if not is_extended(local) or kind in torch.serialization.get_safe_globals():
         return tensor
-    try:
-        plain = torch.empty(local.shape, dtype=local.dtype, device=local.device).copy_(local)
-    except (AttributeError, RuntimeError, TypeError):  # of the class: it is saved as it is
+    if (plain := _plain(local)) is local:
         return tensor
     return wrap_local(plain, spec_of(tensor)) if isinstance(tensor, DTensor) else plain
+
+
+def _plain(local: torch.Tensor) -> torch.Tensor:
+    """A plain copy of ``local``, which is one already or whose class may have no operator for it: then itself."""
+    if type(local) is torch.Tensor:
+        return local
+    try:
+        return torch.empty(local.shape, dtype=local.dtype, device=local.device).copy_(local)
+    except (AttributeError, RuntimeError, TypeError):
+        return local
 
 
 @dataclass(frozen=True)
@@ -179,9 +187,9 @@ class ExtendedBuffer(ShardedBuffer):
 
     def gather_whole(self, index: int) -> torch.Tensor:
         """See `ShardedBuffer.gather_whole`; the values that the parameter itself has, not those that its extension
-        makes of them, in the class that its own operators give."""
+        makes of them, as a plain tensor if its class can be copied into one."""
         tensor = self.layout.tensors[index]
-        local = self.local.to(self.device)
+        local = _plain(self.local.to(self.device))
         if tensor.world_size == 1:
             return local
         like = torch.empty(tensor.shape, dtype=local.dtype, device="meta")
