@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
@@ -84,6 +85,61 @@ class SentInTwo(SentInBfloat16):
         with torch.autograd._unsafe_preserve_version_counter(out):
             out.copy_(value.as_strided(out.shape, out.stride()))
         return None
+
+
+class StaysBfloat16(SentInBfloat16):
+    """Computes in what was sent, whatever dtype is asked for, and in its memory."""
+
+    @torch.no_grad()
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+        return (outputs[0], outputs) if out is None else None
+
+
+class SentWithScale(SentInBfloat16):
+    """As integers, with a scale that all ranks agree on, which has no dims, and something that is empty."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        inside = self.data_inside
+        scale = inside.abs().max() / 32767 if inside.numel() else torch.zeros(())
+        dist.all_reduce(scale, op=dist.ReduceOp.MAX, group=mesh.get_group())
+        return ((inside / scale).round().to(torch.int16), scale, inside.new_empty(0, 3)), mesh.size()
+
+    @torch.no_grad()
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+        sent, scales, empty = outputs
+        assert scales.shape == (metadata,)
+        assert not empty.numel()
+        value = (sent * scales[0]).to(param_dtype)
+        if out is None:
+            return value, (value,)
+        with torch.autograd._unsafe_preserve_version_counter(out):
+            out.copy_(value.as_strided(out.shape, out.stride()))
+        return None
+
+
+class InColumns(SentInBfloat16):
+    """Computes in some columns of a larger tensor."""
+
+    @torch.no_grad()
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+        value = outputs[0].to(param_dtype)
+        if out is None:
+            columns = value.repeat(1, 50)[:, : value.shape[1]]
+            return columns, (columns,)
+        with torch.autograd._unsafe_preserve_version_counter(out):
+            out.copy_(value)
+        return None
+
+
+class Tells(SentInBfloat16):
+    """Tells what it consists of."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["data_inside"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, metadata: Any, size: Any, stride: Any) -> Tells:
+        return cls(inner["data_inside"])
 
 
 def extend(model: nn.Module, kind: type[SentInBfloat16]) -> nn.Module:

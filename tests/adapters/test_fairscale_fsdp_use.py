@@ -27,6 +27,7 @@ from shardwise.core.errors import StateError
 from shardwise.core.flat import refuse_flat
 from shardwise.fairscale import FSDP, DummyProcessGroup, ShardedGradScaler, TrainingState, get_fsdp_instances
 
+from ..extensions import SentInBfloat16, extend
 from ..ranks.harness import on_ranks
 
 FLAT = (True, False)
@@ -1007,6 +1008,13 @@ def test_trained_and_frozen_parameters_take_turns(flat: bool) -> None:
         whole = instance.gather_full_optim_state_dict(optimizer, recipient_rank=None)
         assert whole is not None
         assert sorted(whole["state"]) == [1, 2]
+
+
+@on_ranks(2)
+def test_parameters_that_say_how_they_are_gathered_are_refused_by_name() -> None:
+    for flat in (True, False):
+        with pytest.raises(ValueError, match=r"'0.weight' is a SentInBfloat16 that says itself how it is gathered"):
+            FSDP(extend(nn.Sequential(nn.Linear(4, 4)), SentInBfloat16), flatten_parameters=flat)
 
 
 @on_ranks(2)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import shardwise
+from shardwise.adapters.wrapping import share_values
 
 from ..models import MLP
 from ..ranks.harness import on_ranks
@@ -82,6 +83,19 @@ def test_like_fsdp2(convert: Any) -> None:
     expected = train(make(torch_fully_shard, convert))
     assert expected[0] != expected[-1]
     torch.testing.assert_close(train(make(shardwise.fully_shard, convert)), expected, rtol=0, atol=0)
+
+
+@on_ranks(2, convert=[float8, nf4, int8])
+def test_the_first_ranks_values_are_sent(convert: Any) -> None:
+    """As the strategies for Lightning and MMEngine do."""
+    torch.manual_seed(dist.get_rank())
+    model = MLP((128, 128, 64))
+    convert(model)
+    share_values(model, init_device_mesh("cpu", (2,)))
+    torch.manual_seed(0)
+    expected = MLP((128, 128, 64))
+    convert(expected)
+    assert torch.equal(model(torch.ones(4, 128)), expected(torch.ones(4, 128)))
 
 
 @on_ranks(2)

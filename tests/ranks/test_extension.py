@@ -11,12 +11,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.tensor import Shard
 
 import shardwise
 from shardwise import Placements
+from shardwise.core.errors import StateError
 
-from ..extensions import SentInBfloat16, SentInTwo, Told, extend
+from ..extensions import InColumns, SentInBfloat16, SentInTwo, SentWithScale, StaysBfloat16, Tells, Told, extend
 from ..models import MLP, Transformer, inputs_for, wrap
 from .harness import on_ranks
 from .shared import shared_directory
@@ -106,10 +108,10 @@ def test_on_two_axes() -> None:
             torch.testing.assert_close(one, other)
 
 
-@on_ranks(2, preset=["ddp", "zero1", "zero2", "zero3"])
-def test_presets(preset: str) -> None:
+@on_ranks(2, preset=["ddp", "zero1", "zero2", "zero3"], kind=[SentInBfloat16, Told])
+def test_presets(preset: str, kind: type[SentInBfloat16]) -> None:
     def losses(verb: Any, **options: Any) -> list[torch.Tensor]:
-        return [one for one in train(wrap(small(SentInBfloat16), verb, mesh=mesh(), **options)) if one.ndim == 0]
+        return [one for one in train(wrap(small(kind), verb, mesh=mesh(), **options)) if one.ndim == 0]
 
     ours = losses(shardwise.fully_shard, placements=getattr(Placements, preset))
     torch.testing.assert_close(ours, losses(torch_fully_shard), rtol=0, atol=0)
@@ -230,6 +232,16 @@ def test_checkpoints_and_whole_values() -> None:
         assert torch.equal(value, again[name])
 
 
+@on_ranks(1, 2, preset=["ddp", "zero3"])
+def test_whole_values_are_plain_tensors_at_any_world_size(preset: str) -> None:
+    model = wrap(small(SentInBfloat16), shardwise.fully_shard, mesh=mesh(), placements=getattr(Placements, preset))
+    torch.manual_seed(0)
+    expected = MLP(EVEN).state_dict()
+    for name, value in shardwise.full_state_dict(model, rank0_only=False).items():
+        assert type(value) is torch.Tensor
+        assert torch.equal(value, expected[name])
+
+
 @on_ranks(2)
 def test_init_on_meta() -> None:
     torch.manual_seed(0)
@@ -243,6 +255,180 @@ def test_init_on_meta() -> None:
     assert all(
         torch.equal(value, expected[name]) for name, value in shardwise.full_state_dict(model, rank0_only=False).items()
     )
+
+
+def losses_of(model: nn.Module, steps: int = 3) -> list[torch.Tensor]:
+    return [one for one in train(model, steps) if one.ndim == 0]
+
+
+class Parts(nn.Module):
+    """The first rank uses another parameter than the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(StaysBfloat16(torch.ones(4, 4))), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(BF16) @ self.weight if dist.get_rank() == 0 else x * self.bias
+
+
+@on_ranks(2, 3)
+def test_gradients_of_another_dtype_than_the_one_asked_for() -> None:
+    model = Parts()
+    shardwise.fully_shard(model, mesh=mesh())
+    for _ in range(2):
+        model(torch.ones(2, 4)).float().sum().backward()
+    world = dist.get_world_size()
+    assert torch.equal(model.weight.grad.full_tensor(), torch.full((4, 4), 4.0).to(BF16).div(world).float())
+    torch.testing.assert_close(model.bias.grad.full_tensor(), torch.full((4,), 4.0 * (world - 1) / world))
+
+
+@on_ranks(1, 2, 3, sizes=[EVEN, (12, 3, 1, 12)], gathers=["default", "custom"])
+def test_scales_without_dims_and_empty_tensors(sizes: tuple[int, ...], gathers: str) -> None:
+    model = small(SentWithScale, sizes)
+    if dist.get_world_size() > 1 and any(size % dist.get_world_size() for size in sizes[1:]):
+        wrap(model, shardwise.fully_shard, mesh=mesh())
+        with pytest.raises(StateError, match=r"'layers.\d.weight'.*uneven"):
+            model(batch(0, 0, 4, sizes[0]))
+        return
+    wrap(model, shardwise.fully_shard, mesh=mesh())
+    if gathers == "custom":
+        for layer in model.layers:
+            layer.set_custom_all_gather(DefaultAllGather())  # type: ignore[operator]
+    torch.manual_seed(0)
+    plain = wrap(MLP(sizes), torch_fully_shard, mesh=mesh())
+    torch.testing.assert_close(losses_of(model), losses_of(plain), rtol=1e-2, atol=1e-3)
+
+
+@on_ranks(2, preset=["ddp", "zero1"])
+def test_collectives_of_hooks_go_over_the_ranks_that_parts_are_cut_over(preset: str) -> None:
+    ours = wrap(small(SentWithScale), shardwise.fully_shard, mesh=mesh(), placements=getattr(Placements, preset))
+    torch.manual_seed(0)
+    plain = wrap(MLP(EVEN), torch_fully_shard, mesh=mesh())
+    torch.testing.assert_close(losses_of(ours), losses_of(plain), rtol=1e-2, atol=1e-3)
+
+
+@on_ranks(2)
+def test_scales_beside_matrices_that_are_cut_on_another_dim() -> None:
+    def place(parameter: nn.Parameter) -> Any:
+        return Shard(1) if parameter.ndim > 1 else None
+
+    ours = wrap(small(SentWithScale), shardwise.fully_shard, mesh=mesh(), shard_placement_fn=place)
+    torch.manual_seed(0)
+    plain = wrap(MLP(EVEN), torch_fully_shard, mesh=mesh())
+    torch.testing.assert_close(losses_of(ours), losses_of(plain), rtol=1e-2, atol=1e-3)
+
+
+@on_ranks(2)
+def test_memory_that_is_a_view() -> None:
+    model = wrap(small(InColumns), shardwise.fully_shard, mesh=mesh())
+    model.layers[0].unshard()  # type: ignore[operator]
+    columns, nbytes = model.layers[0].weight, model.layers[0].weight.untyped_storage().nbytes()
+    for _ in range(2):
+        model.layers[0].reshard()  # type: ignore[operator]
+        assert columns.untyped_storage().nbytes() == 0
+        model.layers[0].unshard()  # type: ignore[operator]
+        assert columns.untyped_storage().nbytes() == nbytes
+    model.layers[0].reshard()  # type: ignore[operator]
+    assert_same(train(model), train(wrap(small(SentInBfloat16), shardwise.fully_shard, mesh=mesh())))
+
+
+@on_ranks(2, preset=["ddp", "zero1", "zero2"])
+def test_writes_to_what_a_parameter_consists_of_are_noticed(preset: str) -> None:
+    model = wrap(small(Tells), shardwise.fully_shard, mesh=mesh(), placements=getattr(Placements, preset))
+    with torch.no_grad():
+        before = model(torch.ones(2, 12))
+        model.layers[-1].reshard()  # type: ignore[operator]
+        weight: Any = model.layers[-1].weight
+        weight._local_tensor.data_inside.zero_()
+        after = model(torch.ones(2, 12))
+    bias = shardwise.full_state_dict(model, rank0_only=False)["layers.2.bias"]
+    assert not torch.equal(before, after)
+    assert torch.equal(after, bias.expand(2, 12))
+
+
+def hang(parameter: Any) -> None:
+    local = parameter._local_tensor
+    local.fsdp_pre_all_gather = told_alone.__get__(local)
+    local.fsdp_post_all_gather = post_all_gather.__get__(local)
+
+
+@on_ranks(2, preset=["ddp", "zero1", "zero3"])
+def test_methods_hung_on_after_the_first_forward(preset: str) -> None:
+    def make(late: bool) -> nn.Module:
+        torch.manual_seed(0)
+        model = wrap(MLP(EVEN), shardwise.fully_shard, mesh=mesh(), placements=getattr(Placements, preset))
+        if late:
+            model(batch(0, 0, 4, 12)).sum().backward()
+            model.zero_grad()
+        for layer in model.layers:
+            layer.reshard()  # type: ignore[operator]
+            hang(layer.weight)
+        return model
+
+    assert_same(train(make(True)), train(make(False)))
+
+
+@on_ranks(2)
+def test_half_an_extension_stays_an_error() -> None:
+    model = wrap(MLP(EVEN), shardwise.fully_shard, mesh=mesh())
+    local: Any = model.layers[0].weight._local_tensor
+    local.fsdp_pre_all_gather = told_alone.__get__(local)
+    for _ in range(3):
+        with pytest.raises(TypeError, match=r"'layers.0.weight' is a Tensor with fsdp_pre_all_gather and without"):
+            model(batch(0, 0, 4, 12))
+    local.fsdp_post_all_gather = post_all_gather.__get__(local)
+    assert model(batch(0, 0, 4, 12)).isfinite().all()
+
+
+@on_ranks(2)
+def test_tied_to_a_plain_one_after_both_were_sharded() -> None:
+    model = small(SentInBfloat16, (12, 12, 12))
+    model.layers[0].weight = nn.Parameter(torch.empty(12, 12).copy_(model.layers[0].weight.detach()))
+    wrap(model, shardwise.fully_shard, mesh=mesh())
+    model.layers[1].weight = model.layers[0].weight
+    for step in range(2):
+        model(batch(step, 0, 4, 12)).sum().backward()
+    assert all(unit._unit.groups[0].shards.is_adopted for unit in model.layers)  # not taken over anew each time
+
+
+@on_ranks(2)
+def test_nothing_is_sharded_after_an_error() -> None:
+    class Asks(SentInBfloat16):
+        def fsdp_pre_all_gather(self, mesh: Any, size: Any) -> Any:  # type: ignore[override]
+            raise AssertionError
+
+    model = small(SentInBfloat16)
+    model.layers[-1].weight = nn.Parameter(Asks(model.layers[-1].weight.detach().data_inside))  # type: ignore[operator]
+    before = dict(model.named_parameters())
+    with pytest.raises(TypeError, match=r"'layers.2.weight' is a Asks .*takes other"):
+        shardwise.fully_shard(model, mesh=mesh())
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+
+
+@on_ranks(2)
+def test_errors_of_hooks_name_the_parameter_and_leave_no_memory() -> None:
+    class Wrong(SentInBfloat16):
+        gives: Any = None
+
+        def fsdp_post_all_gather(self, *arguments: Any, out: Any = None) -> Any:
+            if Wrong.gives is not None:
+                return Wrong.gives
+            given = super().fsdp_post_all_gather(*arguments, out=out)
+            return given if out is not None else [given[0], [*given[1]]]  # lists will do
+
+    model = wrap(small(Wrong), shardwise.fully_shard, mesh=mesh())
+    for gives, kind, message in (
+        ((torch.ones(2), ()), StateError, r"'layers.0.weight' gave a tensor of shape \(2,\), .*\(24, 12\)"),
+        ((torch.ones(24, 12), None), TypeError, r"(?s)'layers.0.weight' gave .*it has to give a pair"),
+    ):
+        Wrong.gives = gives
+        with pytest.raises(kind, match=message):
+            model(batch(0, 0, 4, 12))
+        buffers: Any = model.layers[0]._unit.groups[0].shards.buffers
+        assert not any(one.untyped_storage().nbytes() for buffer in buffers for one in getattr(buffer, "_outputs", ()))
+    Wrong.gives = None
+    assert_same(train(model), train(wrap(small(SentInBfloat16), shardwise.fully_shard, mesh=mesh())))
 
 
 @on_ranks(2)

@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from ..checkpoint.names import listed
 from ..checkpoint.peers import Peers
+from ..core.extension import parts_of
 from ..core.module import FSDPModule, unit_of
 from ..core.root import CONTAINERS, is_never_called
 from ..core.whole import without_repeats
@@ -160,8 +161,9 @@ def share_values(
                 f"{peers.ranks[peers.position]}, and {other.get(name)} on rank {rank}"
             )
     _refuse_different({rank: theirs for rank, (_, theirs) in everywhere})
-    for _, tensor in named:
-        if isinstance(tensor, DTensor) or tensor.is_meta or not tensor.numel() or LOADED in tensor.__dict__:
+    sent = [tensor for _, tensor in named if not isinstance(tensor, DTensor) and LOADED not in tensor.__dict__]
+    for tensor in itertools.chain.from_iterable(map(parts_of, sent)):
+        if tensor.is_meta or not tensor.numel():
             continue
         value = tensor.detach().to(peers.device).resolve_conj().resolve_neg().contiguous()
         # As bytes: not every backend knows every dtype.

@@ -177,6 +177,8 @@ class ShardedBuffer:
         """Whether the gathered buffer is the local one: nothing to gather, cast or move."""
         self.gathered_bytes = 0 if self.is_identity else layout.full_numel * dtype.itemsize
         """Bytes that gathering it takes beside the shards."""
+        self.local_memory: Sequence[torch.Tensor] = (local,)
+        """All tensors that its shards can be written through, beside views."""
         self._casts = local.dtype != dtype or local.device != device
         self._full: torch.Tensor | None = None
         self._plan: GatherPlan | None = None
@@ -211,6 +213,9 @@ class ShardedBuffer:
         with not_inference():
             run = self.full[tensor.full_offset : tensor.full_offset + tensor.numel]
             return run.view(tensor.shape).data
+
+    def use_name(self, index: int, name: str) -> None:
+        """Messages call a tensor ``name`` from now on."""
 
     def use_face(self, index: int, face: torch.Tensor) -> None:
         """Of what `full_view` gave ``face`` was made, which is what computes from now on."""
@@ -356,11 +361,16 @@ MAPPED_BYTES = 32 * 2**20
 """glibc takes larger blocks from the kernel each time, so that every page of theirs faults when it is written."""
 
 
-def allocate_storage(tensor: torch.Tensor) -> None:
-    """Give ``tensor`` memory again after `free_storage`; its views see it."""
+def allocate_storage(tensor: torch.Tensor, nbytes: int | None = None) -> None:
+    """Give ``tensor`` memory again after `free_storage`; its views see it.
+
+    Args:
+        tensor: whole, or a view of a tensor that has ``nbytes``.
+        nbytes: of its storage, if not its own.
+    """
     storage = tensor.untyped_storage()
     if storage.nbytes() == 0:
-        storage.resize_(size := tensor.nbytes)
+        storage.resize_(size := tensor.nbytes if nbytes is None else nbytes)
         if size > MAPPED_BYTES and tensor.device.type == "cpu":
             _ask_for_huge_pages(storage.data_ptr(), size)
 

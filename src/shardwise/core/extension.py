@@ -10,10 +10,11 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
@@ -42,6 +43,13 @@ PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 def is_extended(tensor: torch.Tensor) -> bool:
     """Whether ``tensor``, this rank's part of a parameter, says itself how it is gathered."""
     return hasattr(tensor, PRE) or hasattr(tensor, POST)
+
+
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that ``tensor`` consists of, if its class tells (`torch.Tensor.__tensor_flatten__`); else itself."""
+    if type(tensor) in (torch.Tensor, nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    return [part for name in tensor.__tensor_flatten__()[0] for part in parts_of(getattr(tensor, name))]
 
 
 def check_extension(name: str, tensor: torch.Tensor) -> None:
@@ -84,13 +92,21 @@ def with_plain_values(tensor: torch.Tensor) -> torch.Tensor:
     (`torch.serialization.add_safe_globals`)."""
     local = local_of(tensor)
     kind = type(local)
-    if kind is torch.Tensor or not is_extended(local) or kind in torch.serialization.get_safe_globals():
+    if not is_extended(local) or kind in torch.serialization.get_safe_globals():
         return tensor
-    try:
-        plain = torch.empty(local.shape, dtype=local.dtype, device=local.device).copy_(local)
-    except (AttributeError, RuntimeError, TypeError):  # of the class: it is saved as it is
+    if (plain := _plain(local)) is local:
         return tensor
     return wrap_local(plain, spec_of(tensor)) if isinstance(tensor, DTensor) else plain
+
+
+def _plain(local: torch.Tensor) -> torch.Tensor:
+    """A plain copy of ``local``, which is one already or whose class may have no operator for it: then itself."""
+    if type(local) is torch.Tensor:
+        return local
+    try:
+        return torch.empty(local.shape, dtype=local.dtype, device=local.device).copy_(local)
+    except (AttributeError, RuntimeError, TypeError):
+        return local
 
 
 @dataclass(frozen=True)
@@ -117,7 +133,7 @@ class ExtendedBuffer(ShardedBuffer):
         layout: of this one parameter.
         local: this rank's part, in its shape, without padding.
         comm: collectives of the sharding axis.
-        dtype: that the unsharded parameter is asked for in.
+        dtype: that the unsharded parameter is asked for in; once it is there, `dtype` is the one that it has.
         device: that it is on.
         surroundings: what the extension is told.
     """
@@ -135,11 +151,15 @@ class ExtendedBuffer(ShardedBuffer):
         super().__init__(layout, local, comm, dtype, device)
         self.is_identity = False
         self.gathered_bytes = layout.full_numel * dtype.itemsize
+        self.local_memory = (local, *parts_of(local))
         self._surroundings = surroundings
         self._outputs: list[torch.Tensor] = []
         self._value: torch.Tensor | None = None
         self._inner: Sequence[torch.Tensor] = ()
         """What the extension said the unsharded parameter's memory is, beside the outputs."""
+        self._inner_nbytes: list[int] = []
+        """Of the storage of each, of which it may be a view."""
+        self._asked_dtype = dtype
         self._face: torch.Tensor | None = None
 
     computes_first = True
@@ -150,6 +170,9 @@ class ExtendedBuffer(ShardedBuffer):
     def full_view(self, index: int) -> torch.Tensor:
         assert self._value is not None, "the extension makes it when it was gathered once"
         return self._value
+
+    def use_name(self, index: int, name: str) -> None:
+        self._surroundings = replace(self._surroundings, name=name)
 
     def use_face(self, index: int, face: torch.Tensor) -> None:
         self._face, self._value = face, None
@@ -164,9 +187,9 @@ class ExtendedBuffer(ShardedBuffer):
 
     def gather_whole(self, index: int) -> torch.Tensor:
         """See `ShardedBuffer.gather_whole`; the values that the parameter itself has, not those that its extension
-        makes of them, in the class that its own operators give."""
+        makes of them, as a plain tensor if its class can be copied into one."""
         tensor = self.layout.tensors[index]
-        local = self.local.to(self.device)
+        local = _plain(self.local.to(self.device))
         if tensor.world_size == 1:
             return local
         like = torch.empty(tensor.shape, dtype=local.dtype, device="meta")
@@ -177,24 +200,25 @@ class ExtendedBuffer(ShardedBuffer):
     def start_gather(self, lane: Lane) -> Gather:
         inputs, metadata = self._inputs()
         self._take_memory(inputs)
-        flat = [one.view(-1) for one in inputs]
         finish = functools.partial(self._finish, [one.shape for one in inputs], metadata)
         if self.layout.world_size == 1:
+            flat = [one.view(-1) for one in inputs]
             return Gather(prepare=functools.partial(copy_each, self._outputs, flat), finish=finish)
-        return Gather([*map(_sendable, self._outputs)], [*map(_sendable, flat)], finish=finish)
+        return Gather(_sendable(self._outputs), _sendable(inputs), finish=finish)
 
     def start_staged_gather(self, allocate: Allocate) -> Gather:
         inputs, metadata = self._inputs()
         self._take_memory(inputs)
-        staged = [allocate((one.numel(),), dtype=one.dtype, device=one.device) for one in self._outputs]
+        outputs = _sendable(self._outputs)
+        staged = [allocate((one.numel(),), dtype=one.dtype, device=one.device) for one in outputs]
         own = [one.view(self.layout.world_size, -1)[self.comm.rank] for one in staged]
         shapes = [one.shape for one in inputs]
 
         def finish() -> None:
-            copy_each(self._outputs, staged)
+            copy_each(outputs, staged)
             self._finish(shapes, metadata)
 
-        prepare = functools.partial(copy_each, own, [one.view(-1) for one in inputs])
+        prepare = functools.partial(copy_each, own, _sendable(inputs))
         return Gather(staged, own, prepare=prepare, finish=finish)
 
     def _inputs(self) -> tuple[list[torch.Tensor], Any]:
@@ -207,7 +231,7 @@ class ExtendedBuffer(ShardedBuffer):
         with torch.no_grad(), not_inference():
             prepare = getattr(local, PRE)
             given = prepare(around.mesh, *told) if _count_of_arguments(local) == 5 else prepare(around.mesh)
-            if not (isinstance(given, tuple) and len(given) == 2 and _are_tensors(given[0])):
+            if not (isinstance(given, (tuple, list)) and len(given) == 2 and _are_tensors(given[0])):
                 raise TypeError(
                     f"{PRE} of parameter {around.name!r} gave {given!r:.80}: it has to give a pair, of the tensors to "
                     f"gather and of what {POST} is given with them"
@@ -250,23 +274,34 @@ class ExtendedBuffer(ShardedBuffer):
             outputs = [output.data for output in self._outputs]
             gathered = tuple(_joined(*pair, tensor) for pair in zip(outputs, shapes, strict=True))
             if self._face is not None:
-                for inner in self._inner:
-                    allocate_storage(inner)
+                for inner, nbytes in zip(self._inner, self._inner_nbytes, strict=True):
+                    allocate_storage(inner, nbytes)
                 # What autograd saved of it must not count as modified.
                 with keeping_version(self._face):
-                    finish(gathered, metadata, self.dtype, out=self._face)
+                    finish(gathered, metadata, self._asked_dtype, out=self._face)
                 return
-            given = finish(gathered, metadata, self.dtype)
-            if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], torch.Tensor)):
+            given = finish(gathered, metadata, self._asked_dtype)
+            is_pair = isinstance(given, (tuple, list)) and len(given) == 2
+            if not (is_pair and isinstance(given[0], torch.Tensor) and _are_tensors(given[1])):
                 raise TypeError(
                     f"{POST} of parameter {self._surroundings.name!r} gave {given!r:.80}: without `out` it has to give "
                     "a pair, of the unsharded tensor and of the tensors whose memory it has"
                 )
             value, self._inner = given
-            if value.shape != tensor.shape:  # padded
-                strides = torch.empty(tensor.shape, device="meta").stride()
-                value = torch.as_strided(value, tensor.shape, strides, storage_offset=0)
-            self._value = value
+            self._inner_nbytes = [inner.untyped_storage().nbytes() for inner in self._inner]
+            self.dtype = value.dtype  # which gradients have: not all extensions give what they are asked for
+            self._value = value if value.shape == tensor.shape else self._unpadded(value)
+
+    def _unpadded(self, value: torch.Tensor) -> torch.Tensor:
+        shape = self.layout.tensors[0].shape
+        strides = torch.empty(shape, device="meta").stride()
+        try:
+            return torch.as_strided(value, shape, strides, storage_offset=0)
+        except RuntimeError as error:
+            raise StateError(
+                f"{POST} of parameter {self._surroundings.name!r} gave a tensor of shape {tuple(value.shape)}, which "
+                f"does not have the parameter's {shape}: give all of it, with padding or without"
+            ) from error
 
 
 def _are_tensors(value: Any) -> bool:
@@ -275,12 +310,12 @@ def _are_tensors(value: Any) -> bool:
 
 def _joined(gathered: torch.Tensor, shape: torch.Size, tensor: TensorLayout) -> torch.Tensor:
     """What all ranks gave of ``shape``, one after the other in ``gathered``, joined on the dim that the parameter is
-    cut on; on another than the first in memory of its own."""
-    if tensor.dim == 0:
+    cut on; on another than the first in memory of its own, and on the first if they lack that dim, as scales do."""
+    if tensor.dim == 0 or len(shape) <= tensor.dim:
         return gathered.view(-1, *shape[1:])
     return gathered.view(tensor.world_size, *shape).movedim(0, tensor.dim).flatten(tensor.dim, tensor.dim + 1)
 
 
-def _sendable(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` in a dtype that every backend sends."""
-    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+def _sendable(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """``tensors``, flat, as bytes, which every backend sends; without empty ones, which not every backend does."""
+    return [tensor.view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]

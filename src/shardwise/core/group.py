@@ -235,9 +235,7 @@ class ParamGroup:
         if self.policy.offload:
             self.shards.read_by = ticket
         if gathers:
-            for gather in gathers:
-                if gather.finish is not None:
-                    gather.finish()
+            self._finish(gathers)
             # Where parameters do not stay gathered the next use gathers again anyhow.
             keeps = self._keeps_unsharded or not self.options.reshard_after_forward
             self.shards.note_gathered(keeps=keeps)
@@ -245,6 +243,16 @@ class ParamGroup:
         if self.state is ShardState.RESHARDED:
             self._drop_resharded()
         self.state = ShardState.UNSHARDED
+
+    def _finish(self, gathers: Sequence[Gather]) -> None:
+        try:
+            for gather in gathers:
+                if gather.finish is not None:
+                    gather.finish()
+        except BaseException:  # of an extension: nothing is registered that would be resharded
+            for buffer in self.shards.buffers:
+                buffer.free()
+            raise
 
     def _drop_resharded(self) -> None:
         for buffer in self.shards.buffers:

@@ -64,8 +64,10 @@ class DataParallelMesh(DataParallelRanks):
 
     @functools.cached_property
     def shard_axis(self) -> DeviceMesh:
-        """The axis that tensors are cut over, alone; the only one, where nothing is cut."""
+        """The axis that tensors are cut over, alone; this rank alone, where nothing is cut."""
         mesh = self.mesh
+        if self.shard.size != mesh.size(mesh.ndim - 1):
+            return _alone(mesh.device_type)
         if mesh.ndim == 1:
             return mesh
         if mesh.mesh_dim_names is not None:
@@ -140,6 +142,21 @@ def _named_axes(mesh: DeviceMesh, axes: DataParallelAxes) -> DeviceMesh:
             raise ValueError(f"dp_mesh_dims names an axis {name!r}; the mesh has {', '.join(names)}")
     parts = [flatten_axes(mesh, chosen) for chosen in (axes.replicate_names, axes.shard_names) if chosen]
     return parts[0] if len(parts) == 1 else join_meshes(parts)
+
+
+_single: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]] = weakref.WeakKeyDictionary()
+"""By the default group, without which they are of no use."""
+
+
+def _alone(device_type: str) -> DeviceMesh:
+    """This rank as a mesh of one."""
+    world = dist.group.WORLD
+    assert world is not None
+    known = _single.setdefault(world, {})
+    if device_type not in known:
+        rank = [dist.get_rank()]
+        known[device_type] = DeviceMesh.from_group(new_group_of(rank, "alone"), device_type, rank)
+    return known[device_type]
 
 
 _smaller: weakref.WeakKeyDictionary[DeviceMesh, dict[int, DataParallelMesh]] = weakref.WeakKeyDictionary()

@@ -92,3 +92,4 @@ def _name_units(root: Unit, named: Sequence[tuple[str, nn.Module]]) -> None:
             for slot in group.slots:
                 places = ((place.module(), place.name) for place in slot.sharded_places)
                 slot.name = next((known[module] + last for module, last in places if module in known), slot.name)
+                slot.buffer.use_name(slot.index, slot.name)

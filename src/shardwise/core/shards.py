@@ -28,7 +28,7 @@ from .device import (
     without_torch_function,
 )
 from .errors import StateError
-from .extension import ExtendedBuffer, Surroundings, check_extension, cut_part, is_extended
+from .extension import POST, PRE, ExtendedBuffer, Surroundings, check_extension, cut_part, is_extended
 from .lanes import Ticket
 from .layout import Layout, per_parameter, worth_thinning
 from .mesh import DataParallelMesh, DataParallelRanks
@@ -257,7 +257,8 @@ class Shards(ABC):
         """Version counters of all that they can be written through."""
         with without_torch_function():
             shards = [slot.sharded for slot in self.slots]
-            views = [*shards, *(local_of(shard) for shard in shards), *(buffer.local for buffer in self.buffers)]
+            memory = [one for buffer in self.buffers for one in buffer.local_memory]
+            views = [*shards, *(local_of(shard) for shard in shards), *memory]
         return [tensor._version for tensor in views]
 
 
@@ -282,16 +283,20 @@ class ParameterShards(Shards):
         self._required: list[bool] = []
         """Whether each of them required gradients, when that was looked at last."""
         self._registered: list[tuple[Registry, str]] = []
-        self._has_looked = False
-        """Whether `_knows_extensions` was asked since these were registered."""
+        self._extended: list[bool] = []
+        """Of the local tensor of each sharded face whether it said, when it was taken over, how it is gathered."""
         self._sharded: list[nn.Parameter] = []
         """The sharded face of each slot."""
         self._taken_over: tuple[list[nn.Parameter], list[torch.Tensor]] = [], []
         """What was registered at those places, and the local tensors of the sharded faces."""
         by_dtype: dict[tuple[torch.dtype, torch.dtype], list[ManagedParameter]] = defaultdict(list)
-        for parameter in parameters:
-            if not self._add_extended(parameter):
+        extended = [self._cut_extended(parameter) for parameter in parameters]  # may raise, when none is replaced yet
+        for parameter, buffer in zip(parameters, extended, strict=True):
+            if buffer is None:
                 by_dtype[self._dtypes(parameter.value.dtype, parameter.keeps_dtype)].append(parameter)
+            else:
+                self.buffers.append(buffer)
+                self._add_slot(parameter, buffer, 0, buffer.local).has_values = True
         with torch.no_grad(), not_inference():
             for (dtype, gathered), members in by_dtype.items():
                 self._add_buffer(dtype, gathered, members)
@@ -344,22 +349,19 @@ class ParameterShards(Shards):
 
     # -- Those that say themselves how they are gathered
 
-    def _add_extended(self, member: ManagedParameter) -> bool:
-        """Shard ``member`` by the operators of its class; gives whether this rank's part is of that class then."""
+    def _cut_extended(self, member: ManagedParameter) -> ExtendedBuffer | None:
+        """``member`` cut by the operators of its class; None if this rank's part does not say how it is gathered."""
         value = local_of(member.value)
         if not is_extended(value):
-            return False
+            return None
         check_extension(member.name, value)
         with torch.no_grad(), not_inference():
             layout = per_parameter([tuple(value.shape)], [member.dim], self.mesh.shard.size)
             local = cut_part(value, layout.tensors[0], self.mesh.shard.rank)
             if not is_extended(local):
-                return False
+                return None
             local = self._in_place_of_shards(local)
-            buffer = self._extended_buffer(layout, local, member.name, member.places[0], member.keeps_dtype)
-            self.buffers.append(buffer)
-            self._add_slot(member, buffer, 0, local).has_values = True
-        return True
+            return self._extended_buffer(layout, local, member.name, member.places[0], member.keeps_dtype)
 
     def _in_place_of_shards(self, local: torch.Tensor) -> torch.Tensor:
         """``local`` on the device where shards are; on the meta device if it is there."""
@@ -448,6 +450,7 @@ class ParameterShards(Shards):
         for position, slot in enumerate(self.slots):
             if (unsharded := slot.unsharded) is None:
                 unsharded = slot.make_unsharded(self.policy.arriving_dtype(slot.buffer))
+                self._trained = []  # its dtype may be another than that of the last one
                 # An optimizer made while it is registered must not step it: the shards are what counts.
                 remember_successor(unsharded, self.reference, position)
             if unsharded.requires_grad != slot.sharded.requires_grad:
@@ -463,7 +466,7 @@ class ParameterShards(Shards):
     @property
     def is_adopted(self) -> bool:
         """See `Shards.is_adopted`. Looked up: who assigns to a module's attribute tells nobody."""
-        if self._waits_for_others or not self._knows_extensions():
+        if self._waits_for_others:
             return False
         registered = [registry.get(name) for registry, name in self._registered]
         try:
@@ -471,24 +474,20 @@ class ParameterShards(Shards):
         except AttributeError:  # swapped with a plain tensor
             return False
         parameters, own = self._taken_over
-        return all(map(is_, registered, parameters)) and all(map(is_, locals_, own))
-
-    def _knows_extensions(self) -> bool:
-        """Whether those that say how they are gathered were so when they were registered; others may be told since how
-        they are, before they are gathered first."""
-        if not self._has_looked:
-            self._has_looked = True
-            with without_torch_function():
-                now = [is_extended(local_of(slot.sharded)) for slot in self.slots]
-            return now == [isinstance(slot.buffer, ExtendedBuffer) for slot in self.slots]
-        return True
+        if not (all(map(is_, registered, parameters)) and all(map(is_, locals_, own))):
+            return False
+        # Methods may be hung on a local tensor at any time.
+        return [hasattr(local, PRE) or hasattr(local, POST) for local in locals_] == self._extended
 
     def _note_registered(self) -> None:
-        self._has_looked = False
         entries = [(place, slot.sharded) for slot in self.slots for place in slot.places if place.exists]
         self._registered = [(place.registry, place.name) for place, _ in entries]
         self._sharded = [slot.sharded for slot in self.slots]
         self._taken_over = [sharded for _, sharded in entries], [*map(local_of, self._sharded)]
+        self._extended = [
+            is_extended(local_of(slot.sharded)) if slot.is_borrowed else isinstance(slot.buffer, ExtendedBuffer)
+            for slot in self.slots
+        ]
 
     def leave_meta(self) -> None:
         with torch.no_grad(), not_inference():

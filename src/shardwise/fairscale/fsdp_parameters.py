@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..core.extension import is_extended
 from ..core.flat import FlatPart, FlatRun
 from ..core.module import unit_of
 from ..core.parameter import Place, owner_of, successor_of
@@ -165,6 +166,11 @@ def check_parameters(
             )
         if isinstance(parameter, DTensor):
             raise ValueError(f"parameter {name!r} is a DTensor, sharded already: wrap the model before")
+        if is_extended(parameter):
+            raise ValueError(
+                f"parameter {name!r} is a {type(parameter).__name__} that says itself how it is gathered, and here "
+                "parameters are gathered with others: shard the model by shardwise.fully_shard"
+            )
         if not parameter.is_floating_point():
             raise ValueError(f"parameter {name!r} is {parameter.dtype}: only floating-point ones can be sharded")
         if parameter.dtype != wanted:
