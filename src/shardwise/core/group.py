@@ -235,7 +235,13 @@ class ParamGroup:
         if self.policy.offload:
             self.shards.read_by = ticket
         if gathers:
-            self._finish(gathers)
+            try:
+                for gather in gathers:
+                    if gather.finish is not None:
+                        gather.finish()
+            except BaseException:  # of an extension: nothing is registered that would be resharded
+                self._free()
+                raise
             # Where parameters do not stay gathered the next use gathers again anyhow.
             keeps = self._keeps_unsharded or not self.options.reshard_after_forward
             self.shards.note_gathered(keeps=keeps)
@@ -244,15 +250,9 @@ class ParamGroup:
             self._drop_resharded()
         self.state = ShardState.UNSHARDED
 
-    def _finish(self, gathers: Sequence[Gather]) -> None:
-        try:
-            for gather in gathers:
-                if gather.finish is not None:
-                    gather.finish()
-        except BaseException:  # of an extension: nothing is registered that would be resharded
-            for buffer in self.shards.buffers:
-                buffer.free()
-            raise
+    def _free(self) -> None:
+        for buffer in self.shards.buffers:
+            buffer.free()
 
     def _drop_resharded(self) -> None:
         for buffer in self.shards.buffers:
@@ -283,8 +283,7 @@ class ParamGroup:
         if self._is_kept:
             self.shards.watch()
         if not (self._is_kept or self.options.keeps_memory):
-            for buffer in self.shards.buffers:
-                buffer.free()
+            self._free()
 
     @outside_transforms
     def _reshard_to(self, smaller: DataParallelMesh) -> None:

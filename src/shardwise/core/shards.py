@@ -8,6 +8,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Sequence
+from itertools import repeat
 from operator import attrgetter, is_
 
 import torch
@@ -28,7 +29,7 @@ from .device import (
     without_torch_function,
 )
 from .errors import StateError
-from .extension import POST, PRE, ExtendedBuffer, Surroundings, check_extension, cut_part, is_extended
+from .extension import PRE, ExtendedBuffer, Surroundings, check_extension, cut_part, is_extended
 from .lanes import Ticket
 from .layout import Layout, per_parameter, worth_thinning
 from .mesh import DataParallelMesh, DataParallelRanks
@@ -49,6 +50,9 @@ from .step import watch_steps
 
 _is_trained = attrgetter("was_unsharded", "sharded.requires_grad")
 """Of a slot: whether there is an unsharded face that gradients come for, and of the sharded one."""
+
+
+_PRE = repeat(PRE)
 
 
 class Shards(ABC):
@@ -477,7 +481,7 @@ class ParameterShards(Shards):
         if not (all(map(is_, registered, parameters)) and all(map(is_, locals_, own))):
             return False
         # Methods may be hung on a local tensor at any time.
-        return [hasattr(local, PRE) or hasattr(local, POST) for local in locals_] == self._extended
+        return [*map(hasattr, locals_, _PRE)] == self._extended
 
     def _note_registered(self) -> None:
         entries = [(place, slot.sharded) for slot in self.slots for place in slot.places if place.exists]
