@@ -153,6 +153,7 @@ class ExtendedBuffer(ShardedBuffer):
         self.gathered_bytes = layout.full_numel * dtype.itemsize
         self.local_memory = (local, *parts_of(local))
         self._surroundings = surroundings
+        self._is_told_all = _count_of_arguments(local) > 1
         self._outputs: list[torch.Tensor] = []
         self._value: torch.Tensor | None = None
         self._inner: Sequence[torch.Tensor] = ()
@@ -230,7 +231,7 @@ class ExtendedBuffer(ShardedBuffer):
         told = (size, torch.empty(size, device="meta").stride(), around.place.module(), around.precision)
         with torch.no_grad(), not_inference():
             prepare = getattr(local, PRE)
-            given = prepare(around.mesh, *told) if _count_of_arguments(local) == 5 else prepare(around.mesh)
+            given = prepare(around.mesh, *told) if self._is_told_all else prepare(around.mesh)
             if not (isinstance(given, (tuple, list)) and len(given) == 2 and _are_tensors(given[0])):
                 raise TypeError(
                     f"{PRE} of parameter {around.name!r} gave {given!r:.80}: it has to give a pair, of the tensors to "
