@@ -16,6 +16,15 @@ _KEPT = {
 }
 
 
+def _given(value: torch.Tensor, out: torch.Tensor | None) -> Any:
+    """What an extension gives that makes ``value``, with padding, or fills ``out`` with it."""
+    if out is None:
+        return value, (value,)
+    with torch.autograd._unsafe_preserve_version_counter(out):
+        out.copy_(value.as_strided(out.shape, out.stride()))
+    return None
+
+
 class SentInBfloat16(torch.Tensor):
     """A parameter whose shards are float32, and which is gathered in bfloat16 and computes in the dtype asked for."""
 
@@ -41,12 +50,7 @@ class SentInBfloat16(torch.Tensor):
     def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
         """Another tensor than what was gathered."""
         (sent,) = outputs
-        if out is not None:
-            with torch.autograd._unsafe_preserve_version_counter(out):
-                out.copy_(sent.to(param_dtype).as_strided(out.shape, out.stride()))
-            return None
-        value = sent.to(param_dtype)
-        return value, (value,)
+        return _given(sent.to(param_dtype), out)
 
 
 class Told(SentInBfloat16):
@@ -80,11 +84,7 @@ class SentInTwo(SentInBfloat16):
     def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
         coarse, rest = outputs
         value = (coarse + rest).to(param_dtype)
-        if out is None:
-            return value, (value,)
-        with torch.autograd._unsafe_preserve_version_counter(out):
-            out.copy_(value.as_strided(out.shape, out.stride()))
-        return None
+        return _given(value, out)
 
 
 class StaysBfloat16(SentInBfloat16):
@@ -110,11 +110,7 @@ class SentWithScale(SentInBfloat16):
         assert scales.shape == (metadata,)
         assert not empty.numel()
         value = (sent * scales[0]).to(param_dtype)
-        if out is None:
-            return value, (value,)
-        with torch.autograd._unsafe_preserve_version_counter(out):
-            out.copy_(value.as_strided(out.shape, out.stride()))
-        return None
+        return _given(value, out)
 
 
 class InColumns(SentInBfloat16):

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from ..checkpoint.names import listed
 from ..checkpoint.peers import Peers
-from ..core.extension import parts_of
+from ..core.extension import inner_tensors
 from ..core.module import FSDPModule, unit_of
 from ..core.root import CONTAINERS, is_never_called
 from ..core.whole import without_repeats
@@ -162,7 +162,7 @@ def share_values(
             )
     _refuse_different({rank: theirs for rank, (_, theirs) in everywhere})
     sent = [tensor for _, tensor in named if not isinstance(tensor, DTensor) and LOADED not in tensor.__dict__]
-    for tensor in itertools.chain.from_iterable(map(parts_of, sent)):
+    for tensor in itertools.chain.from_iterable(map(inner_tensors, sent)):
         if tensor.is_meta or not tensor.numel():
             continue
         value = tensor.detach().to(peers.device).resolve_conj().resolve_neg().contiguous()

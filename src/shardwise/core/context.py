@@ -77,15 +77,9 @@ class FSDPCommContext:
             self._largest_unit = max((size for size, is_root in sizes if not is_root), default=0)
         return self._largest_unit
 
-    def forget_sizes(self) -> None:
-        """Units may take more or less memory than before."""
-        self._largest_unit = None
-
     def join(self, unit: Unit) -> None:
         """``unit`` shares this context from now on."""
-        self.forget_sizes()
-        for group in unit.groups:
-            group.tell_of_new_buffers = self.forget_sizes
+        self._largest_unit = None
         self._units = [reference for reference in self._units if reference() is not None]
         if unit.reference not in self._units:
             self._units.append(unit.reference)
@@ -100,6 +94,7 @@ class FSDPCommContext:
     def start_pass(self) -> None:
         """A forward pass through the tree begins."""
         self.passes += 1
+        self._largest_unit = None  # parameters may have another dtype since
         self.order.start_pass()
 
     def gather_after(self, event: Any, first: Unit) -> None:

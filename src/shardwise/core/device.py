@@ -100,6 +100,7 @@ def pins_memory(device: torch.device) -> bool:
 
 def is_elsewhere(tensor: torch.Tensor, device: torch.device) -> bool:
     """Whether ``tensor`` is not in the memory of ``device``."""
+    # A type is a string that torch makes each time.
     return tensor.device != device and tensor.device.type != device.type
 
 

@@ -45,11 +45,11 @@ def is_extended(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, PRE) or hasattr(tensor, POST)
 
 
-def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors that ``tensor`` consists of, if its class tells (`torch.Tensor.__tensor_flatten__`); else itself."""
     if type(tensor) in (torch.Tensor, nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
-    return [part for name in tensor.__tensor_flatten__()[0] for part in parts_of(getattr(tensor, name))]
+    return [part for name in tensor.__tensor_flatten__()[0] for part in inner_tensors(getattr(tensor, name))]
 
 
 def check_extension(name: str, tensor: torch.Tensor) -> None:
@@ -151,7 +151,7 @@ class ExtendedBuffer(ShardedBuffer):
         super().__init__(layout, local, comm, dtype, device)
         self.is_identity = False
         self.gathered_bytes = layout.full_numel * dtype.itemsize
-        self.local_memory = (local, *parts_of(local))
+        self.local_memory = (local, *inner_tensors(local))
         self._surroundings = surroundings
         self._is_told_all = _count_of_arguments(local) > 1
         self._outputs: list[torch.Tensor] = []

@@ -70,10 +70,6 @@ def _issue(reference: weakref.ref[ParamGroup], gathers: Sequence[Gather]) -> Seq
     return works
 
 
-def _nothing() -> None:
-    pass
-
-
 class ParamGroup:
     """Some parameters of one mesh, their buffers (one per dtype), and the verbs on them.
 
@@ -91,8 +87,6 @@ class ParamGroup:
         self.gradients = GradientReducer(shards, self.options)
         self._gather: tuple[Ticket | None, Sequence[Gather]] | None = None
         self._prepared: _Prepared | None = None
-        self.tell_of_new_buffers: Callable[[], None] = _nothing
-        """Called when parameters got other buffers, of another dtype perhaps."""
         self.is_asked_for = False
         """Whether the user started the gather, and nobody waited for it: not whether the handle exists still, of which
         ranks may differ."""
@@ -127,7 +121,6 @@ class ParamGroup:
         self._prepared = None
         if self.shards.adopt_registered(is_loading=is_loading):
             self.gradients.forget_plans()
-            self.tell_of_new_buffers()
 
     # -- Unsharding
 

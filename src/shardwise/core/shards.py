@@ -53,6 +53,7 @@ _is_trained = attrgetter("was_unsharded", "sharded.requires_grad")
 
 
 _PRE = repeat(PRE)
+"""For `map`, without a line of Python for each shard."""
 
 
 class Shards(ABC):
@@ -127,14 +128,21 @@ class Shards(ABC):
         wanted = self.policy.precision.param_dtype
         return wanted if wanted is not None and dtype.is_floating_point else dtype
 
+    @property
+    def _device(self) -> torch.device:
+        """Where they are while they have values."""
+        return torch.device("cpu") if self.policy.offload else self.mesh.device
+
+    @property
+    def _is_pinned(self) -> bool:
+        """Whether they are in pinned memory there."""
+        return self.policy.offload and self.policy.pin_memory and pins_memory(self._device)
+
     def _new_buffer(
         self, layout: Layout, dtype: torch.dtype, gathered: torch.dtype, *, on_meta: bool = False
     ) -> ShardedBuffer:
         """A buffer of zeros, which is gathered in dtype ``gathered``."""
-        device = torch.device("cpu") if self.policy.offload else self.mesh.device
-        if on_meta:
-            device = torch.device("meta")
-        pinned = self.policy.offload and self.policy.pin_memory and pins_memory(device)
+        device, pinned = (torch.device("meta"), False) if on_meta else (self._device, self._is_pinned)
         numel = layout.local_numel(self.mesh.shard.rank)
         local = torch.zeros(numel, dtype=dtype, device=device, pin_memory=pinned)
         return ShardedBuffer(layout, local, self.mesh.shard, gathered, self.mesh.device)
@@ -364,31 +372,24 @@ class ParameterShards(Shards):
             local = cut_part(value, layout.tensors[0], self.mesh.shard.rank)
             if not is_extended(local):
                 return None
-            local = self._in_place_of_shards(local)
-            return self._extended_buffer(layout, local, member.name, member.places[0], member.keeps_dtype)
+            if not local.is_meta:
+                local = local.to(self._device)
+                local = local.pin_memory() if self._is_pinned else local
+            return self._extended_buffer(layout, local, member)
 
-    def _in_place_of_shards(self, local: torch.Tensor) -> torch.Tensor:
-        """``local`` on the device where shards are; on the meta device if it is there."""
-        if local.is_meta:
-            return local
-        local = local.to(torch.device("cpu") if self.policy.offload else self.mesh.device)
-        pins = self.policy.offload and self.policy.pin_memory and pins_memory(local.device)
-        return local.pin_memory() if pins else local
+    def _extended_buffer(self, layout: Layout, local: torch.Tensor, of: ManagedParameter | Slot) -> ExtendedBuffer:
+        """A buffer of one parameter, around this rank's part.
 
-    def _extended_buffer(
-        self, layout: Layout, local: torch.Tensor, name: str, place: Place, keeps_dtype: bool
-    ) -> ExtendedBuffer:
-        """
         Raises:
             ValueError: naming the parameter, if it would be resharded to a smaller world.
         """
         if self.policy.reshard_to is not None:
             raise ValueError(
-                f"parameter {name!r} is a {type(local).__name__} that says itself how it is gathered, which cannot be "
-                "resharded to a smaller world: pass a bool for reshard_after_forward"
+                f"parameter {of.name!r} is a {type(local).__name__} that says itself how it is gathered, which cannot "
+                "be resharded to a smaller world: pass a bool for reshard_after_forward"
             )
-        gathered = self._dtypes(local.dtype, keeps_dtype)[1]
-        around = Surroundings(name, place, self.mesh.shard_axis, self.policy.precision)
+        _, gathered = self._dtypes(local.dtype, of.keeps_dtype)
+        around = Surroundings(of.name, of.places[0], self.mesh.shard_axis, self.policy.precision)
         return ExtendedBuffer(layout, local, self.mesh.shard, gathered, self.mesh.device, around)
 
     def _sort_by_extension(self, is_loading: bool) -> bool:
@@ -401,7 +402,7 @@ class ParameterShards(Shards):
                 tensor = slot.buffer.layout.tensors[slot.index]
                 layout = per_parameter([tensor.shape], [tensor.dim], self.mesh.shard.size)
                 left[slot.buffer] = None
-                slot.buffer = self._extended_buffer(layout, local, slot.name, slot.places[0], slot.keeps_dtype)
+                slot.buffer = self._extended_buffer(layout, local, slot)
                 slot.index = 0
                 slot.forget_unsharded()
                 self.buffers.append(slot.buffer)
@@ -499,10 +500,10 @@ class ParameterShards(Shards):
                 members = [slot for slot in self.slots if slot.buffer is old]
                 buffer = old
                 if old.local.is_meta and isinstance(old, ExtendedBuffer):
-                    device = torch.device("cpu") if self.policy.offload else self.mesh.device
-                    (slot,) = members
-                    local = self._in_place_of_shards(torch.empty_like(old.local, device=device))
-                    buffer = self._extended_buffer(old.layout, local, slot.name, slot.places[0], slot.keeps_dtype)
+                    local = torch.empty_like(old.local, device=self._device)
+                    buffer = self._extended_buffer(
+                        old.layout, local.pin_memory() if self._is_pinned else local, members[0]
+                    )
                 elif old.local.is_meta:
                     buffer = self._new_buffer(old.layout, old.local.dtype, old.dtype)
                 else:
@@ -588,8 +589,7 @@ class ParameterShards(Shards):
             self._waits_for_others = True  # the rest of the unit is loaded next
             return False
         if is_extended(locals_[0]):
-            (slot,) = slots
-            new = self._extended_buffer(old.layout, locals_[0], slot.name, slot.places[0], slot.keeps_dtype)
+            new = self._extended_buffer(old.layout, locals_[0], slots[0])
             self._replace_buffer(old, new, slots, meta=locals_[0].is_meta)
             return True
         dtype, tensors = self._only_dtype(dtypes), [old.layout.tensors[slot.index] for slot in slots]

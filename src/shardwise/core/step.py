@@ -138,6 +138,7 @@ class _Step:
         own: type[DTensor] = DTensor if type(self._optimizer).__module__.startswith("torch.optim") else SteppedParameter
         for parameter in written:
             cast(Any, parameter).__class__ = TracedParameter if self._is_traced else own
+        # Others' optimizers may compile what they do to each parameter.
         for parameter in written if self._is_traced or own is SteppedParameter else ():
             parameter.grad = wrap_at_offset(cast(torch.Tensor, parameter.grad))
 
