@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import importlib.util
 import os
 
@@ -17,6 +18,13 @@ from .ranks.harness import PRELOADED
 
 FRAMEWORKS = {"lightning": ["lightning"], "fabric": ["lightning"], "mmengine": ["mmengine", "mmengine.runner"]}
 """What ranks import for tests of each adapter: once, before they are forked, since it takes seconds."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # yapf, which mmengine imports, shows its cache before it has written it: processes that import it first at the same
+    # time may read an empty one. Here one process does, before there are others.
+    if not hasattr(config, "workerinput") and importlib.util.find_spec("yapf") is not None:
+        importlib.import_module("yapf")
 
 
 def pytest_collection_finish() -> None:
