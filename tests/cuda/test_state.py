@@ -102,6 +102,15 @@ def through_safetensors(device: str, directory: Path) -> Weights:
     return whole(model)
 
 
+def assigned_from_the_host(device: str, directory: Path) -> Weights:
+    state = {name: value.cpu() for name, value in wrapped(device).state_dict().items()}
+    model = wrapped(device, seed=2)
+    model.load_state_dict(state, assign=True)
+    train(model, momentum(model), range(2))
+    assert {parameter.device.type for parameter in model.parameters()} == {device}
+    return whole(model)
+
+
 def from_meta(device: str, directory: Path) -> Weights:
     torch.manual_seed(3)
     with shardwise.init_on_meta():
@@ -171,6 +180,7 @@ WAYS: list[Callable[[str, Path], Weights]] = [
     through_full_state,
     through_safetensors,
     from_meta,
+    assigned_from_the_host,
     through_torch_state,
     by_oss,
     by_fairscale_fsdp,

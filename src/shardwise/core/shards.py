@@ -517,13 +517,16 @@ class ParameterShards(Shards):
                     slot.forget_unsharded()
                     if slot.is_borrowed:
                         continue
-                    spec, requires_grad = spec_of(slot.sharded), slot.sharded.requires_grad
-                    replacement = make_sharded_parameter(slot.local, spec, requires_grad, self.reference)
-                    replacement.__dict__.update(marks_of(slot.sharded))
-                    # Not another object: optimizers may hold this one.
-                    torch.utils.swap_tensors(slot.sharded, replacement)
+                    self._move_face(slot.sharded, slot.local)
         self._note_registered()
         self.mark_stale()
+
+    def _move_face(self, parameter: nn.Parameter, local: torch.Tensor) -> None:
+        """Let ``parameter`` be around ``local``, which is on another device; the same object, as optimizers may hold
+        it."""
+        moved = make_sharded_parameter(local, spec_of(parameter), parameter.requires_grad, self.reference)
+        moved.__dict__.update(marks_of(parameter))
+        torch.utils.swap_tensors(parameter, moved)
 
     def adopt_registered(self, *, is_loading: bool = False) -> bool:
         self.mark_stale()
@@ -604,9 +607,13 @@ class ParameterShards(Shards):
                     continue  # half materialized: stays as it is until the rest is
                 if not meta:
                     view.copy_(value)
-                if not slot.is_borrowed:
-                    with without_torch_function():
+                if slot.is_borrowed:
+                    continue
+                with without_torch_function():
+                    if value.device == view.device:
                         set_local(parameter, view)
+                    else:
+                        self._move_face(parameter, view)
         if meta and not all(value.is_meta for value in locals_):
             return False
         self._replace_buffer(old, buffer, slots, meta=meta)
