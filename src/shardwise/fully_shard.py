@@ -16,7 +16,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from .core.annotated import describe
 from .core.context import FSDPCommContext
+from .core.device import local_of
 from .core.errors import UnsupportedShardError
+from .core.extension import PRE, check_extension, is_extended
 from .core.group import ParamGroup
 from .core.hooks import Unit
 from .core.mesh import DataParallelMesh, data_parallel_mesh, smaller_mesh
@@ -349,6 +351,10 @@ def _make_groups(
             chosen, own = chosen.placement, _mesh_of(info, meshes, mesh.strategy)
         parameter.dim = _shard_dim(parameter, chosen, own)
         parameter.keeps_dtype = _keeps_dtype(parameter, policy.precision)
+        if is_extended(local := local_of(parameter.value)):
+            # Methods that are hung on a tensor are not on its parts, which are then cut again as others are.
+            is_cut_again = policy.reshard_to is not None and hasattr(type(local), PRE)
+            check_extension(parameter.name, local, reshards_to_smaller=is_cut_again)
         if policy.reshard_to is not None and isinstance(parameter.value, DTensor):
             raise ValueError(
                 f"parameter {parameter.name!r} is a DTensor, which cannot be resharded to a smaller world: pass a bool "

@@ -406,6 +406,27 @@ def test_nothing_is_sharded_after_an_error() -> None:
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
 
 
+@on_ranks(4)
+def test_nothing_is_sharded_after_an_error_of_one_mesh() -> None:
+    results = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
+    if not hasattr(results, "ShardPlacementResult"):
+        pytest.skip("ShardPlacementResult came after torch 2.11")
+    model = MLP(EVEN)
+    last: Any = model.layers[-1]
+    last.weight = small(SentInBfloat16).layers[-1].weight  # type: ignore[index, union-attr]
+    before, other = dict(model.named_parameters()), results.FSDPMeshInfo(mesh(), shard_mesh_dim=0)
+    with pytest.raises(ValueError, match=r"'layers.2.weight' is a SentInBfloat16 .*cannot be resharded to a smaller"):
+        shardwise.fully_shard(
+            model,
+            mesh=mesh(),
+            reshard_after_forward=2,
+            shard_placement_fn=lambda one: (
+                results.ShardPlacementResult(Shard(0), other) if one is last.weight else None
+            ),
+        )
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+
+
 @on_ranks(2)
 def test_errors_of_hooks_name_the_parameter_and_leave_no_memory() -> None:
     class Wrong(SentInBfloat16):

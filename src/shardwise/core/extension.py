@@ -52,10 +52,11 @@ def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [part for name in tensor.__tensor_flatten__()[0] for part in inner_tensors(getattr(tensor, name))]
 
 
-def check_extension(name: str, tensor: torch.Tensor) -> None:
+def check_extension(name: str, tensor: torch.Tensor, *, reshards_to_smaller: bool) -> None:
     """
     Raises:
         TypeError: naming the parameter, if ``tensor`` has one of both methods, or one that takes other arguments.
+        ValueError: naming it, if it would be resharded to a smaller world.
     """
     kind = type(tensor).__name__
     for method, other in ((PRE, POST), (POST, PRE)):
@@ -65,6 +66,11 @@ def check_extension(name: str, tensor: torch.Tensor) -> None:
         raise TypeError(
             f"parameter {name!r} is a {kind} whose {PRE}{inspect.signature(getattr(tensor, PRE))} takes other "
             "arguments than it is given: (mesh, outer_size, outer_stride, module, mp_policy), or the mesh alone"
+        )
+    if reshards_to_smaller:
+        raise ValueError(
+            f"parameter {name!r} is a {kind} that says itself how it is gathered, which cannot be resharded to a "
+            "smaller world: pass a bool for reshard_after_forward"
         )
 
 
@@ -147,7 +153,6 @@ class ExtendedBuffer(ShardedBuffer):
         device: torch.device,
         surroundings: Surroundings,
     ):
-        check_extension(surroundings.name, local)
         super().__init__(layout, local, comm, dtype, device)
         self.is_identity = False
         self.gathered_bytes = layout.full_numel * dtype.itemsize

@@ -366,7 +366,6 @@ class ParameterShards(Shards):
         value = local_of(member.value)
         if not is_extended(value):
             return None
-        check_extension(member.name, value)
         with torch.no_grad(), not_inference():
             layout = per_parameter([tuple(value.shape)], [member.dim], self.mesh.shard.size)
             local = cut_part(value, layout.tensors[0], self.mesh.shard.rank)
@@ -378,16 +377,8 @@ class ParameterShards(Shards):
             return self._extended_buffer(layout, local, member)
 
     def _extended_buffer(self, layout: Layout, local: torch.Tensor, of: ManagedParameter | Slot) -> ExtendedBuffer:
-        """A buffer of one parameter, around this rank's part.
-
-        Raises:
-            ValueError: naming the parameter, if it would be resharded to a smaller world.
-        """
-        if self.policy.reshard_to is not None:
-            raise ValueError(
-                f"parameter {of.name!r} is a {type(local).__name__} that says itself how it is gathered, which cannot "
-                "be resharded to a smaller world: pass a bool for reshard_after_forward"
-            )
+        """A buffer of one parameter, around this rank's part; raises what `check_extension` does."""
+        check_extension(of.name, local, reshards_to_smaller=self.policy.reshard_to is not None)
         _, gathered = self._dtypes(local.dtype, of.keeps_dtype)
         around = Surroundings(of.name, of.places[0], self.mesh.shard_axis, self.policy.precision)
         return ExtendedBuffer(layout, local, self.mesh.shard, gathered, self.mesh.device, around)
