@@ -13,6 +13,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
+from hypothesis import settings
 
 from .ranks.harness import PRELOADED
 
@@ -21,6 +22,9 @@ FRAMEWORKS = {"lightning": ["lightning"], "fabric": ["lightning"], "mmengine": [
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Others may use the same cores: what hangs, pytest's own limit ends.
+    settings.register_profile("untimed", settings(), deadline=None)
+    settings.load_profile("untimed")
     # yapf, which mmengine imports, shows its cache before it has written it: processes that import it first at the same
     # time may read an empty one. Here one process does, before there are others.
     if not hasattr(config, "workerinput") and importlib.util.find_spec("yapf") is not None:

@@ -52,8 +52,10 @@ def fairscale_fsdp() -> Iterator[Any]:
             stack.enter_context(mock.patch.object(target, name, value))
 
         patch(torch.cuda, "is_available", lambda: True)
-        # Where torch is built for CUDA, its optimizers would ask the device that is not there for its stream.
+        # Where torch is built for CUDA, its optimizers would ask the device that is not there for its stream; those of
+        # torch 2.11 ask in another way, however it is built.
         patch(torch.accelerator, "current_accelerator", lambda check_available=False: None)
+        patch(torch.cuda, "is_current_stream_capturing", lambda: False)
         for name in ("synchronize", "current_stream", "Stream", "stream"):
             patch(torch.cuda, name, lambda *args, **kwargs: _Stream())
         patch(torch.Tensor, "cuda", lambda tensor, *args, **kwargs: tensor)

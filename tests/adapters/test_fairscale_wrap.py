@@ -174,7 +174,7 @@ POLICIES: dict[str, Callable[[Any, int], Any]] = {
 
 
 @needs_fairscale
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(
     tree=TREES,
     policy=st.sampled_from(sorted(POLICIES)),

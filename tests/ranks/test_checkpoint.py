@@ -990,7 +990,7 @@ class History(nn.Linear):
 @on_ranks(3)
 def test_a_rank_that_keeps_its_part_back() -> None:
     with shared_directory() as directory:
-        with pytest.raises(ValueError, match=r"each rank that holds a part .* has to pass it.*model.layers"):
+        with pytest.raises(ValueError, match=r"each rank that holds a part .* has to pass it.* incomplete: 'model\."):
             save(directory, model=None if dist.get_rank() == 2 else sharded())
         assert os.listdir(directory) == []
 

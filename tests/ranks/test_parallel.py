@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
@@ -23,6 +24,12 @@ from shardwise import Placements
 
 from ..models import MLP, Transformer, inputs_for, wrap
 from .harness import on_ranks
+
+needs_named_axes = pytest.mark.skipif(
+    not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"),
+    reason="FSDP2 of torch 2.11 has no DataParallelMeshDims, and one mesh for all parameters",
+)
+needs_spmd_types = pytest.mark.skipif(importlib.util.find_spec("spmd_types") is None, reason="needs spmd_types")
 
 
 def train(model: nn.Module, data_rank: int, steps: int = 3) -> dict[str, torch.Tensor]:
@@ -277,20 +284,17 @@ def whole(gradient: torch.Tensor | None) -> torch.Tensor:
     return gradient.full_tensor()
 
 
+@needs_named_axes
 @on_ranks(4)
 def test_a_mesh_for_each_parameter() -> None:
-    from torch.distributed.fsdp._fully_shard import _fsdp_common
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
-
-    if not hasattr(_fsdp_common, "ShardPlacementResult"):
-        return  # torch 2.11 has no way to say it
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 
     whole = init_device_mesh("cpu", (4,))
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     info = FSDPMeshInfo(pairs["inner"], shard_mesh_dim=0)
 
     def place(parameter: nn.Parameter) -> Any:
-        return _fsdp_common.ShardPlacementResult(Shard(0), info) if parameter.ndim == 1 else None
+        return ShardPlacementResult(Shard(0), info) if parameter.ndim == 1 else None
 
     ours = wrap(make_transformer(), shardwise.fully_shard, mesh=whole, shard_placement_fn=place)
     theirs = wrap(make_transformer(), torch_fully_shard, mesh=whole, shard_placement_fn=place)
@@ -298,11 +302,9 @@ def test_a_mesh_for_each_parameter() -> None:
     assert_close(train(ours, dist.get_rank()), train(theirs, dist.get_rank()))
 
 
+@needs_named_axes
 @on_ranks(4, names=["dp cp tp", "tp dp cp", "cp tp dp", "dp tp cp"])
 def test_named_axes_in_any_order(names: str) -> None:
-    if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
-        return  # torch 2.11 has no way to say it
-
     axes = names.split()
     mesh = init_device_mesh("cpu", tuple(1 if name == "tp" else 2 for name in axes), mesh_dim_names=tuple(axes))
     placements = [Shard(0) if name == "tp" else Replicate() for name in axes]
@@ -320,11 +322,9 @@ def test_named_axes_in_any_order(names: str) -> None:
     assert torch.equal(ours.full_tensor(), value)
 
 
+@needs_named_axes
 @on_ranks(4)
 def test_named_axes_for_each_parameter() -> None:
-    if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
-        return  # torch 2.11 has no way to say it
-
     from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
     from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
 
@@ -391,10 +391,10 @@ class AnnotatedMLP(MLP):
         return output if self.last_bias == "R" else output + last.bias
 
 
+@needs_named_axes
+@needs_spmd_types
 @on_ranks(4, last_bias=["I", "R"], is_checked=[False, True])
 def test_parameters_annotated_by_spmd_types(last_bias: str, is_checked: bool) -> None:
-    if importlib.util.find_spec("spmd_types") is None or not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
-        return
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = AnnotatedMLP(mesh, last_bias, is_checked)
     unit = shardwise.fully_shard(model, mesh=mesh, dp_mesh_dims=named_axes(shard="dp"))
@@ -408,11 +408,11 @@ def test_parameters_annotated_by_spmd_types(last_bias: str, is_checked: bool) ->
     assert_close(train(unit, rank), plain(make_mlp, rank, 2))
 
 
+@needs_named_axes
+@needs_spmd_types
 @on_ranks(4, last_bias=["I", "R"])
 def test_annotated_by_spmd_types_in_mixed_precision(last_bias: str) -> None:
     """What a cast gives is annotated as what it took: checks find nothing wrong, and the output's type."""
-    if importlib.util.find_spec("spmd_types") is None or not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
-        return
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float64)
     results = []

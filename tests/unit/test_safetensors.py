@@ -41,7 +41,7 @@ def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], Region]:
     return shape, Region(tuple(offsets), tuple(sizes))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(boxes(), st.sampled_from([1, 2, 4]), st.data())
 def test_extent_is_the_bytes_of_the_region(box: tuple[tuple[int, ...], Region], itemsize: int, data: Any) -> None:
     shape, region = box

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.serialization import get_crc32_options, set_crc32_options
 
@@ -56,7 +56,8 @@ class _SavePlanner(DefaultSavePlanner):
         except ValueError as error:
             raise ValueError(
                 "what the ranks give does not make up whole tensors: each rank that holds a part of the model, of the "
-                f"optimizer or of a tensor in extra has to pass it, under names that no other model has ({error})"
+                "optimizer or of a tensor in extra has to pass it, under names that no other model has; "
+                f"incomplete: {listed(_incomplete(all_plans))} ({error})"
             ) from error
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
@@ -68,6 +69,18 @@ class _SavePlanner(DefaultSavePlanner):
             return _alone_in_storage(tensor)
         self.unusual.append(write_item.index.fqn)
         return tensor
+
+
+def _incomplete(plans: list[SavePlan]) -> list[str]:
+    """Keys of tensors whose parts have fewer or more elements than they have themselves."""
+    sizes, parts = dict[str, int](), dict[MetadataIndex, int]()
+    for item in (item for plan in plans for item in plan.items):
+        if (data := item.tensor_data) is not None:
+            sizes[item.index.fqn], parts[item.index] = data.size.numel(), data.chunk.sizes.numel()
+    found = dict.fromkeys(sizes, 0)
+    for index, size in parts.items():
+        found[index.fqn] += size
+    return [key for key, size in sizes.items() if found[key] != size]
 
 
 def _alone_in_storage(tensor: torch.Tensor) -> torch.Tensor:
