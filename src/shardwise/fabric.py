@@ -215,9 +215,15 @@ class _FabricStrategy(ProcessesStrategy):
         Raises:
             RuntimeError: before anything is changed, if one has parameters on the meta device that are not the
                 module's.
+            TypeError: before anything is changed, for what is no optimizer.
         """
         own = {id(parameter) for parameter in module.parameters()}
         for optimizer in optimizers:
+            if not hasattr(optimizer, "param_groups"):  # wrappers of optimizers may be of no class of torch's
+                raise TypeError(
+                    f"fabric.setup takes a model and then its optimizers, one by one, not {optimizer!r:.80}: pass "
+                    "fabric.setup(model, *optimizers)"
+                )
             if any(parameter.is_meta and id(parameter) not in own for parameter in parameters_of(optimizer)):
                 raise RuntimeError(
                     f"{type(optimizer).__name__} has references to meta-device parameters that are not of the model it "

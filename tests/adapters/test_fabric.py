@@ -1122,6 +1122,11 @@ def life(directory: Path) -> None:
     assert searching.optimizer._params[0] is next(iter(net.parameters()))  # it keeps the list itself
     with pytest.raises(TypeError, match="set up"):
         used.no_backward_sync(make_net())
+    net = make_net()
+    for given in ([adam(net)], None):  # Lightning raises TypeError too, after it has set up the model
+        with pytest.raises(TypeError, match="takes a model and then its optimizers"):
+            used.setup(net, given)
+    assert not any(isinstance(parameter, DTensor) for parameter in net.parameters())
 
 
 def smaller_groups(directory: Path) -> None:
