@@ -118,6 +118,7 @@ def fully_shard(
     managed = managed_modules(modules)
     policy = _policy(mp_policy, offload_policy, reshard_after_forward, data_parallel)
     parameters = _managed_parameters(managed, _ignored(ignored_params), module_fqn)
+    _add_places_inside(modules, managed, parameters)
     groups = _make_groups(parameters, data_parallel, policy, shard_placement_fn)
     _move_buffers(managed, data_parallel.device)
     # The root's parameters are needed at once in backward; where they are kept anyway, resharding costs nothing.
@@ -265,6 +266,17 @@ def _managed_parameters(
                 by_id[id(parameter)] = ManagedParameter(parameter, full, [])
             by_id[id(parameter)].places.append(Place(module, name))
     return list(by_id.values())
+
+
+def _add_places_inside(
+    roots: Sequence[nn.Module], managed: Sequence[tuple[str, nn.Module]], parameters: Sequence[ManagedParameter]
+) -> None:
+    """Note where ``parameters`` are registered in units inside, which were told to ignore them or came before them."""
+    by_id, own = {id(parameter.value): parameter for parameter in parameters}, {id(module) for _, module in managed}
+    for module in dict.fromkeys(module for root in roots for module in root.modules()):
+        for name, parameter in module._parameters.items() if id(module) not in own else ():
+            if (found := by_id.get(id(parameter))) is not None:
+                found.places.append(Place(module, name))
 
 
 def _dtype_override(mp_policy: MixedPrecisionPolicy) -> Any:

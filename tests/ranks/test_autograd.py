@@ -886,6 +886,21 @@ def test_tied_parameters() -> None:
     assert isinstance(model.embed.weight, DTensor)
 
 
+@on_ranks(2, 3)
+def test_tied_to_one_that_a_unit_inside_ignores() -> None:
+    def make() -> nn.Module:
+        layers = [Layer(), Layer()]
+        layers[1].linear.weight = layers[0].linear.weight
+        return Stack(layers, WIDTH)
+
+    def wrapping(model: Any, verb: Verb) -> None:
+        verb(model.layers[0], ignored_params={model.layers[0].linear.weight})
+        verb(model)
+
+    model: Any = check(make, wrapping=wrapping)
+    assert model.layers[0].linear.weight is model.layers[1].linear.weight
+
+
 @on_ranks(2)
 def test_tied_parameters_are_gathered_once_and_stay_tied() -> None:
     torch.manual_seed(1)
