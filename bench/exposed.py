@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import gc
 import itertools
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -29,13 +27,12 @@ from .network import (
     Wires,
     modelled_network,
 )
-from .ranks import BenchError, run_on_fake
+from .ranks import BenchError, keep_freed_memory, run_on_fake
 from .report import NONE, Table, number, ratio
 from .timing import interleave, median, spread
 
 WORLD_SIZES = (8, 64, 1024)
 LIMIT = 400.0
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 """Of the C library's ``mallopt``."""
 FSDP2_ASYNC = f"{FSDP2}, asynchronous gathers"
 ENGINES = (SHARDWISE, FSDP2, FSDP2_ASYNC)
@@ -362,14 +359,6 @@ def make_stepper(name: str, shape: Shape, device: str, clock: Clock) -> Stepper:
         for unit, following in itertools.pairwise(units):
             unit.set_modules_to_forward_prefetch([following])
     return Stepper(contender, HostStopwatch(clock) if device == "cpu" else StreamStopwatch())
-
-
-def keep_freed_memory() -> None:
-    """Let the C library give no freed memory back, as a GPU's caching allocator; else a step pays for the page faults
-    of whatever was given back before, up to as long as it computes. Does nothing where there is no glibc."""
-    if sys.platform.startswith("linux") and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
-        mallopt(M_MMAP_MAX, 0)
-        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 Runs = dict[tuple[str, Network], list[Run]]

@@ -25,6 +25,7 @@ WORLD_SIZE = 8
 SHAPE = Shape(blocks=32, width=64, batch=1, length=4)
 LIMIT = 180.0
 WORLD_SIZES = (8, 64, 1024)
+KEEPS_MEMORY = "freed memory stays mapped, as on a GPU: page faults are no host time of an engine."
 WIDE = Shape(blocks=4, width=1024, batch=1, length=4)
 
 Result = tuple[dict[str, list[tuple[float, float]]], dict[str, str]]
@@ -56,6 +57,7 @@ def _units_table(rounds: int) -> Table:
     table.rows += [[f"{name}: does not run ({reason})", *[NONE] * 6] for name, reason in failures.items()]
     table.notes = (
         f"{units} units (the blocks and the root); {rounds} rounds after 4 of warm-up, zero_grad not timed.",
+        KEEPS_MEMORY,
         "overhead: a contender's time minus that without sharding.",
         f"{DDP}: its buckets go nowhere (a communication hook that does nothing), since it cannot use a fake group.",
     )
@@ -130,6 +132,7 @@ def _worlds_table(shape: Shape, rounds: int) -> Table:
     table.notes = (
         "all in one process, interleaved: what slows the machine for a while slows every size of world. "
         f"{rounds} rounds after 2.",
+        KEEPS_MEMORY,
         "fake groups, whose all-gather copies once for each rank: that is in the group.",
         "padded: gathered in one forward pass beyond the parameters' own bytes.",
     )
