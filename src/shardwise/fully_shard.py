@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, overload
 
@@ -117,8 +117,7 @@ def fully_shard(
     _check_device(comm_ctx, data_parallel.device)
     managed = managed_modules(modules)
     policy = _policy(mp_policy, offload_policy, reshard_after_forward, data_parallel)
-    parameters = _managed_parameters(managed, _ignored(ignored_params), module_fqn)
-    _add_places_inside(modules, managed, parameters)
+    parameters = _managed_parameters(modules, managed, _ignored(ignored_params), module_fqn)
     groups = _make_groups(parameters, data_parallel, policy, shard_placement_fn)
     _move_buffers(managed, data_parallel.device)
     # The root's parameters are needed at once in backward; where they are kept anyway, resharding costs nothing.
@@ -245,6 +244,7 @@ def _policy(
 
 
 def _managed_parameters(
+    roots: Sequence[nn.Module],
     managed: Sequence[tuple[str, nn.Module]],
     ignored: Iterable[nn.Parameter],
     module_fqn: str | None,
@@ -265,14 +265,15 @@ def _managed_parameters(
                 _check_parameter(full, parameter, Place(module, name))
                 by_id[id(parameter)] = ManagedParameter(parameter, full, [])
             by_id[id(parameter)].places.append(Place(module, name))
+    _add_places_inside(roots, managed, by_id)
     return list(by_id.values())
 
 
 def _add_places_inside(
-    roots: Sequence[nn.Module], managed: Sequence[tuple[str, nn.Module]], parameters: Sequence[ManagedParameter]
+    roots: Sequence[nn.Module], managed: Sequence[tuple[str, nn.Module]], by_id: Mapping[int, ManagedParameter]
 ) -> None:
-    """Note where ``parameters`` are registered in units inside, which were told to ignore them or came before them."""
-    by_id, own = {id(parameter.value): parameter for parameter in parameters}, {id(module) for _, module in managed}
+    """Note where parameters are registered in units inside, which were told to ignore them or came before them."""
+    own = {id(module) for _, module in managed}
     for module in dict.fromkeys(module for root in roots for module in root.modules()):
         for name, parameter in module._parameters.items() if id(module) not in own else ():
             if (found := by_id.get(id(parameter))) is not None:
