@@ -28,6 +28,7 @@ import shardwise
 from shardwise.core import comm as comm_module
 
 from ..models import MLP, Stack, Transformer, wrap
+from ..needs import needs_compiled_steps
 from .harness import on_ranks
 from .truth import (
     Iteration,
@@ -2280,6 +2281,7 @@ def test_compiled_optimizer(preset: str) -> None:
         torch.testing.assert_close(whole(parameter), whole(expected))
 
 
+@needs_compiled_steps
 @on_ranks(2, limit=120.0)
 def test_compiled_training_step() -> None:
     torch._dynamo.reset()

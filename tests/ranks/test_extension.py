@@ -20,6 +20,7 @@ from shardwise.core.errors import StateError
 
 from ..extensions import InColumns, SentInBfloat16, SentInTwo, SentWithScale, StaysBfloat16, Tells, Told, extend
 from ..models import MLP, Transformer, inputs_for, wrap
+from ..needs import needs_named_axes
 from .harness import on_ranks
 from .shared import shared_directory
 from .truth import batch
@@ -406,11 +407,11 @@ def test_nothing_is_sharded_after_an_error() -> None:
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
 
 
+@needs_named_axes
 @on_ranks(4)
 def test_nothing_is_sharded_after_an_error_of_one_mesh() -> None:
-    results = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
-    if not hasattr(results, "ShardPlacementResult"):
-        pytest.skip("ShardPlacementResult came after torch 2.11")
+    from torch.distributed.fsdp._fully_shard import _fsdp_common as results
+
     model = MLP(EVEN)
     last: Any = model.layers[-1]
     last.weight = small(SentInBfloat16).layers[-1].weight  # type: ignore[index, union-attr]

@@ -23,12 +23,9 @@ import shardwise
 from shardwise import Placements
 
 from ..models import MLP, Transformer, inputs_for, wrap
+from ..needs import needs_named_axes
 from .harness import on_ranks
 
-needs_named_axes = pytest.mark.skipif(
-    not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"),
-    reason="FSDP2 of torch 2.11 has no DataParallelMeshDims, and one mesh for all parameters",
-)
 needs_spmd_types = pytest.mark.skipif(importlib.util.find_spec("spmd_types") is None, reason="needs spmd_types")
 
 

@@ -18,6 +18,7 @@ from shardwise.core.gradient import Scale, gradient_scale
 from shardwise.core.module import unit_of
 
 from ..models import Stack, Transformer, inputs_for
+from ..needs import needs_results
 from .test_memory import Collectives, build, live_bytes, local_bytes
 
 Mesh = Callable[..., DeviceMesh]
@@ -608,6 +609,7 @@ def test_no_policy_of_offloading_is_the_default_one(fake_mesh: Callable[..., Dev
     assert not unit_of(model).groups[0].policy.offload  # type: ignore[arg-type, union-attr]
 
 
+@needs_results
 def test_a_divide_factor_may_be_a_tensor_that_changes(fake_mesh: Callable[..., DeviceMesh]) -> None:
     model = fully_shard(nn.Linear(4, 4, bias=False), mesh=fake_mesh(2))
     factor = torch.tensor(2.0)

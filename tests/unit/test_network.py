@@ -45,6 +45,8 @@ from bench.network import (
 )
 from bench.ranks import BenchError
 
+from ..needs import needs_results
+
 SHAPE = Shape(blocks=4, width=128, batch=1, length=8)
 WORLD = 8
 SLOW = Network(latency=0.25, bandwidth=1e6)
@@ -213,6 +215,7 @@ def losses(name: str) -> list[float]:
 
 
 @pytest.mark.parametrize("name", [SHARDWISE, FSDP2])
+@needs_results
 def test_trains_as_on_a_fake_group(fake_mesh: Callable[..., DeviceMesh], name: str) -> None:
     fake_mesh(WORLD)
     expected = losses(name)

@@ -15,6 +15,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from shardwise import fully_shard, repoint
 from shardwise.core.errors import StateError
 
+from ..needs import needs_results
+
 Mesh = Callable[..., DeviceMesh]
 
 
@@ -126,6 +128,7 @@ def test_a_graph_made_before_does_not_train_replaced_parameters(fake_mesh: Mesh)
         loss.backward()
 
 
+@needs_results
 def test_an_optimizer_of_parameters_of_the_smaller_world_is_refused(fake_mesh: Mesh) -> None:
     wrapped = model()
     fully_shard(wrapped, mesh=fake_mesh(4), reshard_after_forward=2)

@@ -20,6 +20,7 @@ from shardwise.core.errors import StateError
 from shardwise.core.parameter import ShardedParameter, SteppedParameter
 
 from ..models import inputs_for
+from ..needs import needs_results
 from .test_memory import Collectives, build
 
 Mesh = Callable[..., DeviceMesh]
@@ -90,6 +91,7 @@ def test_a_closure_meets_parameters_as_they_are(fake_mesh: Mesh) -> None:
         assert types_of(model) == {ShardedParameter}
 
 
+@needs_results
 def test_a_closure_runs_many_times_in_a_step(fake_mesh: Mesh) -> None:
     model = fully_shard(nn.Linear(4, 6), mesh=fake_mesh(2))
     met: list[set[type]] = []

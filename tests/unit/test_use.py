@@ -27,6 +27,7 @@ from shardwise.core.errors import StateError
 from shardwise.core.module import unit_of
 
 from ..models import MLP, Transformer, inputs_for
+from ..needs import needs_results
 from .test_memory import Collectives, build
 
 Mesh = Callable[..., DeviceMesh]
@@ -155,6 +156,7 @@ def _without_torch_function(model: nn.Module, weight: nn.Parameter) -> None:
     ],
     ids=["method", "attribute", "module", "detach_", "history", "disabled", "failure", "swap"],
 )
+@needs_results
 def test_what_requires_gradients_changes_in_any_way(fake_mesh: Mesh, change: Any, moment: str, frozen: bool) -> None:
     mesh, found = fake_mesh(2), []
     for verb in (fully_shard, torch_fully_shard):

@@ -1,0 +1,19 @@
+"""Marks of tests that need more than torch 2.11 has."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed.fsdp
+
+IS_NEWER = hasattr(torch.distributed.fsdp, "DataParallelMeshDims")
+"""Than torch 2.11."""
+
+needs_named_axes = pytest.mark.skipif(
+    not IS_NEWER, reason="FSDP2 of torch 2.11 has no DataParallelMeshDims, and one mesh for all parameters"
+)
+needs_results = pytest.mark.skipif(
+    not IS_NEWER, reason="fake groups of torch 2.11 leave results as they find the memory"
+)
+needs_compiled_steps = pytest.mark.skipif(
+    not IS_NEWER, reason="FSDP2 of torch 2.11 fails in a compiled step with unshard()"
+)
