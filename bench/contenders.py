@@ -83,7 +83,8 @@ def make_contender(
     model: nn.Module = Transformer(shape).to(device)
     if name in (SHARDWISE, FLAT, FSDP2):
         verb = torch_fully_shard if name == FSDP2 else shardwise.fully_shard
-        _wrap(model, verb, mesh or init_device_mesh(device, (dist.get_world_size(),)), precision)
+        options = {} if precision is None else {"mp_policy": precision}
+        wrap(model, verb, mesh or init_device_mesh(device, (dist.get_world_size(),)), options)
     elif precision is not None:
         raise ValueError(f"{name} has no setting for {precision}")
     elif name == DDP:
@@ -93,11 +94,11 @@ def make_contender(
     return Contender(name, model, optimizer, make_tokens(shape).to(device))
 
 
-def _wrap(model: nn.Module, verb: Any, mesh: DeviceMesh, precision: MixedPrecisionPolicy | None) -> None:
-    options = {"mesh": mesh} if precision is None else {"mesh": mesh, "mp_policy": precision}
+def wrap(model: nn.Module, verb: Any, mesh: DeviceMesh, options: dict[str, Any]) -> None:
+    """Make each block a unit by ``verb``, one of both engines' ``fully_shard``, and the root another."""
     for block in model.get_submodule("blocks").children():
-        verb(block, **options)
-    verb(model, **options)
+        verb(block, mesh=mesh, **options)
+    verb(model, mesh=mesh, **options)
 
 
 def _data_parallel(model: nn.Module) -> DistributedDataParallel:

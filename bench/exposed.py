@@ -27,13 +27,12 @@ from .network import (
     Wires,
     modelled_network,
 )
-from .ranks import BenchError, keep_freed_memory, run_on_fake
+from .ranks import BenchError, run_on_fake
 from .report import NONE, Table, number, ratio
 from .timing import interleave, median, spread
 
 WORLD_SIZES = (8, 64, 1024)
 LIMIT = 400.0
-"""Of the C library's ``mallopt``."""
 FSDP2_ASYNC = f"{FSDP2}, asynchronous gathers"
 ENGINES = (SHARDWISE, FSDP2, FSDP2_ASYNC)
 
@@ -368,7 +367,6 @@ def measure(
     setting: Setting, device: str, engines: Sequence[str], warm_up: int, rounds: int, clock: Clock | None = None
 ) -> Runs:
     """In one process: every engine on every network, on an instant one, and the unsharded step."""
-    keep_freed_memory()
     world_size = dist.get_world_size()
     dist.destroy_process_group()
     with modelled_network(world_size, clock=clock) as wires:

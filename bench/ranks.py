@@ -99,7 +99,7 @@ def _collect(connections: list[Connection], limit: float) -> list[Any]:
     return [results[rank] for rank in range(len(connections))]
 
 
-def keep_freed_memory() -> None:
+def _keep_freed_memory() -> None:
     """Let the C library give no freed memory back, as a GPU's caching allocator; else a step pays for the page faults
     of whatever was given back before, up to as long as it computes. Does nothing where there is no glibc."""
     if sys.platform.startswith("linux") and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
@@ -121,7 +121,7 @@ def _serve(
 
             # What is "received" is whatever was in memory: denormal numbers would cost time that no engine spends.
             torch.set_flush_denormal(True)
-            keep_freed_memory()
+            _keep_freed_memory()
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         else:
             dist.init_process_group(

@@ -18,16 +18,16 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 import shardwise
 
 from .allocations import Meter, NoCompilerError, preloaded_meter
-from .contenders import FSDP2, MIXED_PRECISION, SHARDWISE, UNSHARDED
+from .contenders import FSDP2, MIXED_PRECISION, SHARDWISE, UNSHARDED, Contender, wrap
 from .host import KEEPS_MEMORY
-from .model import Shape, Transformer, loss_of, make_tokens
+from .host import SHAPE as SMALL
+from .host import WORLD_SIZE as FAKE_WORLD_SIZE
+from .model import Shape, Transformer, make_tokens
 from .ranks import BenchError, run_on_fake, run_on_gloo
 from .report import Table, mebibytes, number, ratio
 from .timing import interleave, median, spread
 
 SHAPE = Shape(blocks=8, width=512, batch=1, length=32)
-SMALL = Shape(blocks=32, width=64, batch=1, length=4)
-FAKE_WORLD_SIZE = 8
 LIMIT = 240.0
 MICRO_BATCHES = 4
 LOSS_TOLERANCE = 2e-2
@@ -101,26 +101,24 @@ class Stepper:
     """One engine, or none, in one setting, ready to train."""
 
     setting: Setting
-    model: Any
-    optimizer: torch.optim.Optimizer
-    tokens: Tensor
+    contender: Contender
 
     def passes(self) -> Tensor:
         """Forward and backward of all micro-batches; gives the last loss, in nats per token."""
+        model: Any = self.contender.model
         for number_ in range(self.setting.micro_batches):
             is_last = number_ == self.setting.micro_batches - 1
-            if hasattr(self.model, "set_is_last_backward"):
-                self.model.set_requires_gradient_sync(self.setting.reduces_each or is_last)
-                self.model.set_is_last_backward(is_last)
-            loss = loss_of(self.model, self.tokens)
+            if self.contender.name != UNSHARDED:
+                model.set_requires_gradient_sync(self.setting.reduces_each or is_last)
+                model.set_is_last_backward(is_last)
+            loss = self.contender.forward()
             loss.backward()
         return loss
 
     def step(self) -> float:
         """All of a step; gives its loss."""
         loss = self.passes()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.contender.update()
         return loss.item()
 
 
@@ -133,11 +131,9 @@ def make_stepper(name: str, setting: Setting, shape: Shape) -> Stepper:
     else:
         verb: Any = shardwise.fully_shard if name == SHARDWISE else torch_fully_shard
         options = setting.ours if name == SHARDWISE else setting.theirs
-        mesh = setting.mesh()
-        for block in model.get_submodule("blocks").children():
-            verb(block, mesh=mesh, **options)
-        verb(model, mesh=mesh, **options)
-    return Stepper(setting, model, torch.optim.AdamW(model.parameters(), lr=1e-4), make_tokens(shape))
+        wrap(model, verb, setting.mesh(), options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    return Stepper(setting, Contender(name, model, optimizer, make_tokens(shape)))
 
 
 # -- Step time
@@ -216,7 +212,7 @@ def _timed_passes(stepper: Stepper) -> float:
     start = time.perf_counter()
     stepper.passes()
     seconds = time.perf_counter() - start
-    stepper.optimizer.zero_grad()
+    stepper.contender.optimizer.zero_grad()
     return seconds
 
 
