@@ -1786,6 +1786,24 @@ def test_unit_of_several_modules_of_which_one_does_not_run() -> None:
     check(NormAndHead, run, wrapping=wrapping, steps=4, against_torch=False)
 
 
+@on_ranks(2, reshard=[True, False])
+def test_unit_of_several_modules_of_which_one_does_not_run_without_a_root(reshard: bool) -> None:
+    """Nothing ends a forward around it: its gradients stayed where no optimizer saw them, in silence."""
+
+    def wrapping(model: nn.Module, verb: Verb) -> None:
+        verb([*model.layers])
+        verb([model.norm, model.head], reshard_after_forward=reshard)
+
+    def run(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        with torch.no_grad():
+            model(batch(step + 10, rank, 4, WIDTH), skip_head=step % 2 == 0)
+        loss = model(batch(step, rank, 4, WIDTH), skip_head=step not in (1, 4)).square().mean()
+        loss.backward()
+        return loss
+
+    check(NormAndHead, run, wrapping=wrapping, steps=6, against_torch=False)
+
+
 @on_ranks(2)
 def test_nested_units() -> None:
     """Units inside units inside the root, and a unit without parameters of its own."""

@@ -155,6 +155,8 @@ class Unit:
                 self._cast_inputs(call)
                 return call.arguments
             context.recover_from_aborted_backward()
+        if self._to_run and id(module) not in self._to_run and self._is_outermost and not self._inside:
+            self._end_partial_forward(context)
         if self._opaque:
             self._refuse_unannounced()
         if not self._is_checked:
@@ -265,6 +267,8 @@ class Unit:
         self._leave_call(module)
         self._to_run.discard(id(module))
         if self._to_run or self._inside:  # others of the unit's modules have yet to run, or it called itself
+            if self._to_run and self._is_outermost:
+                output, _ = announce_begin(self, output)  # nothing would tell that they do not run
             return self._cast_output(output)
         context = self.context
         assert context is not None
@@ -278,6 +282,16 @@ class Unit:
         if context.forward_root is None:
             context.rest()
         return output if self.precision.output_dtype is None else self._cast_output(output)
+
+    @property
+    def _is_outermost(self) -> bool:
+        """Whether no other unit's forward is around its own."""
+        return self.context is None or self.context.forward_root in (None, self)
+
+    def _end_partial_forward(self, context: FSDPCommContext) -> None:
+        """A module of the unit runs again: the forward before, of which not all modules ran, is over."""
+        self._forget_forward()
+        context.forward_root = None
 
     def _leave_call(self, module: nn.Module) -> None:
         for call in reversed(self._inside):
@@ -366,8 +380,7 @@ class Unit:
     def _awaits_others_of_forward(self) -> bool:
         """Whether some of its modules ran, but not all, in a forward that may catch what another one raised: it has yet
         to announce backward for those."""
-        outermost = self.context.forward_root if self.context is not None else None
-        return outermost not in (None, self) and not self._recomputes and 0 < len(self._to_run) < len(self._modules)
+        return not self._is_outermost and not self._recomputes and 0 < len(self._to_run) < len(self._modules)
 
     def complete_forward(self, output: Any) -> Any:
         """Finish the forward of a unit of several modules of which not all ran; ``output`` is the root's."""
