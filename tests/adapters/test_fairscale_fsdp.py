@@ -148,7 +148,7 @@ def _closure(model: Any, stepper: Optimizer, inputs: torch.Tensor) -> Callable[[
 def test_mixed_precision_like_fully_shard(flat: bool, fp32_reduce: bool) -> None:
     expected, actual = made(Transformer), made(Transformer)
     summed_in = None if fp32_reduce else torch.bfloat16
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32 if fp32_reduce else None)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32 if fp32_reduce else torch.bfloat16)
     for layer in expected.layers:
         shardwise.fully_shard(layer, mp_policy=policy)
     shardwise.fully_shard(expected, mp_policy=policy)

@@ -675,7 +675,8 @@ def test_offloading_takes_all_inputs_and_nothing_else(monkeypatch: pytest.Monkey
     sources, moved = [weakref.ref(tensor) for tensor in (x, bias)], []
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
-        moved.append(tensor.data_ptr())
+        if tensor.numel():  # torch 2.11 keeps an empty tensor of its own with the inputs
+            moved.append(tensor.data_ptr())
         return tensor.clone()  # as from a device
 
     monkeypatch.setattr(torch.Tensor, "cpu", copied)

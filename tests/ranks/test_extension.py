@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard
 
 import shardwise
 from shardwise import Placements
+from shardwise.core import slot
 from shardwise.core.errors import StateError
 
 from ..extensions import InColumns, SentInBfloat16, SentInTwo, SentWithScale, StaysBfloat16, Tells, Told, extend
@@ -273,14 +274,17 @@ class Parts(nn.Module):
         return x.to(BF16) @ self.weight if dist.get_rank() == 0 else x * self.bias
 
 
-@on_ranks(2, 3)
-def test_gradients_of_another_dtype_than_the_one_asked_for() -> None:
+@on_ranks(2, 3, reduced_in=[BF16, torch.float32])
+def test_gradients_of_another_dtype_than_the_one_asked_for(reduced_in: torch.dtype) -> None:
+    """They are reduced in their own dtype before torch 2.15, in that of the shards from there on."""
     model = Parts()
-    shardwise.fully_shard(model, mesh=mesh())
-    for _ in range(2):
-        model(torch.ones(2, 4)).float().sum().backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slot, "REDUCES_IN_DTYPE_OF_SHARDS", reduced_in == torch.float32)
+        shardwise.fully_shard(model, mesh=mesh())
+        for _ in range(2):
+            model(torch.ones(2, 4)).float().sum().backward()
     world = dist.get_world_size()
-    assert torch.equal(model.weight.grad.full_tensor(), torch.full((4, 4), 4.0).to(BF16).div(world).float())
+    assert torch.equal(model.weight.grad.full_tensor(), torch.full((4, 4), 4.0).to(reduced_in).div(world).float())
     torch.testing.assert_close(model.bias.grad.full_tensor(), torch.full((4,), 4.0 * (world - 1) / world))
 
 

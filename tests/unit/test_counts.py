@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
-from bench.cases import CASES, OURS, THEIRS, Case, measure_case, reducing_unused, with_adapters
+from bench.cases import CASES, OURS, THEIRS, Case, measure_case, with_adapters
 from bench.counts import COUNTED, bytes_to_send
 from bench.model import Shape
-
-from ..needs import IS_NEWER
 
 Mesh = Callable[..., DeviceMesh]
 SHAPE = Shape(blocks=3, width=128, batch=1, length=4)
@@ -24,10 +22,8 @@ def test_names_of_cases_differ() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_no_more_than_fsdp2(fake_mesh: Mesh, case: Case) -> None:
-    if case.wrap is reducing_unused and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        pytest.skip("FSDP2 of torch 2.11 has no set_reduce_scatter_unused_params")
-    if case.name == "unused parameters" and not IS_NEWER:
-        pytest.skip("FSDP2 of torch 2.11 reduces the units alone that have gradients on this rank")
+    if case.missing:
+        pytest.skip(f"torch {torch.__version__}, {case.missing}")
     fake_mesh(case.ranks)
     ours, theirs = measure_case(case, OURS, SHAPE), measure_case(case, THEIRS, SHAPE)
     assert theirs.calls, "nothing was counted"
