@@ -660,6 +660,8 @@ def failing_disks(directory: Path) -> None:
         used.load(path, state)
         assert state == {"step": 1}
     used.barrier()
+    with pytest.raises(CheckpointError, match=r"writing a checkpoint into .*inside failed: .*Not a directory"):
+        used.save(directory / "failing_full" / "inside", {"model": model})
     if used.is_global_zero:
         damaged = bytearray((path / "meta.pt").read_bytes())
         damaged[damaged.index(b"step")] ^= 1
