@@ -847,6 +847,12 @@ def refusals(directory: Path) -> None:
     directory_.mkdir(exist_ok=True)
     with pytest.raises(IsADirectoryError):
         used.save(directory_, {"model": used.setup(make_net())})
+    model = used.setup(make_net())
+    path = saved_path(directory)
+    used.save(path, {"model": model})
+    for use, state in ((used.save, [model]), (used.save, None), (used.load, [model]), (used.load, "model")):
+        with pytest.raises(TypeError, match="state should be a dict of objects by name"):
+            use(path, state)
     with pytest.raises(TypeError, match="storage_options"):
         used.strategy.save_checkpoint(directory / "x", {}, storage_options={})
 
