@@ -311,15 +311,18 @@ class _FabricStrategy(ProcessesStrategy):
         Raises:
             CheckpointError: on all ranks, if it cannot be written.
             IsADirectoryError: if a file is to replace a directory that is not a checkpoint.
-            TypeError: for ``storage_options``, and naming an item with sharded modules or optimizers inside.
+            TypeError: for ``storage_options``, a ``state`` that is no dict, and naming an item with sharded modules or
+                optimizers inside.
             ValueError: if ranks differ in the names, or in their order.
         """
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} does not use a CheckpointIO, so it takes no storage_options")
         path, chosen = target_of(self.broadcast(path)), dict(filter or {})
         is_full = self.state_dict_type == "full"
-        models = _models_in(state)
         ranks, sharded, rest = saving_ranks(), dict[str, Any](), dict[str, Any]()
+        with ranks.together():
+            _refuse_unnamed(state)
+        models = _models_in(state)
         described = ranks.exchange((list(state), list(chosen)))
         to_filter = described[0][1]
         if other := next((names for names, _ in described if names != described[0][0]), None):
@@ -370,6 +373,7 @@ class _FabricStrategy(ProcessesStrategy):
         Raises:
             FileNotFoundError: if there is nothing at ``path``.
             KeyError: naming what the checkpoint does not have.
+            TypeError: for a ``state`` that is none of these.
             ValueError: if it does not fit, or for a sharded checkpoint without ``state``.
         """
         path = path_of(self.broadcast(path))
@@ -387,6 +391,8 @@ class _FabricStrategy(ProcessesStrategy):
                 )
             load_full_optimizer_state(state, read_file(path, weights_only=weights_only))
             return {}
+        if state is not None:
+            _refuse_unnamed(state)
         if kind is Kind.SHARDED:
             return self._load_directory(path, state, strict=strict, weights_only=weights_only)
         return self._load_file(path, state, strict=strict, weights_only=weights_only)
@@ -560,6 +566,11 @@ def _model_of(optimizer: Optimizer, models: nn.Module) -> nn.Module:
 def _modules_first(state: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Modules before optimizers, whose state goes where the parameters are, which must have left the meta device."""
     return sorted(state.items(), key=lambda item: not isinstance(item[1], nn.Module))
+
+
+def _refuse_unnamed(state: Any) -> None:
+    if not isinstance(state, Mapping):
+        raise TypeError(f"state should be a dict of objects by name, such as {{'model': model}}, not {state!r:.80}")
 
 
 def _check_names(state: Any, checkpoint: Any, strict: bool) -> None:

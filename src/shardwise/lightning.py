@@ -508,6 +508,8 @@ def _precision_policy(
 ) -> MixedPrecisionPolicy:
     if compute_dtype is not None and not isinstance(compute_dtype, torch.dtype):
         raise TypeError(f"compute_dtype must be a torch.dtype, not {compute_dtype!r}")
+    if compute_dtype is not None and not (compute_dtype.is_floating_point or compute_dtype.is_complex):
+        raise ValueError(f"compute_dtype must be a floating-point dtype, such as torch.bfloat16, not {compute_dtype}")
     check_flag("DDPFullyShardedStrategy", "fp32_reduce_scatter", fp32_reduce_scatter)
     if given is None:
         return MixedPrecisionPolicy(compute_dtype, torch.float32 if fp32_reduce_scatter else compute_dtype)

@@ -660,6 +660,8 @@ def failing_disks(directory: Path) -> None:
         used.load(path, state)
         assert state == {"step": 1}
     used.barrier()
+    with pytest.raises(CheckpointError, match=r"writing a checkpoint into .*inside failed: .*Not a directory"):
+        used.save(directory / "failing_full" / "inside", {"model": model})
     if used.is_global_zero:
         damaged = bytearray((path / "meta.pt").read_bytes())
         damaged[damaged.index(b"step")] ^= 1
@@ -845,6 +847,12 @@ def refusals(directory: Path) -> None:
     directory_.mkdir(exist_ok=True)
     with pytest.raises(IsADirectoryError):
         used.save(directory_, {"model": used.setup(make_net())})
+    model = used.setup(make_net())
+    path = saved_path(directory)
+    used.save(path, {"model": model})
+    for use, state in ((used.save, [model]), (used.save, None), (used.load, [model]), (used.load, "model")):
+        with pytest.raises(TypeError, match="state should be a dict of objects by name"):
+            use(path, state)
     with pytest.raises(TypeError, match="storage_options"):
         used.strategy.save_checkpoint(directory / "x", {}, storage_options={})
 

@@ -867,6 +867,7 @@ def test_registered_under_both_names() -> None:
         (3, TypeError, "should be None, a str .* or a callable, but has type int: 3"),
         ([nn.Linear], TypeError, "but has type list"),
         (nn.Linear, TypeError, "but has type type"),
+        (nn.Linear(2, 2), TypeError, "but has type Linear"),
         ({"min_num_params": 3}, ValueError, "is a dict without 'type'"),
         (
             {"type": "size_based_auto_wrap_policy", "min_params": 3},

@@ -53,7 +53,8 @@ def chooser(policy: Policy, name: str = "a policy") -> Callable[..., bool]:
         TypeError: if it is neither a function nor classes of modules.
         ValueError: for the class of a container, which nobody calls.
     """
-    if callable(policy) and not isinstance(policy, type):
+    # A module can be called too, but not about modules: its class was meant.
+    if callable(policy) and not isinstance(policy, (type, nn.Module)):
         return functools.partial(_ask, policy)
     classes = (policy,) if isinstance(policy, type) else tuple(policy) if isinstance(policy, Iterable) else ()
     if not classes or not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in classes):

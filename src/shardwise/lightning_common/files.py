@@ -10,7 +10,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
 from typing import IO, Any, cast
@@ -185,7 +185,8 @@ def write_directory(path: Path, sharded: Mapping[str, Any], rest: Mapping[str, A
                     take_place_of(path, draft)
         except BaseException:
             if ranks.is_first:
-                remove(draft)
+                with suppress(OSError):  # the first error is the one to report
+                    remove(draft)
             raise
 
 

@@ -97,7 +97,7 @@ def find_policy(name: str, given: Any, model: nn.Module) -> Policy | None:
         keys += [key for key in EXEMPT_OPTIONS if options.get(key) is not None]
         classes = {key: _classes(f"{name}[{key!r}]", options[key], model) for key in keys}
         return functools.partial(policy, **{**options, **classes})
-    if isinstance(given, type) or not callable(given):
+    if isinstance(given, (type, nn.Module)) or not callable(given):
         raise TypeError(
             f"{name} should be None, a str (a name in FSDP_WRAP_POLICIES), a dict with 'type' and options, or a "
             f"callable, but has type {type(given).__name__}: {given!r}"
