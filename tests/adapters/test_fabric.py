@@ -848,7 +848,7 @@ def refusals(directory: Path) -> None:
     with pytest.raises(IsADirectoryError):
         used.save(directory_, {"model": used.setup(make_net())})
     model = used.setup(make_net())
-    path = saved_path(directory)
+    path = directory / "refusals"
     used.save(path, {"model": model})
     for use, state in ((used.save, [model]), (used.save, None), (used.load, [model]), (used.load, "model")):
         with pytest.raises(TypeError, match="state should be a dict of objects by name"):
