@@ -1804,6 +1804,33 @@ def test_unit_of_several_modules_of_which_one_does_not_run_without_a_root(reshar
     check(NormAndHead, run, wrapping=wrapping, steps=6, against_torch=False)
 
 
+class TwoOfOneUnit(nn.Module):
+    """Two layers, of which some run under reentrant checkpointing, which hides from forward that backward comes."""
+
+    def __init__(self, checkpointed: str):
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.first, self.second, self.other = Layer(), Layer(), Layer()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.other(x)
+        for name in ("first", "second"):
+            layer = getattr(self, name)
+            x = checkpoint(layer, x, use_reentrant=True) if name in self.checkpointed else layer(x)
+        return x
+
+
+@on_ranks(2, checkpointed=["first", "second", "first and second"], has_root=[True, False], reshard=[True, False])
+def test_several_modules_of_one_unit_under_checkpointing(checkpointed: str, has_root: bool, reshard: bool) -> None:
+    """What announced backward for all of them was the output of the last, of whose graph there was none yet."""
+
+    def wrapping(model: nn.Module, verb: Verb) -> None:
+        verb([model.first, model.second], reshard_after_forward=reshard)
+        verb(model if has_root else model.other)
+
+    check(lambda: TwoOfOneUnit(checkpointed), wrapping=wrapping, against_torch=False)
+
+
 @on_ranks(2)
 def test_nested_units() -> None:
     """Units inside units inside the root, and a unit without parameters of its own."""

@@ -267,8 +267,8 @@ class Unit:
         self._leave_call(module)
         self._to_run.discard(id(module))
         if self._to_run or self._inside:  # others of the unit's modules have yet to run, or it called itself
-            if self._to_run and self._is_outermost:
-                output, _ = announce_begin(self, output)  # nothing would tell that they do not run
+            if self._to_run:
+                output, _ = announce_begin(self, output)  # they may not run, or not announce their backward
             return self._cast_output(output)
         context = self.context
         assert context is not None
