@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise
 
-from .contenders import FSDP2, MIXED_PRECISION
+from .contenders import FSDP2, IS_NEWER, MIXED_PRECISION
 from .counts import COUNTED, OperationCounter, bytes_to_send
 from .model import Shape, Transformer, loss_of, make_tokens
 from .ranks import run_on_fake
@@ -41,8 +41,6 @@ LIMIT = 300.0
 WARM_UP = 2
 """Runs before the one that is counted: the order of units is known by then, and so is what stays gathered."""
 MICRO_BATCHES = 3
-FAKES_HAVE_RESULTS = hasattr(torch.distributed.fsdp, "DataParallelMeshDims")
-"""Whether torch is newer than 2.11."""
 
 
 @dataclass(frozen=True)
@@ -286,8 +284,7 @@ class Case:
         run: what is counted.
         reductions: how often each gradient is reduced over ``shard`` in a run.
         all_reduces: the same over ``replicate``.
-        needs: a method of FSDP2's modules that torch 2.11 lacks.
-        reads_results: whether what is sent depends on what was received.
+        missing: what this torch lacks of what the case needs, in words; nothing if it can be counted.
     """
 
     name: str
@@ -298,17 +295,7 @@ class Case:
     run: Callable[[Engine, Any, Tensor], None] = training_pass
     reductions: int = 1
     all_reduces: int = 1
-    needs: str = ""
-    reads_results: bool = False
-
-    @property
-    def missing(self) -> str:
-        """What this torch lacks of what the case needs, in words; nothing if it can be counted."""
-        if self.needs and not hasattr(FSDPModule, self.needs):
-            return f"whose FSDP2 has no {self.needs}"
-        if self.reads_results and not FAKES_HAVE_RESULTS:
-            return "whose fake groups leave results as they find the memory"
-        return ""
+    missing: str = ""
 
     @property
     def ranks(self) -> int:
@@ -336,6 +323,9 @@ DP_TP = {"shard": 2, "tensor": 2}
 RESHARD = {"reshard_after_forward": True}
 SYNC, LAST, RESHARDS = "set_requires_gradient_sync", "set_is_last_backward", "set_reshard_after_backward"
 UNUSED = "set_reduce_scatter_unused_params"
+NO_UNUSED = "" if hasattr(FSDPModule, UNUSED) else f"whose FSDP2 has no {UNUSED}"
+NO_RESULTS = "" if IS_NEWER else "whose fake groups leave results as they find the memory"
+"""Of use where what is sent depends on what was received."""
 EACH_REDUCED = functools.partial(micro_batches, controls=())
 LAST_REDUCED = functools.partial(micro_batches, controls=(SYNC,))
 LAST_ANNOUNCED = functools.partial(micro_batches, controls=(SYNC, LAST))
@@ -372,8 +362,8 @@ CASES = (
     Case("checkpoint around units", make=NOT_REENTRANT, wrap=inside_checkpoints),
     Case("checkpoint around units, reentrant", make=REENTRANT, wrap=inside_checkpoints),
     Case("tied embedding and head", make=tied),
-    Case("unused parameters", make=with_unused_parameters, reads_results=True),
-    Case(f"unused parameters: {UNUSED}", make=with_unused_parameters, wrap=reducing_unused, needs=UNUSED),
+    Case("unused parameters", make=with_unused_parameters, missing=NO_RESULTS),
+    Case(f"unused parameters: {UNUSED}", make=with_unused_parameters, wrap=reducing_unused, missing=NO_UNUSED),
     Case("blocks that run twice in a forward", make=with_repeated_blocks),
     Case("two forwards before a backward", run=two_forwards),
     Case("clip_grad_norm_", run=clipped),

@@ -24,6 +24,8 @@ UNSHARDED, SHARDWISE, FSDP2, DDP = "no sharding", "shardwise zero3", "torch FSDP
 CONTENDERS = (UNSHARDED, SHARDWISE, FSDP2, DDP)
 FLAT = "shardwise zero3, flat AdamW"
 MIXED_PRECISION = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+IS_NEWER = hasattr(torch.distributed.fsdp, "DataParallelMeshDims")
+"""Whether torch is newer than 2.11, of which some engines and fake groups can less."""
 
 
 @dataclass

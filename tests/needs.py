@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch.distributed.fsdp
 
-IS_NEWER = hasattr(torch.distributed.fsdp, "DataParallelMeshDims")
-"""Than torch 2.11."""
+from bench.contenders import IS_NEWER
 
 needs_named_axes = pytest.mark.skipif(
     not IS_NEWER, reason="FSDP2 of torch 2.11 has no DataParallelMeshDims, and one mesh for all parameters"
