@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from .core.comm import Comm, comm_for
-from .core.device import eager, local_norms, local_of, scale_each, spec_of, without_torch_function
+from .core.device import eager, local_of, scale_each, spec_of, without_torch_function
 from .core.flat import refuse_flat
 from .core.mesh import mesh_device
+from .core.norms import in_order, local_norms
 from .core.parameter import owner_of, successor_of
 from .grad_scaler import ShardedGradScaler
 
@@ -68,9 +71,10 @@ def clip_grad_norm_(
 
 def _gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     # Unsharded ones may have gradients of this rank alone, which wait for their reduction.
-    is_sharded = parameter.grad is not None and owner_of(parameter) is not None
+    gradient = parameter.grad
+    is_sharded = gradient is not None and owner_of(parameter) is not None
     sharded = None if is_sharded else successor_of(parameter)
-    return parameter.grad if sharded is None else sharded.grad
+    return gradient if sharded is None else sharded.grad
 
 
 def scale_to_norm(
@@ -86,11 +90,10 @@ def scale_to_norm(
     """
     # As torch does: no branch on the value, which would wait for the device.
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for gradient in gradients:
-        local = local_of(gradient)
-        by_device.setdefault(local.device, []).append(local)
-    for device, tensors in by_device.items():
+    parts = [*map(local_of, gradients)]
+    devices = {part.device for part in parts}
+    for device in devices:
+        tensors = parts if len(devices) == 1 else [part for part in parts if part.device == device]
         on_device = scale.to(device)
         if foreach:
             scale_each(tensors, on_device)
@@ -110,61 +113,65 @@ def total_norm(tensors: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch
     Raises:
         ValueError: if a tensor is still a partial sum.
     """
-    by_mesh: dict[DeviceMesh | None, list[int]] = {}
-    for mesh, indices in _by_mesh(tensors):
-        by_mesh.setdefault(mesh, []).extend(indices)
-    vectors = []
-    for mesh, indices in by_mesh.items():
-        members = [tensors[index] for index in indices]
-        vector = torch.stack(local_norms([local_of(tensor) for tensor in members], norm_type))
+    by_mesh: defaultdict[DeviceMesh | None, defaultdict[frozenset[int], list[int]]]
+    by_mesh = defaultdict(lambda: defaultdict(list))
+    for mesh, axes, indices in _by_cut(tensors):
+        by_mesh[mesh][axes] += indices
+    vectors, order = [], []
+    for mesh, by_axes in by_mesh.items():
+        indices = [*chain.from_iterable(by_axes.values())]
+        vector = local_norms([local_of(tensors[index]) for index in indices], norm_type)
         if mesh is not None:
             # Norms of offloaded gradients go to where the mesh communicates.
-            vector = _complete(vector.to(mesh_device(mesh)), _sharded_axes(members), mesh, norm_type)
-        vectors.append(vector)
-    complete = vectors[0]
-    if len(vectors) > 1:
-        joined = torch.cat([vector.to(tensors[0].device) for vector in vectors])
-        complete = torch.empty_like(joined)
-        complete[[index for indices in by_mesh.values() for index in indices]] = joined
-    total: torch.Tensor = torch.linalg.vector_norm(complete, norm_type)
+            vector = vector.to(mesh_device(mesh))
+            vector = _complete(vector, [(axes, len(own)) for axes, own in by_axes.items()], mesh, norm_type)
+        vectors.append(vector.to(tensors[0].device))
+        order += indices
+    total: torch.Tensor = torch.linalg.vector_norm(in_order(vectors, order), norm_type)
     return total
 
 
-def _by_mesh(tensors: Sequence[torch.Tensor]) -> Iterable[tuple[DeviceMesh | None, list[int]]]:
-    """Indices of the tensors of each mesh object. Objects may be equal: comparing the meshes of all tensors is slow."""
-    found: dict[int, tuple[DeviceMesh | None, list[int]]] = {}
+def _by_cut(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[DeviceMesh | None, frozenset[int], list[int]]]:
+    """Indices of tensors that are cut over the same axes of one mesh. Objects tell, since comparing meshes and
+    placements of all tensors is slow; others may be equal."""
+    found: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    whole: list[int] = []
     for index, tensor in enumerate(tensors):
-        mesh = spec_of(tensor).mesh if isinstance(tensor, DTensor) else None
-        found.setdefault(id(mesh), (mesh, []))[1].append(index)
-    return found.values()
-
-
-def _sharded_axes(tensors: Sequence[torch.Tensor]) -> list[frozenset[int]]:
-    """Mesh axes that each of ``tensors``, DTensors, is cut over."""
-    known: dict[int, frozenset[int]] = {}  # by object, since comparing placements is slow
-    found = []
-    for tensor in tensors:
-        placements = spec_of(tensor).placements
-        if (axes := known.get(id(placements))) is None:
-            if any(isinstance(placement, Partial) for placement in placements):
-                raise ValueError(f"a gradient with placements {placements} is not reduced yet, so it has no norm")
-            axes = frozenset(axis for axis, one in enumerate(placements) if not isinstance(one, Replicate))
-            known[id(placements)] = axes
-        found.append(axes)
-    return found
+        if isinstance(tensor, DTensor):
+            spec = spec_of(tensor)
+            found[id(spec.mesh), id(spec.placements)].append(index)
+        else:
+            whole.append(index)
+    if whole:
+        yield None, frozenset(), whole
+    for indices in found.values():
+        spec = spec_of(tensors[indices[0]])
+        if any(isinstance(placement, Partial) for placement in spec.placements):
+            raise ValueError(f"a gradient with placements {spec.placements} is not reduced yet, so it has no norm")
+        axes = (axis for axis, placement in enumerate(spec.placements) if not isinstance(placement, Replicate))
+        yield spec.mesh, frozenset(axes), indices
 
 
 def _complete(
-    vector: torch.Tensor, sharded: Sequence[frozenset[int]], mesh: DeviceMesh, norm_type: float
+    vector: torch.Tensor, sharded: Sequence[tuple[frozenset[int], int]], mesh: DeviceMesh, norm_type: float
 ) -> torch.Tensor:
-    """Each tensor's norm over all ranks from this rank's norms, by one all-reduce for each axis that cuts any."""
-    for axis in sorted(frozenset().union(*set(sharded))):
+    """Each tensor's norm over all ranks from this rank's norms, by one all-reduce for each axis that cuts any.
+
+    Args:
+        vector: norms, on the device of ``mesh``.
+        sharded: over which axes tensors are cut, and how many of them, in the order of ``vector``.
+        mesh: of all tensors.
+        norm_type: of the norms.
+    """
+    for axis in sorted(frozenset().union(*(axes for axes, _ in sharded))):
         if mesh.size(axis) == 1:
             continue
-        cuts = [axis in axes for axes in sharded]
         combined = norm_over_ranks(vector.clone(), comm_for(mesh.get_group(axis), vector.device), norm_type)
-        # Where the axis does not cut a tensor its ranks have the same norm already.
-        vector = combined if all(cuts) else torch.where(vector.new_tensor(cuts, dtype=torch.bool), combined, vector)
+        if not all(axis in axes for axes, _ in sharded):
+            # Where the axis does not cut a tensor its ranks have the same norm already.
+            cuts = [axis in axes for axes, count in sharded for _ in range(count)]
+            combined = torch.where(vector.new_tensor(cuts, dtype=torch.bool), combined, vector)
+        vector = combined
     return vector
 
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch.amp import GradScaler
 
 from .core.comm import comm_for
-from .core.device import local_norms, local_of, scale_each, unscale_each
+from .core.device import local_of, scale_each, unscale_each
+from .core.norms import local_norms
 
 FUSED_DTYPES = (torch.float16, torch.float32, torch.float64)
 """Dtypes for which torch scales and looks for infinities in one kernel, on every device."""
@@ -117,7 +118,7 @@ def _unscale(gradients: list[torch.Tensor], found_inf: torch.Tensor, inverse_sca
     if gradients[0].dtype in FUSED_DTYPES:
         unscale_each(gradients, found_inf, inverse_scale)
         return
-    largest = torch.stack(local_norms(gradients, math.inf))
+    largest = local_norms(gradients, math.inf)
     found_inf.masked_fill_(~torch.isfinite(largest).all(), 1.0)
     scale_each(gradients, inverse_scale)
 

@@ -220,6 +220,14 @@ def wrap_without_root(model: nn.Module, verb: Callable[..., Any], **options: Any
     return model
 
 
+def wrap_with_layers_offloaded(model: nn.Module, verb: Callable[..., Any], **options: Any) -> nn.Module:
+    """Each layer's shards are on the host, and the root's where it computes."""
+    for layer in model.layers:  # type: ignore[union-attr]
+        verb(layer, offload_policy=CPUOffloadPolicy(), **options)
+    verb(model, **options)
+    return model
+
+
 def units(model: Any) -> list[Any]:
     """The layers and the root."""
     return [*model.layers, model]
@@ -309,6 +317,7 @@ FEATURES: dict[str, Case] = {
     "offloaded_in_bf16": Case(options=OFFLOAD | MIXED, dtype=BF16),
     "offloaded_micro_batches": Case(options=OFFLOAD, before=by_last_backward, micro_batches=3),
     "offloaded_unpinned": Case(options={"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+    "offloaded_in_part": Case(wrapping=wrap_with_layers_offloaded),
     "offloaded_frozen": Case(frozen, options=OFFLOAD),
     "without_root": Case(wrapping=wrap_without_root),
     "three_reductions": Case(prepare=lambda model: model.set_reduce_scatter_max_input_buffers(3)),

@@ -21,6 +21,7 @@ ORDER = [
     "core.layout",
     "core.order",
     "core.device",
+    "core.norms",
     "core.lanes",
     "core.tree",
     "core.comm",

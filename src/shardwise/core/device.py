@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
@@ -230,14 +229,9 @@ def unscale_each(gradients: list[torch.Tensor], found_inf: torch.Tensor, inverse
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
 
 
-def local_norms(tensors: Sequence[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
-    """Norm of each tensor, 0-dim; of an empty one the value that leaves a norm of norms as it is."""
-    filled = [tensor for tensor in tensors if tensor.numel()]
-    found = torch._foreach_norm(filled, norm_type) if filled else ()
-    if len(filled) == len(tensors):
-        return list(found)
-    norms, nothing = iter(found), math.inf if norm_type < 0 else 0.0
-    return [next(norms) if tensor.numel() else tensor.new_full((), nothing) for tensor in tensors]
+def norm_each(tensors: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
+    """Norm of each tensor, 0-dim, in one call; there must be tensors, with elements."""
+    return list(torch._foreach_norm(tensors, norm_type))
 
 
 # -- DTensor: public constructors check and redistribute, ours only wrap ---------------------------------------

@@ -14,9 +14,9 @@ from torch.optim import SGD, Optimizer
 
 from ..arguments import Argument, Support, check_arguments, documented
 from ..core.comm import Comm, SingleComm, comm_for
-from ..core.device import local_norms
 from ..core.errors import explain
 from ..core.layout import deal
+from ..core.norms import local_norms
 from ..core.step import parameters_of
 from ..core.tree import map_tensors
 from ..core.whole import WholeBroadcast
@@ -547,9 +547,10 @@ def _norms(gradients: Sequence[torch.Tensor], norm_type: float) -> list[torch.Te
     """The norm of each, in float32 at least: squares of float16 numbers above 255 are infinite in float16."""
     # Empty ones are left to `local_norms`: torch has no largest element of them.
     narrow = [g.dtype.itemsize < 4 and g.numel() > 0 for g in gradients]
-    wide = iter(local_norms([g for g, flag in zip(gradients, narrow, strict=True) if not flag], norm_type))
+    wide = [g for g, flag in zip(gradients, narrow, strict=True) if not flag]
+    norms = iter(local_norms(wide, norm_type) if wide else ())
     return [
-        torch.linalg.vector_norm(g, norm_type, dtype=torch.float32) if flag else next(wide)
+        torch.linalg.vector_norm(g, norm_type, dtype=torch.float32) if flag else next(norms)
         for g, flag in zip(gradients, narrow, strict=True)
     ]
 
