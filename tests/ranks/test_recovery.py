@@ -595,6 +595,23 @@ def test_others_stop_when_a_rank_dies(world_size: int) -> None:
     assert "did not answer" not in str(caught.value)
 
 
+@on_ranks(2, 3)
+def test_profiler_that_stops_before_communication_has_ended() -> None:
+    """torch ends the event of a message when the message is waited for, in memory that went with the profiler: the heap
+    was damaged, and the process died later, elsewhere."""
+    model = wrap(stack(Layer(), Layer()), shardwise.fully_shard)
+    layer: Any = model.layers[0]  # type: ignore[index, union-attr]
+    x = batch(0, dist.get_rank(), 4, WIDTH)
+    expected = model(x).detach()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        handle = layer.unshard(async_op=True)
+    names = {event.key for event in profile.key_averages()}
+    assert "FSDP::all_gather (layers.0)" in names
+    assert not [name for name in names if "send" in name or "recv" in name]
+    handle.wait()
+    torch.testing.assert_close(model(x), expected)
+
+
 ENDS_AT_ONCE = """
 import sys
 import torch, torch.distributed as dist

@@ -250,6 +250,7 @@ def test_private_torch_apis_have_one_place() -> None:
         "torch._foreach_norm",
         "torch._dynamo.compiled_autograd.in_compiled_autograd_region",
         "torch.autograd._profiler_enabled",
+        "torch._C._autograd._enable_record_function",
         "torch.autograd.Variable._execution_engine.queue_callback",
         "torch.distributed.ProcessGroup._allgather_base",
         "torch.distributed.ProcessGroup._get_backend",

@@ -17,9 +17,10 @@ import time
 import uuid
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any, Literal, Protocol, cast
+from itertools import repeat
+from typing import Any, Literal, Protocol, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
+from .device import unrecorded
 from .errors import StateError
 from .lanes import Waitable
 
@@ -222,6 +224,10 @@ class GlooComm(Comm):
         return [_Done(works, lambda: tensor.div_(self.size))] if mean else works
 
 
+Messages: TypeAlias = Iterable[tuple[int, torch.Tensor]]
+"""Ranks and what comes from or goes to them."""
+
+
 class PairwiseGlooComm(GlooComm):
     """gloo with few ranks: direct messages. Every operation has a tag of its own, the same on all ranks."""
 
@@ -242,12 +248,20 @@ class PairwiseGlooComm(GlooComm):
         """The other ranks, the next one first, so that not all send to the same one at once."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
+    def _exchange(self, tag: int, received: Messages, sent: Messages) -> list[Waitable]:
+        """Start to receive and send tensors, from and to the ranks that are given with them."""
+        # Such a work ends its profiler event when it is waited for, and writes to freed memory if the profiler was
+        # stopped before.
+        with unrecorded():
+            works: list[Waitable] = [self.group.recv([tensor], peer, tag) for peer, tensor in received]
+            works += [self.group.send([tensor], peer, tag) for peer, tensor in sent]
+        return works
+
     def all_gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[Waitable]:
         works: list[Waitable] = []
         for output, input_ in zip(outputs, inputs, strict=True):
-            tag, parts = self._tag(), output.split(input_.numel())
-            works += [self.group.recv([parts[peer]], peer, tag) for peer in self._peers()]
-            works += [self.group.send([input_], peer, tag) for peer in self._peers()]
+            parts, peers = output.split(input_.numel()), self._peers()
+            works += self._exchange(self._tag(), [(peer, parts[peer]) for peer in peers], zip(peers, repeat(input_)))
             if parts[self.rank].data_ptr() != input_.data_ptr():
                 parts[self.rank].copy_(input_)
         return works
@@ -258,14 +272,11 @@ class PairwiseGlooComm(GlooComm):
         return [self._reduce_scatter_one(output, input_, mean) for output, input_ in zip(outputs, inputs, strict=True)]
 
     def _reduce_scatter_one(self, output: torch.Tensor, input_: torch.Tensor, mean: bool) -> Waitable:
-        tag, parts = self._tag(), input_.split(output.numel())
+        parts, peers = input_.split(output.numel()), self._peers()
         # The last peer's part, which is added first, arrives in the output itself.
         spare = input_.new_empty((self.size - 2) * output.numel())
         received = [*(spare.split(output.numel()) if self.size > 2 else ()), output]
-        works: list[Waitable] = []
-        for peer, buffer in zip(self._peers(), received, strict=True):
-            works.append(self.group.recv([buffer], peer, tag))
-            works.append(self.group.send([parts[peer]], peer, tag))
+        works = self._exchange(self._tag(), zip(peers, received, strict=True), [(peer, parts[peer]) for peer in peers])
         # gloo's ring adds from the rank before this one downwards and this one's own part last: the same bits.
         terms = [*reversed(received), parts[self.rank]]
 
@@ -287,19 +298,17 @@ class PairwiseGlooComm(GlooComm):
             return super().broadcast(tensor, owner)
         tag = self._tag()
         if self.rank != owner:
-            return [self.group.recv([tensor], owner, tag)]
-        return [self.group.send([tensor], peer, tag) for peer in self._peers()]
+            return self._exchange(tag, [(owner, tensor)], ())
+        return self._exchange(tag, (), zip(self._peers(), repeat(tensor)))
 
     def reduce(self, tensor: torch.Tensor, owner: int) -> list[Waitable]:
         if not self._sends_whole(tensor):
             return super().reduce(tensor, owner)
         tag = self._tag()
         if self.rank != owner:
-            return [self.group.send([tensor], owner, tag)]
+            return self._exchange(tag, (), [(owner, tensor)])
         received = list(tensor.new_empty((self.size - 1, tensor.numel())))
-        works: list[Waitable] = [
-            self.group.recv([part], peer, tag) for part, peer in zip(received, self._peers(), strict=True)
-        ]
+        works = self._exchange(tag, zip(self._peers(), received, strict=True), ())
 
         def add() -> None:
             for part in received:

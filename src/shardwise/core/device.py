@@ -460,6 +460,19 @@ def label(text: str) -> contextlib.AbstractContextManager[Any]:
     return torch.profiler.record_function(text) if is_profiled() else _NOTHING
 
 
+def unrecorded() -> contextlib.AbstractContextManager[Any]:
+    """No call within becomes an event of a profiler; costs nothing while none runs."""
+    return _Unrecorded() if is_profiled() else _NOTHING
+
+
+class _Unrecorded:
+    def __enter__(self) -> None:
+        torch._C._autograd._enable_record_function(False)
+
+    def __exit__(self, *error: object) -> None:
+        torch._C._autograd._enable_record_function(True)
+
+
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
