@@ -699,6 +699,28 @@ def exempt_from_precision(directory: Path) -> None:
     assert seen == [torch.float32, torch.bfloat16]
 
 
+def saves_buffers_as_they_were(directory: Path) -> None:
+    """Before ``buffer_dtype`` cast them, as torch's MixedPrecision has it; those of averages too."""
+    precision = {"param_dtype": "bfloat16", "reduce_dtype": "float32", "buffer_dtype": "bfloat16"}
+    wrapper = {"auto_wrap_policy": LINEAR, "mixed_precision": precision}
+    runners: list[tuple[Any, dict[str, Any]]] = [
+        (Runner, {"cfg": {"model_wrapper_cfg": {"type": "MMFullyShardedDataParallel", **wrapper}}}),
+        (FlexibleRunner, {"strategy": {"type": "ShardwiseStrategy", "model_wrapper": wrapper}}),
+    ]
+    for kind, extra in runners:
+        work, model = directory / f"buffers_{kind.__name__}", Toy()
+        hooks = [{"type": "EMAHook", "update_buffers": True}]
+        changes = {"model": model, "custom_hooks": hooks, **extra}
+        runner = kind(**settings("plain", work, launcher="pytorch", **changes))
+        train(runner)
+        assert model.scale.dtype == torch.bfloat16
+        dist.barrier()
+        saved = torch.load(work / "epoch_2.pth")
+        for state, name in ((saved["state_dict"], "scale"), (saved["ema_state_dict"], "module.scale")):
+            assert {tensor.dtype for key, tensor in state.items() if key != "steps"} == {torch.float32}
+            assert torch.equal(state[name], Toy().scale)
+
+
 # -- Worlds of other sizes
 
 
@@ -810,5 +832,6 @@ TWO = (
     one_model_in_two_runners,
     other_wrappers,
     exempt_from_precision,
+    saves_buffers_as_they_were,
 )
 FOUR = (three_like_ddp, one_rank_like_one_process, hybrid_in_groups)

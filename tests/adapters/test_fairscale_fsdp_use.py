@@ -95,6 +95,14 @@ def two_forwards_two_backwards(model: Any) -> None:
     first.backward()
 
 
+def casts_of_an_earlier_forward(model: Any) -> None:
+    """Autocast casts a parameter once: the second forward uses what is in the graph of the first."""
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = [error_of(model(inputs)) for inputs in INPUTS[:2]]
+    for loss in losses:
+        loss.backward()
+
+
 def retained_graph(model: Any) -> None:
     loss = error_of(model(INPUTS[0]))
     loss.backward(retain_graph=True)
@@ -235,6 +243,7 @@ def data_assigned(model: Any) -> None:
 ORDERS: tuple[Callable[[Any], None], ...] = (
     two_forwards_one_backward,
     two_forwards_two_backwards,
+    casts_of_an_earlier_forward,
     retained_graph,
     evaluation_between,
     inference_first,

@@ -537,6 +537,10 @@ class Unit:
             for group in self.groups:
                 if group.options.reshard_after_backward and not (group.is_gathering and group.is_asked_for):
                     group.reshard()
+                # What an earlier forward made of a parameter and this one used again, as autocast's cached casts, is
+                # older than the inputs of this one: its gradient comes after theirs.
+                if took_part and group.gradients.has_any():
+                    self._reduce_group(group)
         self._forget_forward()
 
     def end_of_differentiable_backward(self) -> None:

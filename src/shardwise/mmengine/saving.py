@@ -23,6 +23,9 @@ from ..checkpoint.peers import Peers, world_mesh
 from ..core.errors import StateError
 from ..core.tree import tensors_in
 
+DTYPES = "_shardwise_dtypes"
+"""Attribute of a module whose floating-point buffers were cast: their dtypes before, by name. Copies have it too."""
+
 
 def _whole_state(model: nn.Module, metadata: Any) -> dict[str, Any]:
     """The model's state dict with whole tensors on the host, on the main process; elsewhere an empty one. A
@@ -50,10 +53,22 @@ def whole_states(model: nn.Module, optim_wrapper: Any, hooks: Iterable[Any]) -> 
         metadata = getattr(model.state_dict(), "_metadata", OrderedDict())
         states = [other.state_dict() for other in others]
     with ExitStack() as stack:
-        stack.enter_context(_giving(model, _whole_state(model, metadata)))
+        stack.enter_context(_giving(model, _before_casts(model, _whole_state(model, metadata))))
         for other, state in zip(others, states, strict=True):
-            stack.enter_context(_giving(other, gather_in(state, keeps=is_main_process())))
+            whole = gather_in(state, keeps=is_main_process())
+            stack.enter_context(_giving(other, _before_casts(other, whole)))
         yield
+
+
+def _before_casts(owner: Any, state: Any) -> Any:
+    """``state`` of ``owner`` with buffers in the dtypes from before they were cast, as torch's FSDP saves them."""
+    modules = owner.named_modules(remove_duplicate=False) if isinstance(owner, nn.Module) else ()
+    for path, module in modules:
+        for name, dtype in module.__dict__.get(DTYPES, {}).items():
+            key = f"{path}.{name}" if path else name
+            if isinstance(state.get(key), torch.Tensor):
+                state[key] = state[key].to(dtype)
+    return state
 
 
 @contextmanager

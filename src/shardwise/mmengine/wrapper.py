@@ -19,6 +19,7 @@ from . import arguments
 from .arguments import WRAPPER_ARGUMENTS, Precision, wrong_type
 from .optimizers import prepare_optim_wrapper
 from .policies import find_policy
+from .saving import DTYPES
 from .units import Units
 from .whole import copy_sharded, init_weights_whole, repoint_averages
 
@@ -210,8 +211,9 @@ def _find_units(given: Mapping[str, Any]) -> Units:
 def _cast_buffers(model: nn.Module, precision: Precision) -> None:
     for module in model.modules():
         if not precision.exempts(module):
-            for buffer in module.buffers(recurse=False):
+            for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_floating_point():
+                    module.__dict__.setdefault(DTYPES, {}).setdefault(name, buffer.dtype)
                     buffer.data = buffer.to(precision.buffers)
 
 
