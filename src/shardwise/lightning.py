@@ -47,6 +47,7 @@ from .lightning_common.files import (
     write_directory,
     write_file,
 )
+from .lightning_common.layers import change_layers
 from .lightning_common.namespaces import StrategyClasses
 from .lightning_common.optimizers import (
     WITHOUT_PARAMETERS,
@@ -220,7 +221,7 @@ class _TrainerStrategy(ProcessesStrategy):
         is_fitting = trainer.state.fn == "fit"
         self.model = self.lightning_module
         if is_fitting and self._layer_sync:
-            self.model = self._layer_sync.apply(self.model)
+            self.model = change_layers(self.model, self._layer_sync.apply)
         self.model = self.precision_plugin.convert_module(self.model)
         if is_fitting:
             # Before anything is sharded, so that one that is refused leaves the module as it was.
@@ -481,6 +482,9 @@ class _TrainerStrategy(ProcessesStrategy):
     def teardown(self) -> None:
         """Release what the run needed; the module stays sharded, on its device."""
         self._saved = None
+        module = self.lightning_module
+        if self._layer_sync and module is not None and module._trainer is not None and module.trainer.state.fn == "fit":
+            self.model = change_layers(module, self._layer_sync.revert)
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -18,12 +19,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.nn.functional import all_gather
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 pytest.importorskip("lightning")
 
-from shardwise import full_state_dict
+from shardwise import full_state_dict, fully_shard
+from shardwise.core.module import unit_of
 from tests.adapters.lightning_ranks import check_in_ranks
 
 NAMESPACE: str = globals().get("NAMESPACE", "lightning.pytorch")
@@ -1088,6 +1091,53 @@ def different_beginnings(directory: Path) -> None:
     assert_same_state(used, first, rtol=0, atol=0)
 
 
+class Normalized(Module):
+    """With batch normalization, in the place of the layer normalization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[2] = nn.BatchNorm1d(13)
+
+
+class NormalizedByHand(Normalized):
+    def configure_model(self) -> None:
+        for layer in self.net:
+            if unit_of(layer) is None and any(True for _ in layer.parameters()):
+                fully_shard(layer, mesh=self.device_mesh)
+
+
+def synchronized(norm: Any, inputs: torch.Tensor) -> torch.Tensor:
+    """As torch's SyncBatchNorm, which computes on accelerators only."""
+    if not norm.training:
+        return nn.BatchNorm1d.forward(norm, inputs)
+    whole = nn.BatchNorm1d.forward(norm, torch.cat(all_gather(inputs.contiguous())))
+    return whole.chunk(world_size())[dist.get_rank()]
+
+
+def synchronized_norms(directory: Path) -> None:
+    """``sync_batchnorm``: statistics of all ranks, also in models that have units already, and only during the fit."""
+
+    def check(make: Callable[[], Any], policy: Any = None) -> None:
+        strategy = ours(auto_wrap_policy=policy)
+        module = assert_like_one_process(directory, strategy, make, Normalized, sync_batchnorm=True)[1]
+        assert isinstance(module.net[2], nn.Module)
+        assert not isinstance(module.net[2], nn.SyncBatchNorm)
+        module.losses.clear()
+        trainer(directory, ours(auto_wrap_policy=policy), sync_batchnorm=True).fit(module, loader(True))
+        assert len(module.losses) == 12
+
+    def validated() -> Any:
+        module = Normalized()
+        trainer(directory, "shardwise", sync_batchnorm=True).validate(module, loader(True), verbose=False)
+        return module
+
+    with patch.object(nn.SyncBatchNorm, "forward", synchronized):
+        check(Normalized)
+        check(Normalized, {nn.BatchNorm1d, nn.SyncBatchNorm})
+        check(NormalizedByHand)
+        check(validated)
+
+
 def best_and_last(directory: Path) -> None:
     """Checkpoints that replace others."""
     for kind in ("full", "sharded"):  # the best only, which is the last, replaced each time; and the last by a link
@@ -1477,6 +1527,7 @@ CASES = (
     schedules,
     hooks,
     directory_replaced_by_a_plugin,
+    synchronized_norms,
 )
 OTHER_NAME = (fit_by_both_names, clipping, exact_resume, other_uses, best_and_last)
 EXACT_RESUME = "trainer", "exact_resume", 2

@@ -573,6 +573,25 @@ def test_a_compiled_update() -> None:
         torch.testing.assert_close(whole(parameter), whole(expected))
 
 
-def _update(optimizer: Optimizer) -> None:
-    optimizer.step()
+@on_ranks(2)
+def test_a_compiled_step_with_a_closure() -> None:
+    """Lightning passes one to every step."""
+    models = wrapped("mlp"), wrapped("mlp")
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    compiled = torch.compile(_update, backend="eager")
+    for step in range(3):
+        for model, optimizer, update in zip(models, optimizers, (_update, compiled), strict=True):
+
+            def closure(model: Any = model, step: int = step) -> torch.Tensor:
+                loss = model(inputs_for(model, 10 * step + dist.get_rank())).square().mean()
+                loss.backward()
+                return loss
+
+            update(optimizer, closure)
+    for parameter, expected in zip(models[1].parameters(), models[0].parameters(), strict=True):
+        torch.testing.assert_close(whole(parameter), whole(expected))
+
+
+def _update(optimizer: Optimizer, closure: Any = None) -> None:
+    optimizer.step(closure)
     optimizer.zero_grad()

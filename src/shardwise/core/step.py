@@ -116,7 +116,11 @@ class _Step:
     def __call__(self) -> Any:
         self.end()
         result = self._closure()
-        self.begin()
+        tracer = trace_by(None)
+        try:
+            self.begin()
+        finally:
+            trace_by(tracer)
         return result
 
     @untraced
