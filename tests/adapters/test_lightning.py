@@ -845,6 +845,32 @@ def manual_optimization(directory: Path) -> None:
     assert len(again.losses) == 2 * len(loader(True))
 
 
+class ClippedByHand(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(F.mse_loss(self.net(batch[0]), batch[1]))
+        for algorithm in ("value", "norm"):
+            self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm=algorithm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.5)  # Adam makes steps of differences in rounding
+
+
+def manual_optimization_compiled(directory: Path) -> None:
+    """A wholly compiled module clips and steps as it does without; Dynamo sees no step of sharded parameters."""
+    plain, compiled = ClippedByHand(), ClippedByHand()
+    for module in (plain, torch.compile(compiled, backend="eager")):
+        trainer(directory, "shardwise").fit(module, loader(True))
+    for parameter, expected in zip(compiled.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.full_tensor(), expected.full_tensor())
+
+
 class Scaled(Module):
     """Stepped by hand, with a parameter of its own."""
 
@@ -1528,6 +1554,7 @@ CASES = (
     hooks,
     directory_replaced_by_a_plugin,
     synchronized_norms,
+    manual_optimization_compiled,
 )
 OTHER_NAME = (fit_by_both_names, clipping, exact_resume, other_uses, best_and_last)
 EXACT_RESUME = "trainer", "exact_resume", 2

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..adapters.whole import cut_state, gathered
-from ..core.device import local_of, not_inference
+from ..core.device import eager, local_of, not_inference
 from ..core.step import parameters_of
 from ..core.tree import map_tensors, tensors_in
 from ..optim import repoint
@@ -110,6 +110,7 @@ def load_full_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any]) ->
         optimizer.load_state_dict({**state, "param_groups": list(saved["param_groups"])})
 
 
+@eager
 @torch.no_grad()
 def clip_grad_value_(parameters: Iterable[torch.Tensor], clip_value: float) -> None:
     """Limit each element of the gradients to ``-clip_value`` … ``clip_value``, in place; no communication."""
