@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -29,6 +30,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
+from shardwise.core.parameter import owner_of
 
 from .contenders import FSDP2, IS_NEWER, MIXED_PRECISION
 from .counts import COUNTED, OperationCounter, bytes_to_send
@@ -306,15 +308,17 @@ class Case:
         """On the default process group, which must have as many ranks."""
         return init_device_mesh("cpu", tuple(self.axes.values()), mesh_dim_names=tuple(self.axes))
 
-    def flag_bytes(self, parameters: int) -> float:
-        """Bytes that shardwise has to send for its one fp32 number per trainable parameter.
+    def flag_bytes(self, parameters: Sequence[int]) -> float:
+        """Bytes that shardwise has to send for its one fp32 number per trainable parameter, of which each unit has so
+        many, rounded up to four.
 
         With each reduction goes whether a rank had a gradient at all: else ranks would disagree whether ``grad`` is
         None or zeros.
         """
         ranks, replicas = self.axes["shard"], self.axes.get("replicate", 1)
-        reduced = bytes_to_send("reductions", 4 * parameters * ranks, ranks)
-        all_reduced = bytes_to_send("all-reduces", 4 * parameters, replicas)
+        sent = sum(16 * math.ceil(count / 4) for count in parameters)
+        reduced = bytes_to_send("reductions", sent * ranks, ranks)
+        all_reduced = bytes_to_send("all-reduces", sent, replicas)
         return self.reductions * reduced + self.all_reduces * all_reduced
 
 
@@ -406,8 +410,8 @@ def measure_case(case: Case, engine: Engine, shape: Shape = SHAPE) -> Traffic:
             case.run(engine, model, tokens)
             optimizer.step()
             optimizer.zero_grad()
-    sharded = sum(isinstance(parameter, DTensor) for parameter in trainable)
-    flags = case.flag_bytes(sharded) if engine is OURS else 0.0
+    by_unit = Counter(owner for parameter in trainable if (owner := owner_of(parameter)) is not None)
+    flags = case.flag_bytes([*by_unit.values()]) if engine is OURS else 0.0
     return Traffic(dict(counter.counts), dict(counter.bytes_by_kind), flags)
 
 

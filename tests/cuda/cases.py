@@ -203,6 +203,18 @@ class Checkpointed(Transformer):
         return self.head(self.norm(x))
 
 
+class PartlyUsed(Transformer):
+    """Of two parameters of the root one is used by the last rank only, and the other by none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_last, self.by_none = nn.Parameter(torch.full((4,), 0.3)), nn.Parameter(torch.ones(6))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        output = super().forward(tokens)
+        return output * self.by_last.sum() if dist.get_rank() == dist.get_world_size() - 1 else output
+
+
 def frozen() -> nn.Module:
     """A transformer of which only the norms and the head are trained."""
     model = Transformer()
@@ -310,6 +322,9 @@ FEATURES: dict[str, Case] = {
     "buffers": Case(ConvNet),
     "tied": Case(functools.partial(Transformer, tied=True)),
     "frozen": Case(frozen),
+    "unused": Case(PartlyUsed),
+    "unused_in_replicas": Case(PartlyUsed, axes=(2, 1), micro_batches=2),
+    "unused_and_offloaded": Case(PartlyUsed, options=OFFLOAD),
     "reentrant_checkpointing": Case(functools.partial(Checkpointed, True)),
     "checkpointing": Case(functools.partial(Checkpointed, False)),
     "never_resharded": Case(options={"reshard_after_forward": False}),

@@ -163,6 +163,11 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
         return host
 
 
+def _done(result: Any, options: Any) -> _Done | None:
+    """Nothing for a collective on the current stream, as NCCL gives."""
+    return None if options is not None and not options.asyncOp else _Done(result)
+
+
 class SimulatedGroup(dist.ProcessGroup):
     """Communicates what lies on the host or on the simulated device by gloo."""
 
@@ -202,7 +207,7 @@ class SimulatedGroup(dist.ProcessGroup):
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         for tensor in tensors:
             self._sum(_on_host(tensor), dist.ReduceOp.SUM if opts is None else opts.reduceOp)
-        return _Done(tensors)
+        return _done(tensors, opts)
 
     @torch.no_grad()
     def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Any:
@@ -210,12 +215,12 @@ class SimulatedGroup(dist.ProcessGroup):
         received = [torch.empty_like(part) for part in parts]
         self._gloo.allgather([received], [_on_host(given).reshape(-1)]).wait()
         torch._foreach_copy_(parts, received)
-        return _Done(output)
+        return _done(output, opts)
 
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         for output, given in zip(outputs, inputs, strict=True):
             self._allgather_base(output, given)
-        return _Done(outputs)
+        return _done(outputs, opts)
 
     @torch.no_grad()
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
@@ -228,12 +233,12 @@ class SimulatedGroup(dist.ProcessGroup):
         terms = _on_host(given).reshape(-1).clone()
         self._sum(terms, dist.ReduceOp.SUM if opts is None else opts.reduceOp)
         _on_host(output).view(-1).copy_(terms.chunk(self.size())[self.rank()])
-        return _Done(output)
+        return _done(output, opts)
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         for output, given in zip(outputs, inputs, strict=True):
             self._reduce_scatter_base(output, given, opts)
-        return _Done(outputs)
+        return _done(outputs, opts)
 
     def _run(self, method: str, tensors: Sequence[torch.Tensor], *arguments: Any) -> Any:
         return getattr(self._gloo, method)([_on_host(tensor) for tensor in tensors], *arguments)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import math
 import re
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +25,7 @@ from shardwise.core.device import owns_memory
 from shardwise.core.gradient import GradientPlan
 from shardwise.core.lanes import Lane
 from shardwise.core.module import unit_of
+from shardwise.core.parameter import owner_of
 
 from ..models import Transformer, inputs_for
 
@@ -135,8 +138,10 @@ def full_bytes(module: nn.Module, itemsize: int = 4) -> int:
 
 
 def flags_bytes(model: nn.Module) -> int:
-    """One number per trainable parameter says whether any rank had its gradient."""
-    return 4 * sum(parameter.requires_grad for parameter in model.parameters())
+    """One number per trainable parameter says whether any rank had its gradient; those of a unit are padded to 16
+    bytes."""
+    trainable = Counter(owner_of(parameter) for parameter in model.parameters() if parameter.requires_grad)
+    return sum(16 * math.ceil(count / 4) for count in trainable.values())
 
 
 def build(mesh: DeviceMesh, **options: Any) -> Transformer:

@@ -621,3 +621,38 @@ def test_a_divide_factor_may_be_a_tensor_that_changes(fake_mesh: Callable[..., D
         found.append(model.weight.grad.to_local()[0, 0].item())  # type: ignore[operator, union-attr]
         model.zero_grad()
     assert found == [0.5, 0.25]
+
+
+class Noted:
+    """Work that notes when it starts and when it is waited for."""
+
+    def __init__(self, notes: list[str], name: str):
+        self.notes, self.name = notes, name
+        notes.append(name)
+
+    def wait(self) -> None:
+        self.notes.append(f"end of {self.name}")
+
+
+def test_sums_over_replicas_run_beside_the_next_reduce_scatter(
+    fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take other links, and nothing waits for them before the reduction after that."""
+    notes: list[str] = []
+    for name in ("reduce_scatter", "all_reduce"):
+
+        def note(*_: Any, name: str = name, **__: Any) -> list[Noted]:
+            number = sum(other.startswith(name) for other in notes)
+            return [Noted(notes, f"{name} {number}")]
+
+        monkeypatch.setattr(Comm, name, note)
+    model = build(fake_mesh(2, 2))
+    model(inputs_for(model, 0)).sum().backward()
+    at = {name: index for index, name in enumerate(notes)}
+    assert len(at) == len(notes) == 16
+    for number in range(4):
+        assert at[f"all_reduce {number}"] == at[f"end of reduce_scatter {number}"] + 1
+        if number < 3:
+            assert at[f"all_reduce {number}"] < at[f"reduce_scatter {number + 1}"] < at[f"end of all_reduce {number}"]
+        if number < 2:  # the memory of two is held, and of no more
+            assert at[f"end of all_reduce {number}"] < at[f"reduce_scatter {number + 2}"]

@@ -305,7 +305,7 @@ def test_hook_sees_gradients_of_a_world_of_one(fake_mesh: Mesh) -> None:
     sizes: list[int] = []
     model.set_all_reduce_hook(lambda gradients: sizes.append(gradients.numel()))  # type: ignore[operator]
     model(torch.ones(2, 4)).sum().backward()
-    assert sizes == [20 + 2]  # and one number for each parameter
+    assert sizes == [20 + 4]  # and one number for each parameter, padded to 16 bytes
 
 
 class Methods(nn.Module):

@@ -25,6 +25,7 @@ from typing import Any, Literal, Protocol, TypeAlias, cast
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
+from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -71,6 +72,9 @@ class Comm:
     """A whole tensor of so many bytes is sent from and to its own memory, a smaller one in a run with others."""
     run_bytes = 25 * 2**20
     """Largest run of several whole tensors: one run is sent while the gradients of the next are computed."""
+    has_stream = False
+    """Whether collectives run beside the current stream, and not on it: an accelerator's is a `Lane`'s, which has a
+    higher priority than NCCL's own."""
 
     def __init__(self, group: dist.ProcessGroup):
         # Weak, since the group is the key by which this object is found; the mesh keeps it alive.
@@ -87,19 +91,22 @@ class Comm:
 
     def all_gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[Waitable]:
         """Fill ``outputs[i]`` (size x n_i elements) with all ranks' ``inputs[i]`` (n_i elements), in rank order."""
+        outputs, inputs = [*map(_real, outputs)], [*map(_real, inputs)]
         if len(inputs) == 1:
-            return [_all_gather_single(outputs[0], inputs[0], self.group)]
-        return [self.group.allgather_into_tensor_coalesced(list(outputs), list(inputs))]
+            return _started(_all_gather_single(outputs[0], inputs[0], self.group))
+        options = _options(AllgatherOptions)
+        return _started(self.group.allgather_into_tensor_coalesced(outputs, inputs, options))
 
     def reduce_scatter(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *, mean: bool
     ) -> list[Waitable]:
         """Fill ``outputs[i]`` (n_i elements) with the sum (``mean``: the mean) over ranks of their part of
         ``inputs[i]`` (size x n_i elements)."""
+        outputs, inputs = [*map(_real, outputs)], [*map(_real, inputs)]
         if len(inputs) == 1:
-            return [_reduce_scatter_single(outputs[0], inputs[0], self.group, reduce_op(mean))]
+            return _started(_reduce_scatter_single(outputs[0], inputs[0], self.group, reduce_op(mean)))
         options = _options(dist.ReduceScatterOptions, reduce_op(mean))
-        return [self.group.reduce_scatter_tensor_coalesced(list(outputs), list(inputs), options)]
+        return _started(self.group.reduce_scatter_tensor_coalesced(outputs, inputs, options))
 
     def packs(self, chunk_bytes: int) -> bool:
         """Whether a tensor of which each rank has ``chunk_bytes`` travels with others."""
@@ -113,8 +120,8 @@ class Comm:
     def all_reduce(self, tensor: torch.Tensor, *, mean: bool) -> list[Waitable]:
         """Replace ``tensor`` by its sum (``mean``: mean) over ranks."""
         # The public wrapper looks for four other uses first, as long as the call itself takes.
-        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        return [self.group.allreduce([real], _options(dist.AllreduceOptions, reduce_op(mean)))]
+        options = _options(dist.AllreduceOptions, reduce_op(mean), self.has_stream)
+        return _started(self.group.allreduce([_real(tensor)], options))
 
     def broadcast(self, tensor: torch.Tensor, owner: int) -> list[Waitable]:
         """Replace ``tensor`` by that of rank ``owner``."""
@@ -199,6 +206,7 @@ class GlooComm(Comm):
 
     alone_bytes = 2**20
     run_bytes = 4 * 2**20
+    has_stream = True
 
     def packs(self, chunk_bytes: int) -> bool:
         return chunk_bytes < PACK_BELOW_BYTES
@@ -210,14 +218,18 @@ class GlooComm(Comm):
     def all_gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[Waitable]:
         # Its coalesced all-gather copies everything through one more buffer.
         pairs = zip(outputs, inputs, strict=True)
-        return [_all_gather_single(output, input_, self.group) for output, input_ in pairs]
+        return _started(
+            *(_all_gather_single(output, input_, self.group, asynchronous=True) for output, input_ in pairs)
+        )
 
     def reduce_scatter(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *, mean: bool
     ) -> list[Waitable]:
         op = reduce_op(mean)
         pairs = zip(outputs, inputs, strict=True)
-        return [_reduce_scatter_single(output, input_, self.group, op) for output, input_ in pairs]
+        return _started(
+            *(_reduce_scatter_single(output, input_, self.group, op, asynchronous=True) for output, input_ in pairs)
+        )
 
     def all_reduce(self, tensor: torch.Tensor, *, mean: bool) -> list[Waitable]:
         works = super().all_reduce(tensor, mean=False)
@@ -347,14 +359,14 @@ class _ProcessGroupMemory:
 class ProcessGroupMemoryGather(_ProcessGroupMemory):
     """The default all-gather, staged in the process group's memory."""
 
-    def __call__(self, **arguments: Any) -> Waitable:
+    def __call__(self, **arguments: Any) -> Waitable | None:
         return _all_gather_single(arguments["output_tensor"], arguments["input_tensor"], self.group)
 
 
 class ProcessGroupMemoryReduceScatter(_ProcessGroupMemory):
     """The default reduce-scatter, staged in the process group's memory."""
 
-    def __call__(self, **arguments: Any) -> Waitable:
+    def __call__(self, **arguments: Any) -> Waitable | None:
         output, input_ = arguments["output_tensor"], arguments["input_tensor"]
         return _reduce_scatter_single(output, input_, self.group, arguments["op"])
 
@@ -373,7 +385,7 @@ class SymmetricMemoryGather:
         with torch.cuda.use_mem_pool(symmetric_memory.get_mem_pool(device)):
             return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(self, **arguments: Any) -> Waitable:
+    def __call__(self, **arguments: Any) -> Waitable | None:
         symmetric_memory.rendezvous(arguments["output_tensor"], group=self.group.group_name)
         return _all_gather_single(arguments["output_tensor"], arguments["input_tensor"], self.group)
 
@@ -470,17 +482,38 @@ def reduce_op(mean: bool) -> Any:
     return dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
 
 
-def _all_gather_single(output: torch.Tensor, input_: torch.Tensor, group: dist.ProcessGroup) -> Waitable:
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """A complex tensor, which NCCL does not know, as its real and imaginary parts."""
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+
+
+def _started(*works: Waitable | None) -> list[Waitable]:
+    """Of a collective that runs on the current stream a backend may give nothing to wait for."""
+    return [work for work in works if work is not None]
+
+
+def _all_gather_single(
+    output: torch.Tensor, input_: torch.Tensor, group: dist.ProcessGroup, *, asynchronous: bool = False
+) -> Waitable | None:
+    options = _options(AllgatherOptions, asynchronous=asynchronous)
     # The public wrapper has another name before and after torch 2.13.
-    return group._allgather_base(output, input_)
+    work: Waitable | None = group._allgather_base(output, input_, options)
+    return work
 
 
-def _reduce_scatter_single(output: torch.Tensor, input_: torch.Tensor, group: dist.ProcessGroup, op: Any) -> Waitable:
-    return group._reduce_scatter_base(output, input_, _options(dist.ReduceScatterOptions, op))
+def _reduce_scatter_single(
+    output: torch.Tensor, input_: torch.Tensor, group: dist.ProcessGroup, op: Any, *, asynchronous: bool = False
+) -> Waitable | None:
+    options = _options(dist.ReduceScatterOptions, op, asynchronous)
+    work: Waitable | None = group._reduce_scatter_base(output, input_, options)
+    return work
 
 
 @functools.cache
-def _options(kind: type[Any], op: Any) -> Any:
+def _options(kind: type[Any], op: Any = None, asynchronous: bool = False) -> Any:
+    """Options of a collective that runs on the current stream, or beside it."""
     options = kind()
-    options.reduceOp = op
+    options.asyncOp = asynchronous
+    if op is not None:
+        options.reduceOp = op
     return options

@@ -13,7 +13,7 @@ import torch
 
 from .device import backward_number, eager, in_compiled_autograd, label, queue_end_of_backward
 from .errors import StateError
-from .gradient import Reduction
+from .gradient import Reduction, ReductionLanes
 from .iteration import Iteration
 from .lanes import Device, current_device, device_for
 from .order import ExecutionOrder
@@ -51,6 +51,7 @@ class FSDPCommContext:
         self._largest_unit: int | None = None
         self._units: list[weakref.ref[Unit]] = []
         self._reductions: deque[Reduction] = deque()
+        self._replicating: deque[Reduction] = deque()
         self._landing: deque[Reduction] = deque()
         self._end_is_queued = False
         self._queued_end: Callable[[], Any] = _nothing
@@ -61,7 +62,7 @@ class FSDPCommContext:
     def use_device(self, device: Device) -> None:
         """Run communication on lanes of ``device``; before anything ran."""
         self.device = device
-        self.gather_lane, self.reduce_lane = device.lane(), device.lane()
+        self.gather_lane, self.reduce_lanes = device.lane(), ReductionLanes(device.lane(), device.lane())
 
     @property
     def units(self) -> list[Unit]:
@@ -107,8 +108,8 @@ class FSDPCommContext:
 
     def rest(self) -> None:
         """Nothing is communicated for a while."""
-        self.gather_lane.rest()
-        self.reduce_lane.rest()
+        for lane in (self.gather_lane, *self.reduce_lanes):
+            lane.rest()
 
     def drop_prefetched(self) -> None:
         """Free what was gathered for units that then did not run."""
@@ -160,16 +161,24 @@ class FSDPCommContext:
         self._reductions.append(reduction)
 
     def make_room_for_reduction(self) -> None:
-        """Finish the oldest reductions, so that no more are under way than allowed once another is added."""
+        """Release the oldest reductions, so that no more hold what they send than allowed once another is added, and
+        finish all that sum over replicas but as many."""
         while len(self._reductions) >= self.max_pending_reductions:
-            self._finish_oldest()
+            replicates = self._release_oldest()
+            self._finish_all_but(self.max_pending_reductions if replicates else 0)
 
-    def _finish_oldest(self) -> None:
+    def _release_oldest(self) -> bool:
         reduction = self._reductions.popleft()
-        reduction.finish()
-        if reduction.goes_to_host:
-            # Not waited for yet: the host would stop queueing the computation.
-            self._landing.append(reduction)
+        reduction.release()
+        self._replicating.append(reduction)
+        return reduction.replicates
+
+    def _finish_all_but(self, count: int) -> None:
+        while len(self._replicating) > count:
+            reduction = self._replicating.popleft()
+            reduction.finish()
+            if reduction.lands:
+                self._landing.append(reduction)
 
     @eager
     def _end_of_backward(self) -> None:
@@ -204,7 +213,8 @@ class FSDPCommContext:
 
     def _finish_reductions(self) -> None:
         while self._reductions:
-            self._finish_oldest()
+            self._release_oldest()
+        self._finish_all_but(0)
         while self._landing:
             self._landing.popleft().land()
 
@@ -250,10 +260,9 @@ class FSDPCommContext:
 
     def reset(self) -> None:
         """Back to the state between iterations: wait for what is under way, drop it and all unreduced gradients."""
-        while self._reductions:
-            self._reductions.popleft().abandon()
-        while self._landing:
-            self._landing.popleft().abandon()
+        for pending in (self._replicating, self._reductions, self._landing):
+            while pending:
+                pending.popleft().abandon()
         for unit in self.units:
             unit.reset()
             unit.iteration.finalization = None

@@ -11,12 +11,13 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 
 from .buffer import Allocate, cut_chunks, local_strides, thin_rows
 from .comm import Comm, StagedCollective, reduce_op
-from .device import chunk_cat, copy_each, is_elsewhere
+from .device import HOST, chunk_cat, copy_each, is_elsewhere, pins_memory, sent_to
 from .errors import explain
 from .lanes import Lane, Step, Ticket, Waitable
 from .layout import Cut, TensorLayout, for_gradients
@@ -80,6 +81,8 @@ class Staged:
         return self.inputs if self.thin is None else [*self.inputs, self.thin]
 
 
+FLAGS_ALIGNMENT = 16
+"""Bytes: what follows the flags starts where NCCL and element-wise kernels can move as many at once."""
 PADDED_BYTES = 2**20
 """On the CPU torch first copies a tensor that needs padding to new memory; from this size on, that costs more than one
 call for each tensor."""
@@ -123,7 +126,9 @@ class GradientPlan:
         self.sums_flags = any(tensor.thin for tensor in tensors)
         # Where anything is summed whole the flags are too, instead of once for every rank. They are at the start or at
         # the end, so that the shards of gradients lie as those of the parameters do.
-        cuts: list[Cut] = [] if self.sums_flags else [((world_size, flags), 0, True, False)]
+        padded_bytes = -(-flags * dtype.itemsize // FLAGS_ALIGNMENT) * FLAGS_ALIGNMENT
+        self._flags_numel = flags if self.sums_flags else padded_bytes // dtype.itemsize
+        cuts: list[Cut] = [] if self.sums_flags else [((world_size, self._flags_numel), 0, True, False)]
         front = len(cuts)
         for tensor in tensors:
             is_small = shard.packs(tensor.chunk_numel * dtype.itemsize)
@@ -144,11 +149,12 @@ class GradientPlan:
 
     def _flag_rows(self, present: Sequence[bool], like: torch.Tensor) -> torch.Tensor:
         """One row of ones and zeros for every rank, or for all: which gradients this rank has."""
-        rows = 1 if self.sums_flags else self.world_size
+        rows, padding = 1 if self.sums_flags else self.world_size, self._flags_numel - len(present)
         if not all(present):
-            return like.new_tensor([float(flag) for flag in present]).expand(rows, -1)
+            flags = [*map(float, present), *[0.0] * padding]
+            return sent_to(like.device, flags, like.dtype).repeat(rows, 1)
         if self._all_present is None or self._all_present.dtype != like.dtype:
-            self._all_present = like.new_ones(rows, len(present))
+            self._all_present = like.new_ones(rows, self._flags_numel)
         return self._all_present
 
     def stage(
@@ -190,11 +196,9 @@ class GradientPlan:
         parts = [thin.narrow(0, *row) for row in self._own_rows]
         copy_each(out[self.layout.even_numel :].split_with_sizes(self._own_sizes), parts)
 
-    def exist(self, out: torch.Tensor, present: Sequence[bool]) -> Sequence[bool]:
-        """Which of the reported parameters have a gradient on any rank."""
-        if all(present):
-            return present
-        return [flag != 0 for flag in out[self.flags].tolist()]
+    def exist(self, flags: torch.Tensor) -> list[bool]:
+        """Which of the reported parameters have a gradient on any rank, by the sums of their flags."""
+        return [flag != 0 for flag in flags.tolist()]
 
     def unstage(self, out: torch.Tensor, exist: Sequence[bool]) -> list[torch.Tensor | None]:
         """Shards of the reduced gradients in their shapes; None for a parameter that no rank had a gradient for."""
@@ -240,6 +244,13 @@ class Route:
         return [work for work in works if work is not None]
 
 
+class ReductionLanes(NamedTuple):
+    """Lanes for sums over the ranks that shard and over replicas: those of one unit run beside those of the next."""
+
+    scatter: Lane
+    replicate: Lane
+
+
 Deliver = Callable[[Sequence[torch.Tensor | None], Sequence[bool]], None]
 """Gets the shards of reduced gradients, and which of the reported parameters have a gradient on any rank."""
 
@@ -247,14 +258,15 @@ Deliver = Callable[[Sequence[torch.Tensor | None], Sequence[bool]], None]
 class Reduction:
     """One reduction under way: started when a unit's backward is done, finished when its result is needed.
 
-    Holds the memory that the collectives read and write until `finish`.
+    Its scatter, over the ranks that shard, comes first, so that what was sent is free soon; then what is summed over
+    replicas, beside the scatters of other reductions.
 
     Args:
         plan: how the gradients are laid out.
         route: the collectives.
         gradients: whole ones of the plan's tensors (emptied), zeros where this rank has none.
         present: which of the reported parameters have a gradient on this rank.
-        lane: that communicates.
+        lanes: that communicate.
         device: that computes.
         like: a tensor of the dtype and device of the shards.
         deliver: gets the result.
@@ -267,7 +279,7 @@ class Reduction:
         route: Route,
         gradients: list[torch.Tensor],
         present: Sequence[bool],
-        lane: Lane,
+        lanes: ReductionLanes,
         device: torch.device,
         like: torch.Tensor,
         deliver: Deliver,
@@ -277,14 +289,15 @@ class Reduction:
         self.like, self.name = like, name
         self._give = deliver
         self.out = route.allocate((plan.numel,), dtype=plan.dtype, device=device)
-        self.goes_to_host = is_elsewhere(like, self.out.device) and not route.stop_after_shard
-        self._on_host: torch.Tensor | None = None
-        if self.goes_to_host:
+        self._on_host = self._flags_on_host = None
+        if is_elsewhere(like, self.out.device) and not route.stop_after_shard:
             pinned = like.is_pinned()
             self._on_host = torch.empty(self.out.numel(), dtype=like.dtype, device=like.device, pin_memory=pinned)
+        elif not (all(present) or self.out.is_cpu):
+            self._flags_on_host = torch.empty(len(present), dtype=plan.dtype, pin_memory=pins_memory(HOST))
         # Held like the inputs: a lane may read it long after it was replaced.
         self._added = plan.partial
-        self._lane = lane
+        self._lanes = lanes
         self._staging: torch.Tensor | None = None
         staged = plan.stage(gradients, present, self.out, self._allocate)
         # Staged gradients are freed before the collective takes memory of its own.
@@ -293,16 +306,19 @@ class Reduction:
             for tensor in staged.sent or [self.out]:
                 tensor.div_(route.scale.before)
         self._staged: Staged | None = staged
-        self._ticket: Ticket = lane.submit(*self._steps(staged))
+        first, self._rest = self._steps(staged)
+        self._ticket: Ticket = lanes.scatter.submit(*first)
+        self.replicates = bool(self._rest)
 
     def _allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if self.route.custom is not None:
             return self.route.custom.allocate(size, dtype=dtype, device=device)
-        self._staging = self._lane.allocate(size, dtype=dtype, device=device)
+        self._staging = self._lanes.scatter.allocate(size, dtype=dtype, device=device)
         return self._staging
 
-    def _steps(self, staged: Staged) -> list[Step]:
-        route, out, plan, on_host = self.route, self.out, self.plan, self._on_host
+    def _steps(self, staged: Staged) -> tuple[list[Step], list[Step]]:
+        """What is done before and after `release`."""
+        route, out, plan, on_host, flags_on_host = self.route, self.out, self.plan, self._on_host, self._flags_on_host
 
         def scatter() -> Sequence[Waitable]:
             works = [*route.reduce_scatter(staged.outputs, staged.inputs)] if staged.inputs else []
@@ -323,6 +339,10 @@ class Reduction:
         def all_reduce(comm: Comm) -> Step:
             return lambda: comm.all_reduce(out, mean=route.scale.mean)
 
+        def first_all_reduce() -> Sequence[Waitable]:
+            between()  # with it, since the host runs a first step at once
+            return all_reduce(route.replicate[0])()
+
         def complete() -> Sequence[Waitable]:
             if route.hook is not None:
                 route.hook(out)
@@ -330,43 +350,63 @@ class Reduction:
                 out.div_(route.scale.after)
             if on_host is not None:
                 copy_each([on_host], [out])
+            if flags_on_host is not None:
+                copy_each([flags_on_host], [out[plan.flags]])
             return []
 
         if route.stop_after_shard:
-            return [scatter, between]
-        return [scatter, between, *map(all_reduce, route.replicate), complete]
+            return [scatter, between], []
+        if route.replicate:
+            return [scatter], [first_all_reduce, *map(all_reduce, route.replicate[1:]), complete]
+        return [scatter, between, complete], []
 
-    def finish(self) -> None:
-        """Wait, free what was sent, and deliver the shards, unless they are on their way to the host."""
+    def _wait(self) -> None:
         try:
             self._ticket.wait()
         except RuntimeError as error:
             explain(error, f"reducing the gradients of unit {self.name!r}")
             raise
-        if self._staging is not None:
-            self._lane.release(self._staging)
-        self._staged = self._added = self._staging = None
-        if self.route.stop_after_shard:
-            return
-        out = self.out
-        del self.out
-        if not self.goes_to_host:
-            if out.dtype != self.like.dtype:
-                out = out.to(self.like.dtype)
-            self._deliver(out)
 
-    def _deliver(self, out: torch.Tensor) -> None:
-        exist = self.plan.exist(out, self.present)
-        self._give(self.plan.unstage(out, exist), exist)
+    def release(self) -> None:
+        """Wait for the scatter, free what was sent, and start what is summed over replicas."""
+        self._wait()
+        if self._staging is not None:
+            self._lanes.scatter.release(self._staging)
+        self._staged = self._staging = None
+        if self._rest:
+            steps, self._rest = self._rest, []
+            self._ticket = self._lanes.replicate.submit(*steps, after=[self._ticket.event])
+
+    @property
+    def lands(self) -> bool:
+        """Whether the host has to read what arrives, for which `finish` does not wait: it would stop queueing the
+        computation."""
+        return self._on_host is not None or self._flags_on_host is not None
+
+    def finish(self) -> None:
+        """Wait, once it is released, and deliver the shards, unless it `lands`."""
+        self._wait()
+        self._added = None
+        if not (self.route.stop_after_shard or self.lands):
+            self._deliver()
+
+    def _deliver(self) -> None:
+        out, plan = self.out, self.plan
+        del self.out
+        if self._on_host is not None:
+            out = self._on_host
+        flags = out[plan.flags] if self._flags_on_host is None else self._flags_on_host
+        exist = self.present if all(self.present) else plan.exist(flags)
+        self._give(plan.unstage(out if out.dtype == self.like.dtype else out.to(self.like.dtype), exist), exist)
 
     def land(self) -> None:
-        """Deliver shards that `finish` left on their way to the host, which waits for them."""
-        assert self._on_host is not None
+        """Let the host wait, and deliver what `finish` did not."""
         self._ticket.synchronize()
-        self._deliver(self._on_host)
+        self._deliver()
 
     def abandon(self) -> None:
         """Wait and drop the result."""
         self._ticket.wait()
+        self._rest = []
         self._staged = self._added = self._staging = None
         self.plan.partial = None

@@ -521,7 +521,7 @@ class Unit:
             return
         for slots, gradients in group.gradients.take():
             context.make_room_for_reduction()
-            if (reduction := group.gradients.reduce(slots, gradients, context.reduce_lane)) is not None:
+            if (reduction := group.gradients.reduce(slots, gradients, context.reduce_lanes)) is not None:
                 context.add_reduction(reduction)
 
     def end_of_backward(self) -> None:

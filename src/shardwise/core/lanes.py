@@ -30,6 +30,10 @@ class Waitable(Protocol):
 class Ticket(Protocol):
     """What `Lane.submit` gives."""
 
+    @property
+    def event(self) -> Any:
+        """Lets what another lane does start `after` the work; of the host's, once it was waited for."""
+
     def wait(self) -> object:
         """Order the compute stream after the work."""
 
@@ -148,6 +152,11 @@ class _HostTicket(Flight):
 
     def __init__(self, steps: Sequence[Step]):
         self.works, self.steps = steps[0](), steps[1:]
+
+    @property
+    def event(self) -> Any:
+        assert not self.works, "nothing but the host orders what the host does"
+        return None
 
     def wait(self) -> None:
         for work in self.works:

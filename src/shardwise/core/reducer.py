@@ -22,8 +22,7 @@ from .device import (
     wrap_local,
 )
 from .errors import StateError
-from .gradient import Deliver, GradientPlan, Reduction, Route, Scale, gradient_scale
-from .lanes import Lane
+from .gradient import Deliver, GradientPlan, Reduction, ReductionLanes, Route, Scale, gradient_scale
 from .mesh import DataParallelRanks
 from .parameter import local_gradient
 from .shards import Shards
@@ -112,7 +111,9 @@ class GradientReducer:
         kept, self._was_kept, self._kept = self._kept, False, set()
         return [(slots, slots[0].take_gradients(slots)) for slots in self.shards.trainable(kept)]
 
-    def reduce(self, slots: Sequence[Slot], gradients: list[torch.Tensor | None], lane: Lane) -> Reduction | None:
+    def reduce(
+        self, slots: Sequence[Slot], gradients: list[torch.Tensor | None], lanes: ReductionLanes
+    ) -> Reduction | None:
         """Start reducing unsharded ``gradients`` (emptied) of ``slots``; None if they are theirs already."""
         present = [gradient is not None for gradient in gradients]
         if self.options.zeros_for_unused:
@@ -127,7 +128,7 @@ class GradientReducer:
         if self._absences and self._may_leave_out():
             idle = [slot for slot in slots if self._absences[slot] >= IDLE_AFTER]
         if not idle:
-            return self._start(slots, gradients, lane, present, functools.partial(self._deliver_and_note, slots))
+            return self._start(slots, gradients, lanes, present, functools.partial(self._deliver_and_note, slots))
         active = [slot for slot in slots if slot not in idle]
         whole = dict(zip(slots, gradients, strict=True))
         had = dict(zip(slots, present, strict=True))
@@ -137,10 +138,10 @@ class GradientReducer:
             self._deliver_and_note([*active, *idle], shards, exist)
             late = [slot for slot, exists in zip(idle, exist[len(active) :], strict=True) if exists]
             if late:
-                self._finish_now(self._start(late, [whole.pop(slot) for slot in late], lane))
+                self._finish_now(self._start(late, [whole.pop(slot) for slot in late], lanes))
 
         told = [had[slot] for slot in (*active, *idle)]
-        return self._start(active, [whole.pop(slot) for slot in active], lane, told, deliver)
+        return self._start(active, [whole.pop(slot) for slot in active], lanes, told, deliver)
 
     def _deliver_and_note(
         self, told: Sequence[Slot], shards: Sequence[torch.Tensor | None], exist: Sequence[bool]
@@ -165,15 +166,16 @@ class GradientReducer:
 
     @staticmethod
     def _finish_now(reduction: Reduction) -> None:
+        reduction.release()
         reduction.finish()
-        if reduction.goes_to_host:
+        if reduction.lands:
             reduction.land()
 
     def _start(
         self,
         slots: Sequence[Slot],
         gradients: list[torch.Tensor | None],
-        lane: Lane,
+        lanes: ReductionLanes,
         present: Sequence[bool] | None = None,
         deliver: Deliver | None = None,
     ) -> Reduction:
@@ -192,8 +194,8 @@ class GradientReducer:
         plan = self._plan(slots, len(known), dtype)
         self._check_partial_sums(plan)
         give = deliver or (lambda shards, exist: self._deliver(slots, shards))
-        device = self.mesh.device
-        return Reduction(plan, self._route(dtype), filled, known, lane, device, like.local, give, self.shards.unit_name)
+        route, device, name = self._route(dtype), self.mesh.device, self.shards.unit_name
+        return Reduction(plan, route, filled, known, lanes, device, like.local, give, name)
 
     def _route(self, dtype: torch.dtype) -> Route:
         options, mesh = self.options, self.mesh
