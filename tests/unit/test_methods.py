@@ -7,13 +7,15 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import shardwise
 from shardwise import FSDPModule, fully_shard
-from shardwise.core.comm import Comm
+from shardwise.core.comm import Comm, new_group_of
 from shardwise.core.gradient import Scale, gradient_scale
 from shardwise.core.module import unit_of
 
@@ -567,6 +569,21 @@ def test_separate_reduce_scatter_group(fake_mesh: Mesh) -> None:
     assert None not in grads(model)
     model.set_separate_reduce_scatter_group(False)  # type: ignore[operator]
     assert units[0].groups[0].options.reduce_comm is None  # type: ignore[union-attr]
+
+
+def test_groups_of_some_ranks_are_not_split_from_all(fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_mesh(4)
+    world = dist.group.WORLD
+    assert world is not None
+    world.bound_device_id = bound = torch.device("cuda", 0)
+    split: list[object] = []
+    monkeypatch.setattr(distributed_c10d, "_get_split_source", split.append)
+    assert new_group_of([0, 1], "test").bound_device_id is None
+    assert split == []
+    assert world.bound_device_id == bound
+    with pytest.raises(ValueError, match="out of range"):
+        new_group_of([0, 4], "test")
+    assert world.bound_device_id == bound
 
 
 def test_profiler_labels(fake_mesh: Mesh) -> None:

@@ -410,10 +410,13 @@ def new_group_of(ranks: Sequence[int], purpose: str) -> dist.ProcessGroup:
 
     # torch names it by how many groups this process knows: ranks that know more or fewer would wait for each other.
     distributed_c10d._hash_ranks_to_str = named
+    # From a default group that is bound to a device torch would split it, for which NCCL waits for all of its ranks.
+    bound, world.bound_device_id = world.bound_device_id, None
     try:
         group = dist.new_group([*ranks], use_local_synchronization=True, group_desc=f"shardwise_{purpose}")
     finally:
         distributed_c10d._hash_ranks_to_str = original
+        world.bound_device_id = bound
     assert isinstance(group, dist.ProcessGroup)
     return group
 
