@@ -154,4 +154,4 @@ def test_symmetric_memory(world: World) -> None:
     except RuntimeError as error:
         pytest.skip(f"no symmetric memory here: {error}")
     group = dist.new_group([0])  # has no communicator yet
-    check_staged(comm.SymmetricMemoryGather(group, "NCCL"), group)
+    check_staged(comm.SymmetricMemoryGather(group, torch.device(DEVICE, 0), "NCCL"), group)
