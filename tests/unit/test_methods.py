@@ -463,6 +463,32 @@ def test_process_group_memory(fake_mesh: Mesh) -> None:
     assert torch.equal(model(x), expected)
 
 
+class LateAllocator:
+    """As NCCL's: it exists once there is a communicator, which a first collective makes."""
+
+    def __init__(self) -> None:
+        self.is_connected = False
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return True
+
+    def allocate_tensor(self, size: int, **options: Any) -> torch.Tensor:
+        assert self.is_connected
+        return torch.zeros(size, **options)
+
+
+def test_process_group_memory_of_a_group_that_has_not_communicated(
+    fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, backend = build(fake_mesh(2)), LateAllocator()
+    monkeypatch.setattr(dist.ProcessGroup, "_get_backend", lambda group, device: backend)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: setattr(backend, "is_connected", True))
+    for unit in (model, *model.layers):
+        unit.set_allocate_memory_from_process_group_for_comm(True)  # type: ignore[operator]
+    model(inputs_for(model, 0)).sum().backward()
+    assert backend.is_connected
+
+
 def test_staging_of_what_is_replicated(fake_mesh: Mesh) -> None:
     model = build(fake_mesh(2), placements="ddp")
     for unit in (model, *model.layers):
