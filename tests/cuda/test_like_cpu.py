@@ -138,8 +138,9 @@ def check_staged(gather: Any, group: dist.ProcessGroup, **extra: Any) -> None:
 def test_process_group_memory(world: World) -> None:
     world(1)
     group = mesh_on(DEVICE, (1,)).get_group()
-    check_staged(comm.ProcessGroupMemoryGather(group), group)
-    check_staged(comm.ProcessGroupMemoryReduceScatter(group), group, op=comm.reduce_op(True))
+    device = torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE)
+    check_staged(comm.ProcessGroupMemoryGather(group, device), group)
+    check_staged(comm.ProcessGroupMemoryReduceScatter(group, device), group, op=comm.reduce_op(True))
 
 
 def test_symmetric_memory(world: World) -> None:
@@ -154,4 +155,4 @@ def test_symmetric_memory(world: World) -> None:
     except RuntimeError as error:
         pytest.skip(f"no symmetric memory here: {error}")
     group = dist.new_group([0])  # has no communicator yet
-    check_staged(comm.SymmetricMemoryGather(group, "NCCL"), group)
+    check_staged(comm.SymmetricMemoryGather(group, torch.device(DEVICE, 0), "NCCL"), group)

@@ -34,12 +34,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, ChunkStorageMetadata
 from torch.optim import SGD, AdamW, lr_scheduler
 
 import shardwise
 from shardwise.checkpoint import CheckpointError, CorruptFileError, latest, load, save, wait
-from shardwise.checkpoint.asynchronous import background
+from shardwise.checkpoint.asynchronous import background, host_copies
 from shardwise.checkpoint.atomic import Draft
 from shardwise.checkpoint.integrity import BLOCK, Manifest, RunningSum, SummingStream, find_damage
 from shardwise.checkpoint.model_state import model_state
@@ -1136,6 +1137,21 @@ def test_the_process_does_not_end_before_the_checkpoint_is_complete(tmp_path: Pa
     else:
         assert not os.listdir(tmp_path)
         assert "the last checkpoint was not saved: writing a checkpoint into" in done.stderr
+
+
+def test_copies_are_waited_for_on_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    awaited = []
+
+    class Stream:
+        def __init__(self, device: torch.device):
+            self.synchronize = lambda: awaited.append(device)
+
+    monkeypatch.setattr(torch.accelerator, "current_stream", Stream)
+    with FakeTensorMode():
+        tensors = {(device,): torch.ones(3, device=device) for device in ("cuda:0", "cuda:1", "cpu")}
+        copies = host_copies({**tensors, ("step",): 3})
+    assert sorted(map(str, awaited)) == ["cuda:0", "cuda:1"]
+    assert {str(copies[path].device) for path in tensors} == {"cpu"}
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch: quantized tensors will go

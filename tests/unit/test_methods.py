@@ -7,13 +7,15 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import shardwise
 from shardwise import FSDPModule, fully_shard
-from shardwise.core.comm import Comm
+from shardwise.core.comm import Comm, new_group_of
 from shardwise.core.gradient import Scale, gradient_scale
 from shardwise.core.module import unit_of
 
@@ -461,6 +463,32 @@ def test_process_group_memory(fake_mesh: Mesh) -> None:
     assert torch.equal(model(x), expected)
 
 
+class LateAllocator:
+    """As NCCL's: it exists once there is a communicator, which a first collective makes."""
+
+    def __init__(self) -> None:
+        self.is_connected = False
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return True
+
+    def allocate_tensor(self, size: int, **options: Any) -> torch.Tensor:
+        assert self.is_connected
+        return torch.zeros(size, **options)
+
+
+def test_process_group_memory_of_a_group_that_has_not_communicated(
+    fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, backend = build(fake_mesh(2)), LateAllocator()
+    monkeypatch.setattr(dist.ProcessGroup, "_get_backend", lambda group, device: backend)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: setattr(backend, "is_connected", True))
+    for unit in (model, *model.layers):
+        unit.set_allocate_memory_from_process_group_for_comm(True)  # type: ignore[operator]
+    model(inputs_for(model, 0)).sum().backward()
+    assert backend.is_connected
+
+
 def test_staging_of_what_is_replicated(fake_mesh: Mesh) -> None:
     model = build(fake_mesh(2), placements="ddp")
     for unit in (model, *model.layers):
@@ -567,6 +595,21 @@ def test_separate_reduce_scatter_group(fake_mesh: Mesh) -> None:
     assert None not in grads(model)
     model.set_separate_reduce_scatter_group(False)  # type: ignore[operator]
     assert units[0].groups[0].options.reduce_comm is None  # type: ignore[union-attr]
+
+
+def test_groups_of_some_ranks_are_not_split_from_all(fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_mesh(4)
+    world = dist.group.WORLD
+    assert world is not None
+    world.bound_device_id = bound = torch.device("cuda", 0)
+    split: list[object] = []
+    monkeypatch.setattr(distributed_c10d, "_get_split_source", split.append)
+    assert new_group_of([0, 1], "test").bound_device_id is None
+    assert split == []
+    assert world.bound_device_id == bound
+    with pytest.raises(ValueError, match="out of range"):
+        new_group_of([0, 4], "test")
+    assert world.bound_device_id == bound
 
 
 def test_profiler_labels(fake_mesh: Mesh) -> None:

@@ -258,6 +258,7 @@ def test_private_torch_apis_have_one_place() -> None:
         "torch.distributed.ProcessGroup._get_backend",
         "torch.distributed.ProcessGroup._reduce_scatter_base",
         "torch.distributed.ProcessGroup.allgather_into_tensor_coalesced",
+        "torch.distributed.ProcessGroup.bound_device_id",
         "torch.distributed.ProcessGroup.reduce_scatter_tensor_coalesced",
         "torch.distributed.tensor._dtensor_spec.DTensorSpec",
         "torch.optim.optimizer._foreach_supported_types",

@@ -24,8 +24,10 @@ _logger = logging.getLogger("shardwise")
 def host_copies(leaves: Mapping[Path, Any]) -> dict[Path, Any]:
     """``leaves`` with each tensor replaced by a finished copy in host memory."""
     copies = {path: _copy(value) if isinstance(value, torch.Tensor) else value for path, value in leaves.items()}
-    if torch.accelerator.is_available():
-        torch.accelerator.current_stream().synchronize()
+    # Each was queued where its tensor lies, on the current stream of that device.
+    for device in {local_of(value).device for value in leaves.values() if isinstance(value, torch.Tensor)}:
+        if device.type != "cpu":
+            torch.accelerator.current_stream(device).synchronize()
     return copies
 
 

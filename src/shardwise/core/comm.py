@@ -342,11 +342,20 @@ class StagedCollective(Protocol):
     def __call__(self, **arguments: Any) -> Waitable | None: ...
 
 
-class _ProcessGroupMemory:
-    """Staging buffers from the process group's own allocator, where it has one (NCCL's registered memory)."""
+def _make_communicator(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Have ``group`` connected on ``device``. A collective."""
+    # NCCL connects at the first collective of its own (a barrier of a group with gloo too is not one).
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
 
-    def __init__(self, group: dist.ProcessGroup):
+
+class _ProcessGroupMemory:
+    """Staging buffers from the process group's own allocator, where it has one (NCCL's registered memory). To make it
+    is a collective."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.group = group
+        if group._get_backend(device).supports_tensor_alloc(device):
+            _make_communicator(group, device)  # which has the allocator
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         backend = self.group._get_backend(device)
@@ -377,9 +386,7 @@ class SymmetricMemoryGather:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, backend: str):
         self.group = group
         symmetric_memory.set_backend(cast(Literal["NCCL"], backend))
-        # The rendezvous needs a communicator, which NCCL makes at the first collective of its own (a barrier of a group
-        # with gloo too is not one).
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        _make_communicator(group, device)  # for the rendezvous
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         with torch.cuda.use_mem_pool(symmetric_memory.get_mem_pool(device)):
@@ -422,10 +429,13 @@ def new_group_of(ranks: Sequence[int], purpose: str) -> dist.ProcessGroup:
 
     # torch names it by how many groups this process knows: ranks that know more or fewer would wait for each other.
     distributed_c10d._hash_ranks_to_str = named
+    # From a default group that is bound to a device torch would split it, for which NCCL waits for all of its ranks.
+    bound, world.bound_device_id = world.bound_device_id, None
     try:
         group = dist.new_group([*ranks], use_local_synchronization=True, group_desc=f"shardwise_{purpose}")
     finally:
         distributed_c10d._hash_ranks_to_str = original
+        world.bound_device_id = bound
     assert isinstance(group, dist.ProcessGroup)
     return group
 

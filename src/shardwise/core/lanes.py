@@ -200,13 +200,13 @@ class HostDevice(Device):
 class _StreamTicket:
     """Holds what the work uses until the compute stream or the host waits for it, at the latest when it is deleted."""
 
-    __slots__ = ("event", "module", "steps")
+    __slots__ = ("event", "lane", "steps")
 
-    def __init__(self, module: Any, event: Any, steps: Sequence[Step]):
-        self.module, self.event, self.steps = module, event, steps
+    def __init__(self, lane: _StreamLane, event: Any, steps: Sequence[Step]):
+        self.lane, self.event, self.steps = lane, event, steps
 
     def wait(self) -> None:
-        self.module.current_stream().wait_event(self.event)
+        self.lane.module.current_stream(self.lane.device).wait_event(self.event)
         self.steps = ()
 
     def synchronize(self) -> None:
@@ -239,7 +239,7 @@ class _StreamLane(Lane):
         except BaseException:
             computes.wait_stream(self.stream)  # unwinding frees what earlier steps still use
             raise
-        return _StreamTicket(self.module, self.stream.record_event(), steps)
+        return _StreamTicket(self, self.stream.record_event(), steps)
 
     def wait_event(self, event: Any) -> None:
         self.stream.wait_event(event)
@@ -256,6 +256,7 @@ class AcceleratorDevice(Device):
         return self.module.current_stream(self.torch_device).record_event()
 
     def lane(self) -> Lane:
+        _land_abandoned()
         return _StreamLane(self.module, self.torch_device)
 
     def move_inputs(self, value: Any) -> Any:

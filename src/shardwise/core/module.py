@@ -382,7 +382,8 @@ class FSDPModule(_TorchModule):
         return unit.options[0]
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Stage this unit's collectives in the process group's own memory, where its backend has an allocator.
+        """Stage this unit's collectives in the process group's own memory, where its backend has an allocator. A
+        collective.
 
         Raises:
             ValueError: if a custom collective was set, which allocates by itself.
@@ -390,13 +391,13 @@ class FSDPModule(_TorchModule):
         for group in self._unit.groups:
             if group.mesh.shard.size == 1:
                 continue  # nothing is gathered or scattered
-            options, process_group = group.options, group.mesh.shard.group
+            options, where = group.options, (group.mesh.shard.group, group.mesh.device)
             own = (None, ProcessGroupMemoryGather, ProcessGroupMemoryReduceScatter)
             for custom in (options.custom_gather, options.custom_reduce_scatter):
                 if custom is not None and type(custom) not in own:
                     raise ValueError(f"unit {self._unit.name!r} has a custom collective, which allocates by itself")
-            options.custom_gather = ProcessGroupMemoryGather(process_group) if enable else None
-            options.custom_reduce_scatter = ProcessGroupMemoryReduceScatter(process_group) if enable else None
+            options.custom_gather = ProcessGroupMemoryGather(*where) if enable else None
+            options.custom_reduce_scatter = ProcessGroupMemoryReduceScatter(*where) if enable else None
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Stage this unit's gathers in symmetric memory.
