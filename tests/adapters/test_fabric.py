@@ -929,6 +929,7 @@ def lightning_module(directory: Path) -> None:
 
     used, module = by_block(), Module()
     model, optimizer = used.setup(module, module.configure_optimizers())
+    model.mark_forward_method(module.training_step)  # as programs do for any strategy
     losses = []
     for step in range(STEPS):
         loss = model.training_step(data(step, used.global_rank))

@@ -46,6 +46,7 @@ from shardwise.checkpoint.integrity import BLOCK, Manifest, RunningSum, SummingS
 from shardwise.checkpoint.model_state import model_state
 from shardwise.checkpoint.objects import leaves, pickled, tree_of, unpickled, warn_of_unsafe
 from shardwise.checkpoint.reading import _MetadataUnpickler
+from shardwise.checkpoint.safetensors import load_safetensors, save_safetensors
 from shardwise.lightning_common import replacing
 from shardwise.lightning_common.files import (
     SavedDirectory,
@@ -835,6 +836,102 @@ def test_a_checkpoint_of_lightning_is_never_missing(tmp_path: Path, monkeypatch:
     assert there
     assert all(there)
     assert [entry.name for entry in tmp_path.iterdir()] == ["last"]
+
+
+CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "open", "fcntl.flock"}
+
+
+def killed_before(change: int, write: Callable[[], object]) -> None:
+    """In a process of its own: ``write``, but die before one of the changes it makes to the disk."""
+    seen = 0
+
+    def count(*_: Any) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == change:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def audit(event: str, _: object) -> None:
+        if event in CHANGES:
+            count()
+
+    sync, exchange = os.fsync, replacing._exchanged
+    os.fsync = lambda descriptor: (count(), sync(descriptor))[1]  # type: ignore[assignment]
+    replacing._exchanged = lambda one, other: (count(), exchange(one, other))[1]
+    sys.addaudithook(audit)
+    write()
+    os._exit(0)
+
+
+def save_value(path: Path, value: float) -> None:
+    save(path, model=filled(value), extra=value, keep=1)
+
+
+def saved_value(path: Path) -> Any:
+    model = nn.Linear(2, 2)
+    found = load(path, model=model)
+    assert all(torch.equal(parameter, torch.full_like(parameter, found)) for parameter in model.parameters())
+    return found
+
+
+def filled(value: float) -> nn.Module:
+    model = nn.Linear(2, 2)
+    for parameter in model.parameters():
+        parameter.data.fill_(value)
+    return model
+
+
+def directory_value(path: Path) -> Any:
+    model, saved = nn.Linear(2, 2, bias=False), SavedDirectory(path, weights_only=True)
+    saved.load_model("model", model, strict=True)
+    assert torch.equal(model.weight, torch.full((2, 2), saved.metadata()["value"]))
+    return saved.metadata()["value"]
+
+
+def write_one(path: Path, value: float) -> None:
+    write_file(path, lambda draft: save_file(draft, {"value": value}))
+
+
+def weights_value(path: Path) -> float:
+    model = filled(-1.0)
+    load_safetensors(model, path)
+    assert len({*torch.cat([parameter.flatten() for parameter in model.parameters()]).tolist()}) == 1
+    return next(model.parameters()).flatten()[0].item()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere names cannot be exchanged")
+@pytest.mark.parametrize(
+    ("write", "read"),
+    [
+        pytest.param(save_value, saved_value, id="save"),
+        pytest.param(write_value, directory_value, id="directory"),
+        pytest.param(write_one, lambda path: read_file(path, weights_only=True)["value"], id="file"),
+        pytest.param(lambda path, value: save_safetensors(filled(value), path), weights_value, id="safetensors"),
+    ],
+)
+def test_a_kill_before_each_change_on_the_disk(
+    fast_path: Path, write: Callable[[Path, float], object], read: Callable[[Path], float]
+) -> None:
+    """The checkpoint of before or the new one is found, whole, and the next save finds nothing in its way."""
+    path, value, ends = fast_path / "last", 1.0, set[float]()
+    write(path, value)
+    for change in itertools.count(1):
+        process = fork(killed_before, change, functools.partial(write, path, value + 1))
+        process.join(30)
+        found = read(path)
+        assert found in (value, value + 1)
+        ends.add(found - value)
+        if process.exitcode == 0:
+            break
+        assert process.exitcode == -signal.SIGKILL
+        value += 2
+        write(path, value)
+        assert read(path) == value
+        assert [entry.name for entry in fast_path.iterdir()] == ["last"]
+        if path.is_dir():
+            assert all(not entry.name.startswith((".unfinished", ".deleted")) for entry in path.iterdir())
+    assert change > 5
+    assert ends == {0.0, 1.0}
 
 
 def test_what_a_killed_save_of_the_other_kind_left(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import inspect
 import io
 import pickle
 import warnings
@@ -326,11 +327,16 @@ class Methods(nn.Module):
         return x + 1
 
 
+METHODS = "of_class", "static", "own"
+
+
 def test_forward_methods_of_all_kinds(fake_mesh: Mesh) -> None:
     model = Methods()
+    kinds = {name: (type(getattr(model, name)), inspect.signature(getattr(model, name))) for name in METHODS}
     fully_shard(model, mesh=fake_mesh(2))
-    for name in ("of_class", "static", "own"):
+    for name in (*METHODS, *METHODS):
         shardwise.register_fsdp_forward_method(model, name)
+        assert (type(getattr(model, name)), inspect.signature(getattr(model, name))) == kinds[name]
     x = torch.ones(1, 4)
     assert model.of_class(x).endswith("Methods")
     assert torch.equal(model.static(x), x + 1)

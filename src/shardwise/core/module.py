@@ -7,6 +7,7 @@ import math
 import numbers
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import MethodType
 from typing import Any, NoReturn, cast
 
 import torch
@@ -548,20 +549,22 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     bound = getattr(module, method_name)
     # Weak: a bound method stored on its own module would keep it alive.
     reference = weakref.ref(module)
-    function = bound.__func__ if getattr(bound, "__self__", None) is module else None
+    is_method = isinstance(bound, MethodType)
+    function = bound.__func__ if is_method and bound.__self__ is module else None
 
-    @functools.wraps(bound)
+    @functools.wraps(bound.__func__ if is_method else bound)
     def run(*args: Any, **kwargs: Any) -> Any:
         alive = reference()
         assert alive is not None
+        if is_method:
+            args = args[1:]
         return unit.run(alive, bound_later if function is None else functools.partial(function, alive), args, kwargs)
 
     if function is None:
         bound_later = bound  # static, of the class, or set on the instance: not bound to the module
-    else:
-        del run.__wrapped__
     del bound
-    module.__dict__[method_name] = run
+    # What was a method stays one, which Lightning's `mark_forward_method` asks for.
+    module.__dict__[method_name] = MethodType(run, weakref.proxy(module)) if is_method else run
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
