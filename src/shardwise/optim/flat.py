@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..core.device import step_without_hooks, trace_by, untraced, without_torch_function
 from ..core.parameter import owner_of
 from ..core.step import ELEMENTWISE
-from .runs import Member, Run, local_gradients, members_of, runs_of
+from .runs import Gradients, Member, Run, local_gradients, members_of, runs_of
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
@@ -252,8 +252,9 @@ class _Group:
             self._parameters, self._runs = list(parameters), [Run(run) for run in runs_of(self._members)]
             gradients = local_gradients(self._members)
             assert gradients is not None
+        found = Gradients(gradients)
         for run in self._runs:
-            run.prepare(gradients, states, untouched)
+            run.prepare(found, states, untouched)
         self.tensors = [piece.flat for run in self._runs for piece in run.pieces] + self._whole
 
     def lend_states(self, states: Any, flat_states: dict[Any, Any]) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping, Sequence
-from itertools import repeat
-from operator import is_, is_not
+from operator import is_
 from typing import Any
 
 import torch
@@ -206,6 +205,25 @@ def _is_container(value: Any) -> bool:
     return isinstance(value, (dict, list, tuple))
 
 
+class Gradients:
+    """This step's gradients of a param group's members, and where they lie.
+
+    Args:
+        tensors: as `local_gradients` gives them.
+    """
+
+    __slots__ = ("are_contiguous", "pointers", "tensors")
+
+    def __init__(self, tensors: Sequence[torch.Tensor | None]):
+        present = [tensor for tensor in tensors if tensor is not None]
+        starts = map(torch.Tensor.data_ptr, present)
+        self.tensors = tensors
+        self.pointers: list[int | None] = (
+            [*starts] if len(present) == len(tensors) else [None if one is None else next(starts) for one in tensors]
+        )
+        self.are_contiguous = all(map(torch.Tensor.is_contiguous, present))
+
+
 class Piece:
     """Members of a run that are stepped as one tensor, in this step and while gradients come like this.
 
@@ -226,30 +244,30 @@ class Piece:
         self._published: dict[str, Any] = {}
         self._shared: dict[str, _Shared] = {}
         self._filled = [member.index for member in filled]
+        self._empty = [member.index for member in members if not member.local.numel()]
         # Bytes from the anchor to each.
         self._shifts = [member.position - self.anchor.position for member in filled]
 
     # -- Gradients
 
-    def take(self, gradients: Sequence[torch.Tensor | None]) -> bool:
+    def take(self, gradients: Gradients) -> bool:
         """Let the flat tensor have this step's gradients; False if they do not lie as the parameters do.
 
         Args:
             gradients: of the whole param group.
         """
-        first = gradients[self.anchor.index]
-        if first is None:
+        first, pointers = gradients.tensors[self.anchor.index], gradients.pointers
+        start = pointers[self.anchor.index]
+        if first is None or start is None:
             return False
         if len(self.members) == 1:
             self.flat.grad = first
             return True
-        if not all(map(is_not, [gradients[member.index] for member in self.members], repeat(None))):
+        if [pointers[index] for index in self._filled] != [start + shift for shift in self._shifts]:
             return False
-        own: list[Any] = [gradients[index] for index in self._filled]
-        start = first.data_ptr()
-        if [*map(torch.Tensor.data_ptr, own)] != [start + shift for shift in self._shifts]:
+        if any(pointers[index] is None for index in self._empty):
             return False
-        if not all(map(torch.Tensor.is_contiguous, own)):
+        if not (gradients.are_contiguous or self._are_contiguous(gradients)):
             return False
         # The starts are in place, so all is within one storage if the end is.
         storage = first.untyped_storage()
@@ -257,6 +275,10 @@ class Piece:
             return False
         self.flat.grad = first.as_strided((self.numel,), (1,))
         return True
+
+    def _are_contiguous(self, gradients: Gradients) -> bool:
+        own = (gradients.tensors[index] for index in self._filled)
+        return all(gradient is not None and gradient.is_contiguous() for gradient in own)
 
     # -- State
 
@@ -395,7 +417,7 @@ class Run:
         self.pieces: list[Piece] = []
         self._absent: list[Member] = list(members)
 
-    def prepare(self, gradients: Sequence[torch.Tensor | None], states: States, untouched: bool) -> None:
+    def prepare(self, gradients: Gradients, states: States, untouched: bool) -> None:
         """Take this step's gradients, and what was written into the state.
 
         Args:
@@ -407,10 +429,11 @@ class Run:
             piece.states is states and (untouched or piece.keeps_state) and piece.is_unwritten and piece.take(gradients)
             for piece in self.pieces
         )
-        if fits and all(gradients[member.index] is None for member in self._absent):
+        present = gradients.tensors
+        if fits and all(present[member.index] is None for member in self._absent):
             return
         self.pieces, self._absent = [], list(self.members)  # if a state is refused, the next step asks again
-        for members in self._cut(gradients, states):
+        for members in self._cut(present, states):
             piece = Piece(members, states)
             piece.adopt_state()
             for member in members:
@@ -418,7 +441,7 @@ class Run:
             taken = piece.take(gradients)
             assert taken
             self.pieces.append(piece)
-        self._absent = [member for member in self.members if gradients[member.index] is None]
+        self._absent = [member for member in self.members if present[member.index] is None]
 
     def _cut(self, gradients: Sequence[torch.Tensor | None], states: States) -> list[list[Member]]:
         """Members with gradients, cut where they cannot be stepped as one."""
