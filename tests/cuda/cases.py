@@ -324,6 +324,7 @@ FEATURES: dict[str, Case] = {
     "frozen": Case(frozen),
     "unused": Case(PartlyUsed),
     "unused_in_replicas": Case(PartlyUsed, axes=(2, 1), micro_batches=2),
+    "unused_in_partial_sums": Case(PartlyUsed, axes=(2, 1), before=partial_sums, micro_batches=2),
     "unused_and_offloaded": Case(PartlyUsed, options=OFFLOAD),
     "reentrant_checkpointing": Case(functools.partial(Checkpointed, True)),
     "checkpointing": Case(functools.partial(Checkpointed, False)),

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import shardwise
 from shardwise import FSDPModule, fully_shard
@@ -691,6 +692,33 @@ def test_sums_over_replicas_run_beside_the_next_reduce_scatter(
         monkeypatch.setattr(Comm, name, note)
     model = build(fake_mesh(2, 2))
     model(inputs_for(model, 0)).sum().backward()
+    assert_overlapped(notes)
+
+
+def test_what_was_scattered_is_freed_before_it_is_summed_over_replicas(
+    fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[StorageWeakRef] = []
+
+    def scatter(comm: Any, outputs: Any, inputs: Sequence[torch.Tensor], **_: Any) -> list[Any]:
+        sent.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in inputs if tensor.numel() == 512 * 512)
+        return []
+
+    def all_reduce(comm: Any, tensor: torch.Tensor, **_: Any) -> list[Any]:
+        assert [one for one in sent if not one.expired()] == []
+        return []
+
+    monkeypatch.setattr(Comm, "reduce_scatter", scatter)
+    monkeypatch.setattr(Comm, "all_reduce", all_reduce)
+    mesh, model = fake_mesh(2, 2), nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(3)))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model(torch.randn(1, 512)).sum().backward()
+    assert len(sent) == 3
+
+
+def assert_overlapped(notes: Sequence[str]) -> None:
     at = {name: index for index, name in enumerate(notes)}
     assert len(at) == len(notes) == 16
     for number in range(4):

@@ -289,12 +289,10 @@ class Reduction:
         self.like, self.name = like, name
         self._give = deliver
         self.out = route.allocate((plan.numel,), dtype=plan.dtype, device=device)
-        self._on_host = self._flags_on_host = None
-        if is_elsewhere(like, self.out.device) and not route.stop_after_shard:
-            pinned = like.is_pinned()
-            self._on_host = torch.empty(self.out.numel(), dtype=like.dtype, device=like.device, pin_memory=pinned)
-        elif not (all(present) or self.out.is_cpu):
-            self._flags_on_host = torch.empty(len(present), dtype=plan.dtype, pin_memory=pins_memory(HOST))
+        self._on_host: torch.Tensor | None = None
+        self._flags_on_host: torch.Tensor | None = None
+        if not route.stop_after_shard:
+            self._receive_on_host()
         # Held like the inputs: a lane may read it long after it was replaced.
         self._added = plan.partial
         self._lanes = lanes
@@ -310,6 +308,14 @@ class Reduction:
         self._ticket: Ticket = lanes.scatter.submit(*first)
         self.replicates = bool(self._rest)
 
+    def _receive_on_host(self) -> None:
+        """Make room for what the host has to read: shards that are kept there, or else flags that are not known."""
+        out, like = self.out, self.like
+        if is_elsewhere(like, out.device):
+            self._on_host = torch.empty(out.numel(), dtype=like.dtype, device=like.device, pin_memory=like.is_pinned())
+        elif not (all(self.present) or out.is_cpu):
+            self._flags_on_host = torch.empty(len(self.present), dtype=out.dtype, pin_memory=pins_memory(HOST))
+
     def _allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if self.route.custom is not None:
             return self.route.custom.allocate(size, dtype=dtype, device=device)
@@ -319,16 +325,17 @@ class Reduction:
     def _steps(self, staged: Staged) -> tuple[list[Step], list[Step]]:
         """What is done before and after `release`."""
         route, out, plan, on_host, flags_on_host = self.route, self.out, self.plan, self._on_host, self._flags_on_host
+        thin = staged.thin  # the inputs are not held until the sums over replicas are there
 
         def scatter() -> Sequence[Waitable]:
             works = [*route.reduce_scatter(staged.outputs, staged.inputs)] if staged.inputs else []
-            if staged.thin is not None:
-                works += route.shard.all_reduce(staged.thin, mean=route.scale.mean)
+            if thin is not None:
+                works += route.shard.all_reduce(thin, mean=route.scale.mean)
             return works
 
         def between() -> Sequence[Waitable]:
-            if staged.thin is not None:
-                plan.keep_own(staged.thin, out)
+            if thin is not None:
+                plan.keep_own(thin, out)
             if route.scale.between not in (None, 1.0):
                 out.div_(route.scale.between)
             if plan.partial is not None:
