@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import os
 import pickle
 import re
 import subprocess
@@ -933,11 +934,20 @@ def test_peak_memory_of_a_model_of_400_megabytes(fast: bool) -> None:
     """Resident bytes, in a process of its own: the shards and, meanwhile, less than one unit."""
     code = f"FAST = {fast}\n{PEAK}"
     root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=120)
+    # So that what is freed is resident no more: the C library would keep up to 30 MiB of it, more under load.
+    returns = {f"MALLOC_{name}_THRESHOLD_": str(2**17) for name in ("MMAP", "TRIM")}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=root,
+        env={**os.environ, **returns},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert not done.returncode, done.stderr
     words = done.stdout.split()
     found = {name: int(value) for name, value in zip(words[::2], words[1::2], strict=True)}
-    noise = 6 * 2**20
+    noise = 2 * 2**20
     assert found["model"] > 400e6
     assert found["construction"] < found["unit"]
     # Zeros (of biases) may not be resident.
