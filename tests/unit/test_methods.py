@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import shardwise
-from shardwise import FSDPModule, fully_shard
+from shardwise import FSDPModule, Placements, fully_shard
 from shardwise.core.comm import Comm, new_group_of
 from shardwise.core.gradient import Scale, gradient_scale
 from shardwise.core.module import unit_of
@@ -678,10 +678,9 @@ class Noted:
         self.notes.append(f"end of {self.name}")
 
 
-def test_sums_over_replicas_run_beside_the_next_reduce_scatter(
-    fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They take other links, and nothing waits for them before the reduction after that."""
+@pytest.fixture
+def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """When reductions start and end."""
     notes: list[str] = []
     for name in ("reduce_scatter", "all_reduce"):
 
@@ -690,6 +689,18 @@ def test_sums_over_replicas_run_beside_the_next_reduce_scatter(
             return [Noted(notes, f"{name} {number}")]
 
         monkeypatch.setattr(Comm, name, note)
+    return notes
+
+
+def test_sums_over_replicas_alone_run_beside_the_next_backward(fake_mesh: Mesh, notes: list[str]) -> None:
+    model = build(fake_mesh(2), placements=Placements.ddp)
+    model(inputs_for(model, 0)).sum().backward()
+    starts, ends = ([f"{prefix}all_reduce {number}" for number in range(4)] for prefix in ("", "end of "))
+    assert notes == [*starts[:2], ends[0], starts[2], ends[1], starts[3], ends[2], ends[3]]
+
+
+def test_sums_over_replicas_run_beside_the_next_reduce_scatter(fake_mesh: Mesh, notes: list[str]) -> None:
+    """They take other links, and nothing waits for them before the reduction after that."""
     model = build(fake_mesh(2, 2))
     model(inputs_for(model, 0)).sum().backward()
     assert_overlapped(notes)

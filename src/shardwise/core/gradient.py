@@ -307,6 +307,8 @@ class Reduction:
         first, self._rest = self._steps(staged)
         self._ticket: Ticket = lanes.scatter.submit(*first)
         self.replicates = bool(self._rest)
+        if self._rest and not staged.sent:
+            self.release()
 
     def _receive_on_host(self) -> None:
         """Make room for what the host has to read: shards that are kept there, or else flags that are not known."""
@@ -375,7 +377,10 @@ class Reduction:
             raise
 
     def release(self) -> None:
-        """Wait for the scatter, free what was sent, and start what is summed over replicas."""
+        """Wait for the scatter, free what was sent, and start what is summed over replicas; once, which is at the start
+        where nothing is scattered."""
+        if self._staged is None:
+            return
         self._wait()
         if self._staging is not None:
             self._lanes.scatter.release(self._staging)
