@@ -703,7 +703,14 @@ def test_sums_over_replicas_run_beside_the_next_reduce_scatter(fake_mesh: Mesh, 
     """They take other links, and nothing waits for them before the reduction after that."""
     model = build(fake_mesh(2, 2))
     model(inputs_for(model, 0)).sum().backward()
-    assert_overlapped(notes)
+    at = {name: index for index, name in enumerate(notes)}
+    assert len(at) == len(notes) == 16
+    for number in range(4):
+        assert at[f"all_reduce {number}"] == at[f"end of reduce_scatter {number}"] + 1
+        if number < 3:
+            assert at[f"all_reduce {number}"] < at[f"reduce_scatter {number + 1}"] < at[f"end of all_reduce {number}"]
+        if number < 2:  # the memory of two is held, and of no more
+            assert at[f"end of all_reduce {number}"] < at[f"reduce_scatter {number + 2}"]
 
 
 def test_what_was_scattered_is_freed_before_it_is_summed_over_replicas(
@@ -727,14 +734,3 @@ def test_what_was_scattered_is_freed_before_it_is_summed_over_replicas(
     fully_shard(model, mesh=mesh)
     model(torch.randn(1, 512)).sum().backward()
     assert len(sent) == 3
-
-
-def assert_overlapped(notes: Sequence[str]) -> None:
-    at = {name: index for index, name in enumerate(notes)}
-    assert len(at) == len(notes) == 16
-    for number in range(4):
-        assert at[f"all_reduce {number}"] == at[f"end of reduce_scatter {number}"] + 1
-        if number < 3:
-            assert at[f"all_reduce {number}"] < at[f"reduce_scatter {number + 1}"] < at[f"end of all_reduce {number}"]
-        if number < 2:  # the memory of two is held, and of no more
-            assert at[f"end of all_reduce {number}"] < at[f"reduce_scatter {number + 2}"]

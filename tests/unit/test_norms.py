@@ -16,6 +16,11 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.com
 ORDERS = [2.0, 1.0, 3.0, 0.5, 0.0, math.inf, -math.inf]
 
 
+def drawn(shape: tuple[int, ...], is_transposed: bool, generator: torch.Generator) -> torch.Tensor:
+    tensor = torch.randn(shape, generator=generator)
+    return tensor.mT if is_transposed and tensor.ndim > 1 else tensor
+
+
 def reference(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
     if not tensor.numel():
         return torch.tensor(math.inf if norm_type < 0 else 0.0)
@@ -34,12 +39,7 @@ def test_norms_of_many_are_those_of_each(
 ) -> None:
     """Also of transposed ones, whose elements lie in another order."""
     generator = torch.Generator().manual_seed(seed)
-    tensors = [
-        (lambda made: made.mT if transposed and made.ndim > 1 else made)(
-            torch.randn(shape, generator=generator).to(dtype)
-        )
-        for shape, transposed in chosen
-    ]
+    tensors = [drawn(*one, generator).to(dtype) for one in chosen]
     found = norms.local_norms(tensors, norm_type)
     expected = torch.stack([reference(tensor, norm_type).to(dtype.to_real()) for tensor in tensors])
     assert torch.equal(found, expected)

@@ -72,9 +72,9 @@ class Comm:
     """A whole tensor of so many bytes is sent from and to its own memory, a smaller one in a run with others."""
     run_bytes = 25 * 2**20
     """Largest run of several whole tensors: one run is sent while the gradients of the next are computed."""
-    has_stream = False
-    """Whether collectives run beside the current stream, and not on it: an accelerator's is a `Lane`'s, which has a
-    higher priority than NCCL's own."""
+    is_asynchronous = False
+    """Whether collectives run beside the current stream, and not on it, which on an accelerator is that of a `Lane` and
+    has a higher priority than NCCL's own."""
 
     def __init__(self, group: dist.ProcessGroup):
         # Weak, since the group is the key by which this object is found; the mesh keeps it alive.
@@ -93,8 +93,8 @@ class Comm:
         """Fill ``outputs[i]`` (size x n_i elements) with all ranks' ``inputs[i]`` (n_i elements), in rank order."""
         outputs, inputs = [*map(_real, outputs)], [*map(_real, inputs)]
         if len(inputs) == 1:
-            return _started(_all_gather_single(outputs[0], inputs[0], self.group))
-        options = _options(AllgatherOptions)
+            return _started(_all_gather_single(outputs[0], inputs[0], self.group, self.is_asynchronous))
+        options = _options(AllgatherOptions, asynchronous=self.is_asynchronous)
         return _started(self.group.allgather_into_tensor_coalesced(outputs, inputs, options))
 
     def reduce_scatter(
@@ -104,8 +104,9 @@ class Comm:
         ``inputs[i]`` (size x n_i elements)."""
         outputs, inputs = [*map(_real, outputs)], [*map(_real, inputs)]
         if len(inputs) == 1:
-            return _started(_reduce_scatter_single(outputs[0], inputs[0], self.group, reduce_op(mean)))
-        options = _options(dist.ReduceScatterOptions, reduce_op(mean))
+            work = _reduce_scatter_single(outputs[0], inputs[0], self.group, reduce_op(mean), self.is_asynchronous)
+            return _started(work)
+        options = _options(dist.ReduceScatterOptions, reduce_op(mean), self.is_asynchronous)
         return _started(self.group.reduce_scatter_tensor_coalesced(outputs, inputs, options))
 
     def packs(self, chunk_bytes: int) -> bool:
@@ -120,7 +121,7 @@ class Comm:
     def all_reduce(self, tensor: torch.Tensor, *, mean: bool) -> list[Waitable]:
         """Replace ``tensor`` by its sum (``mean``: mean) over ranks."""
         # The public wrapper looks for four other uses first, as long as the call itself takes.
-        options = _options(dist.AllreduceOptions, reduce_op(mean), self.has_stream)
+        options = _options(dist.AllreduceOptions, reduce_op(mean), self.is_asynchronous)
         return _started(self.group.allreduce([_real(tensor)], options))
 
     def broadcast(self, tensor: torch.Tensor, owner: int) -> list[Waitable]:
@@ -206,7 +207,7 @@ class GlooComm(Comm):
 
     alone_bytes = 2**20
     run_bytes = 4 * 2**20
-    has_stream = True
+    is_asynchronous = True
 
     def packs(self, chunk_bytes: int) -> bool:
         return chunk_bytes < PACK_BELOW_BYTES
@@ -219,7 +220,7 @@ class GlooComm(Comm):
         # Its coalesced all-gather copies everything through one more buffer.
         pairs = zip(outputs, inputs, strict=True)
         return _started(
-            *(_all_gather_single(output, input_, self.group, asynchronous=True) for output, input_ in pairs)
+            *(_all_gather_single(output, input_, self.group, self.is_asynchronous) for output, input_ in pairs)
         )
 
     def reduce_scatter(
@@ -228,7 +229,7 @@ class GlooComm(Comm):
         op = reduce_op(mean)
         pairs = zip(outputs, inputs, strict=True)
         return _started(
-            *(_reduce_scatter_single(output, input_, self.group, op, asynchronous=True) for output, input_ in pairs)
+            *(_reduce_scatter_single(output, input_, self.group, op, self.is_asynchronous) for output, input_ in pairs)
         )
 
     def all_reduce(self, tensor: torch.Tensor, *, mean: bool) -> list[Waitable]:
@@ -503,7 +504,7 @@ def _started(*works: Waitable | None) -> list[Waitable]:
 
 
 def _all_gather_single(
-    output: torch.Tensor, input_: torch.Tensor, group: dist.ProcessGroup, *, asynchronous: bool = False
+    output: torch.Tensor, input_: torch.Tensor, group: dist.ProcessGroup, asynchronous: bool = False
 ) -> Waitable | None:
     options = _options(AllgatherOptions, asynchronous=asynchronous)
     # The public wrapper has another name before and after torch 2.13.
@@ -512,7 +513,7 @@ def _all_gather_single(
 
 
 def _reduce_scatter_single(
-    output: torch.Tensor, input_: torch.Tensor, group: dist.ProcessGroup, op: Any, *, asynchronous: bool = False
+    output: torch.Tensor, input_: torch.Tensor, group: dist.ProcessGroup, op: Any, asynchronous: bool = False
 ) -> Waitable | None:
     options = _options(dist.ReduceScatterOptions, op, asynchronous)
     work: Waitable | None = group._reduce_scatter_base(output, input_, options)

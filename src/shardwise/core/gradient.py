@@ -196,10 +196,6 @@ class GradientPlan:
         parts = [thin.narrow(0, *row) for row in self._own_rows]
         copy_each(out[self.layout.even_numel :].split_with_sizes(self._own_sizes), parts)
 
-    def exist(self, flags: torch.Tensor) -> list[bool]:
-        """Which of the reported parameters have a gradient on any rank, by the sums of their flags."""
-        return [flag != 0 for flag in flags.tolist()]
-
     def unstage(self, out: torch.Tensor, exist: Sequence[bool]) -> list[torch.Tensor | None]:
         """Shards of the reduced gradients in their shapes; None for a parameter that no rank had a gradient for."""
         own = exist[: len(self._views)]
@@ -407,9 +403,13 @@ class Reduction:
         del self.out
         if self._on_host is not None:
             out = self._on_host
-        flags = out[plan.flags] if self._flags_on_host is None else self._flags_on_host
-        exist = self.present if all(self.present) else plan.exist(flags)
-        self._give(plan.unstage(out if out.dtype == self.like.dtype else out.to(self.like.dtype), exist), exist)
+        exist = self.present
+        if not all(exist):
+            flags = out[plan.flags] if self._flags_on_host is None else self._flags_on_host
+            exist = [flag != 0 for flag in flags.tolist()]
+        if out.dtype != self.like.dtype:
+            out = out.to(self.like.dtype)
+        self._give(plan.unstage(out, exist), exist)
 
     def land(self) -> None:
         """Let the host wait, and deliver what `finish` did not."""

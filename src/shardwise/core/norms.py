@@ -31,15 +31,16 @@ def local_norms(tensors: Sequence[torch.Tensor], norm_type: float) -> torch.Tens
     rest: defaultdict[torch.device, list[int]] = defaultdict(list)
     found: list[torch.Tensor] = []
     order: list[int] = []
-    for (shape, dtype, layout, device, kind), indices in alike.items():
+    for indices in alike.values():
         members = [tensors[index] for index in indices]
-        if not shape.numel():
+        first = members[0]
+        if not first.numel():
             nothing = math.inf if norm_type < 0 else 0.0
-            found.append(members[0].new_full((len(members),), nothing, dtype=dtype.to_real()))
-        elif kind is torch.Tensor and layout is torch.strided and _is_stacked(shape, device, members):
+            found.append(first.new_full((len(members),), nothing, dtype=first.dtype.to_real()))
+        elif _are_stacked(members):
             found.append(torch.linalg.vector_norm(torch.stack(members).view(len(members), -1), norm_type, dim=1))
         else:
-            rest[device] += indices
+            rest[first.device] += indices
             continue
         order += indices
     for indices in rest.values():
@@ -48,10 +49,12 @@ def local_norms(tensors: Sequence[torch.Tensor], norm_type: float) -> torch.Tens
     return in_order([norms.to(tensors[0].device) for norms in found], order)
 
 
-def _is_stacked(shape: torch.Size, device: torch.device, members: Sequence[torch.Tensor]) -> bool:
+def _are_stacked(alike: Sequence[torch.Tensor]) -> bool:
     """Whether one call for a copy of all is faster than one for each; its norms have the same bits."""
-    is_small = device.type == "cpu" and shape.numel() <= SMALL and len(members) > 1
-    return is_small and all(map(torch.Tensor.is_contiguous, members))
+    first = alike[0]
+    is_small = first.is_cpu and first.numel() <= SMALL and len(alike) > 1
+    is_plain = type(first) is torch.Tensor and first.layout is torch.strided
+    return is_small and is_plain and all(map(torch.Tensor.is_contiguous, alike))
 
 
 def in_order(vectors: Sequence[torch.Tensor], order: Sequence[int]) -> torch.Tensor:

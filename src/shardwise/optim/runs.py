@@ -215,13 +215,9 @@ class Gradients:
     __slots__ = ("are_contiguous", "pointers", "tensors")
 
     def __init__(self, tensors: Sequence[torch.Tensor | None]):
-        present = [tensor for tensor in tensors if tensor is not None]
-        starts = map(torch.Tensor.data_ptr, present)
         self.tensors = tensors
-        self.pointers: list[int | None] = (
-            [*starts] if len(present) == len(tensors) else [None if one is None else next(starts) for one in tensors]
-        )
-        self.are_contiguous = all(map(torch.Tensor.is_contiguous, present))
+        self.pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        self.are_contiguous = all(tensor is None or tensor.is_contiguous() for tensor in tensors)
 
 
 class Piece:
