@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,10 +29,9 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
-from shardwise.core.parameter import owner_of
 
 from .contenders import FSDP2, IS_NEWER, MIXED_PRECISION
-from .counts import COUNTED, OperationCounter, bytes_to_send
+from .counts import COUNTED, OperationCounter, bytes_to_send, flag_bytes
 from .model import Shape, Transformer, loss_of, make_tokens
 from .ranks import run_on_fake
 from .report import NONE, Table, mebibytes, number
@@ -308,17 +306,15 @@ class Case:
         """On the default process group, which must have as many ranks."""
         return init_device_mesh("cpu", tuple(self.axes.values()), mesh_dim_names=tuple(self.axes))
 
-    def flag_bytes(self, parameters: Sequence[int]) -> float:
-        """Bytes that shardwise has to send for its one fp32 number per trainable parameter, of which each unit has so
-        many, rounded up to four.
+    def sent_flags(self, flags: int) -> float:
+        """Bytes that shardwise has to send for flags of as many bytes, one fp32 number per trainable parameter.
 
         With each reduction goes whether a rank had a gradient at all: else ranks would disagree whether ``grad`` is
         None or zeros.
         """
         ranks, replicas = self.axes["shard"], self.axes.get("replicate", 1)
-        sent = sum(16 * math.ceil(count / 4) for count in parameters)
-        reduced = bytes_to_send("reductions", sent * ranks, ranks)
-        all_reduced = bytes_to_send("all-reduces", sent, replicas)
+        reduced = bytes_to_send("reductions", flags * ranks, ranks)
+        all_reduced = bytes_to_send("all-reduces", flags, replicas)
         return self.reductions * reduced + self.all_reduces * all_reduced
 
 
@@ -384,7 +380,7 @@ class Traffic:
     Args:
         calls: collectives by kind.
         sent: bytes that a rank has to send, by kind.
-        flags: how many bytes of these are shardwise's flags, by `Case.flag_bytes`.
+        flags: how many bytes of these are shardwise's flags, by `Case.sent_flags`.
     """
 
     calls: Mapping[str, int]
@@ -410,8 +406,7 @@ def measure_case(case: Case, engine: Engine, shape: Shape = SHAPE) -> Traffic:
             case.run(engine, model, tokens)
             optimizer.step()
             optimizer.zero_grad()
-    by_unit = Counter(owner for parameter in trainable if (owner := owner_of(parameter)) is not None)
-    flags = case.flag_bytes([*by_unit.values()]) if engine is OURS else 0.0
+    flags = case.sent_flags(flag_bytes(trainable)) if engine is OURS else 0.0
     return Traffic(dict(counter.counts), dict(counter.bytes_by_kind), flags)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.core import comm
+from shardwise.core.parameter import owner_of
 
 from .contenders import CONTENDERS, FSDP2, SHARDWISE, make_contender
 from .model import Shape
@@ -116,6 +118,12 @@ def bytes_to_send(kind: str, payload: int, size: int) -> float:
     if kind == "gathers":
         return payload * others
     return payload * (others if kind == "reductions" else 2 * others) / size
+
+
+def flag_bytes(parameters: Iterable[Tensor]) -> int:
+    """Bytes of shardwise's one fp32 number for each of the sharded ``parameters``, those of a unit padded to 16."""
+    by_unit = Counter(owner for parameter in parameters if (owner := owner_of(parameter)) is not None)
+    return sum(16 * math.ceil(count / 4) for count in by_unit.values())
 
 
 def _group_size(args: Sequence[Any]) -> int:

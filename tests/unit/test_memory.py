@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import math
 import re
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,13 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench.counts import flag_bytes
 from shardwise import MixedPrecisionPolicy, Placements, fully_shard
 from shardwise.core.buffer import MAPPED_BYTES, allocate_storage, free_storage
 from shardwise.core.device import owns_memory
 from shardwise.core.gradient import GradientPlan
 from shardwise.core.lanes import Lane
 from shardwise.core.module import unit_of
-from shardwise.core.parameter import owner_of
 
 from ..models import Transformer, inputs_for
 
@@ -138,10 +136,8 @@ def full_bytes(module: nn.Module, itemsize: int = 4) -> int:
 
 
 def flags_bytes(model: nn.Module) -> int:
-    """One number per trainable parameter says whether any rank had its gradient; those of a unit are padded to 16
-    bytes."""
-    trainable = Counter(owner_of(parameter) for parameter in model.parameters() if parameter.requires_grad)
-    return sum(16 * math.ceil(count / 4) for count in trainable.values())
+    """One number per trainable parameter says whether any rank had its gradient."""
+    return flag_bytes(parameter for parameter in model.parameters() if parameter.requires_grad)
 
 
 def build(mesh: DeviceMesh, **options: Any) -> Transformer:

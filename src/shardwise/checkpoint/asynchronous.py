@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..core.device import local_of, pins_memory, spec_of, wrap_local
+from ..core.device import HOST, local_of, pins_memory, spec_of, wrap_local
 from .integrity import is_plain
 from .objects import Path
 
@@ -35,7 +35,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     local = local_of(tensor).detach()
     if not is_plain(local):  # of quantized tensors and subclasses the numbers are not all
         return local.to("cpu", copy=True)
-    pinned = local.device.type != "cpu" and pins_memory(torch.device("cpu"))
+    pinned = local.device.type != "cpu" and pins_memory(HOST)
     copy = torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=pinned)
     copy.copy_(local, non_blocking=True)
     return wrap_local(copy, spec_of(tensor)) if isinstance(tensor, DTensor) else copy

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..core.device import pins_memory
+from ..core.device import HOST, pins_memory
 from .integrity import CorruptFileError, raw, read_all
 from .matching import WeightsError
 from .weights import Region
@@ -393,7 +393,7 @@ class TensorMover:
     def _staged(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         size = BLOCK_NUMEL * dtype.itemsize
         if self._staging.numel() < size:
-            pinned = pins_memory(torch.device("cpu"))
+            pinned = pins_memory(HOST)
             self._staging = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         return self._staging[: numel * dtype.itemsize].view(dtype)
 
