@@ -271,6 +271,9 @@ def _make_group(store: Any, rank: int, size: int, timeout: timedelta) -> Simulat
     return SimulatedGroup(gloo, rank, size, timeout)
 
 
+# torch's recorder of collectives asks a group for its name in a way that only torch's own backends can answer.
+os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
+
 if not hasattr(torch, NAME):
     torch.utils.rename_privateuse1_backend(NAME)
     torch.ops.load_library(_library())
