@@ -235,6 +235,10 @@ class SimulatedGroup(dist.ProcessGroup):
         _on_host(output).view(-1).copy_(terms.chunk(self.size())[self.rank()])
         return _done(output, opts)
 
+    # What torch 2.15 calls the two in its functions.
+    all_gather_single = _allgather_base
+    reduce_scatter_single = _reduce_scatter_base
+
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         for output, given in zip(outputs, inputs, strict=True):
             self._reduce_scatter_base(output, given, opts)
