@@ -840,6 +840,27 @@ def test_outputs_of_any_form() -> None:
 
 
 @on_ranks(2)
+def test_an_output_that_is_there_several_times_stays_one() -> None:
+    """Otherwise gradients would lack what is done in place to one of them, whose values all of them have."""
+
+    class Twice(MLP):
+        def forward(self, x: torch.Tensor) -> Any:
+            y = super().forward(x)
+            return {"logits": y, "all": [y, y.detach()]}
+
+    def loss(model: nn.Module, rank: int) -> torch.Tensor:
+        output = model(inputs_for(inner(model), rank))
+        output["logits"].mul_(2)
+        assert output["all"][0] is output["logits"]
+        return output["all"][0].square().mean()
+
+    sharded, oss = shard(model_of(Twice))
+    loss(sharded, dist.get_rank()).backward()
+    truth = mean_gradients(model_of(Twice), lambda model, rank: loss(model, rank).backward())
+    assert_gradients(sharded, oss, truth, bitwise=False)
+
+
+@on_ranks(2)
 def test_sparse_gradients_are_refused_by_name() -> None:
     model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))
     sharded, _ = shard(model)

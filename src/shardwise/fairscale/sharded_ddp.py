@@ -378,11 +378,13 @@ class GradientHooks:
         if self.keeps_local:
             # Also where this rank's backward will touch no parameter, so that all ranks agree.
             self.has_local = True
-        tensors = tensors_requiring_grad(output)
+        # One alias for what is there several times: what is done to it in place is done to all of them.
+        tensors = {id(tensor): tensor for tensor in tensors_requiring_grad(output)}
         if not tensors:
             return output
-        aliases = iter(_Announce.apply(self._anchor, *tensors))  # type: ignore[no-untyped-call]
-        return map_tensors(output, lambda tensor: next(aliases) if tensor.requires_grad else tensor)
+        announced = _Announce.apply(self._anchor, *tensors.values())  # type: ignore[no-untyped-call]
+        aliases = dict(zip(tensors, announced, strict=True))
+        return map_tensors(output, lambda tensor: aliases.get(id(tensor), tensor))
 
     def begin(self) -> None:
         """Note that a backward runs in this thread. Unless gradients stay local, it ends with a complete reduction."""
