@@ -923,6 +923,58 @@ def test_two_models_of_one_optimizer_and_adversarial_steps() -> None:
         assert_parameters(mine, other)
 
 
+@on_ranks(2, 3, size=SIZES, order=["old first", "in turns"])
+def test_wrapped_again_while_the_old_wrapper_is_still_there(size: int, order: str) -> None:
+    """As for a next phase of training, with another optimizer: the wrapper whose forward ran reduces, and no other."""
+    model, ddp = model_of(), DistributedDataParallel(model_of())
+    kinds: tuple[type[Optimizer], ...] = (SGD, AdamW)
+    pairs = [shard(model, kind, reduce_buffer_size=size) for kind in kinds]
+    plain = [kind(ddp.parameters(), lr=0.1) for kind in kinds]
+    for step, which in enumerate((0, 0, 1, 1) if order == "old first" else (0, 1, 0, 1)):
+        (sharded, oss), optimizer = pairs[which], plain[which]
+        if step == 2:
+            with torch.no_grad():  # computes nothing that is to be reduced
+                loss_of(pairs[1 - which][0], step, model)
+        oss.zero_grad()
+        optimizer.zero_grad()
+        backward(sharded, step)
+        backward(ddp, step)
+        assert_gradients(sharded, oss, ddp)
+        oss.step()
+        optimizer.step()
+    assert_parameters(pairs[0][0], ddp)
+
+
+@on_ranks(2)
+def test_wrappers_of_overlapping_models_in_one_backward() -> None:
+    """Each reduces what the other does not have."""
+
+    def build() -> list[nn.Module]:
+        torch.manual_seed(1)
+        return [nn.Linear(9, 9) for _ in range(3)]
+
+    parts, plain = build(), build()
+    optimizers = [SGD(part.parameters(), lr=0.1) for part in plain]
+    models = [nn.Sequential(*parts[:2]), nn.Sequential(*parts[1:])]
+    osses = [OSS(part.parameters(), optim=SGD, lr=0.1) for part in parts]
+    wrappers = [ShardedDDP(model, osses) for model in models]
+    for step in range(2):
+        inputs = torch.randn(2, 9, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        for call, modules in ((wrappers, parts), ([nn.Sequential(*plain[:2]), nn.Sequential(*plain[1:])], plain)):
+            for module in modules:
+                module.zero_grad()
+            (call[0](inputs).square().mean() + call[1](inputs).square().mean()).backward()
+        for optimizer in (*osses, *optimizers):
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                if isinstance(optimizer, SGD):
+                    assert parameter.grad is not None
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad.div_(dist.get_world_size())
+            optimizer.step()
+    for part, expected in zip(parts, plain, strict=True):
+        torch.testing.assert_close(dict(part.named_parameters()), dict(expected.named_parameters()))
+
+
 # -- Process groups
 
 

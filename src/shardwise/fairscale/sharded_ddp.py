@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..arguments import Argument, check_flags, documented
 from ..core.comm import Comm, comm_for
@@ -43,6 +44,9 @@ ARGUMENTS = {
     "warn_on_trainable_params_changed": Argument("whether to warn of such a change"),
 }
 
+_reducers: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""The wrapper that reduces the gradient of a parameter, weakly: by two, each would take what the other is to reduce."""
+
 
 @documented(ARGUMENTS)
 class ShardedDataParallel(nn.Module):
@@ -50,7 +54,8 @@ class ShardedDataParallel(nn.Module):
 
     After a backward pass a rank has the mean over ranks of the gradients of its own parameters, and no others. Passes
     without zeroing in between add up, with `no_sync` or without. A parameter that no rank used keeps the gradient it
-    had; one that only some ranks used gets their sum divided by the number of all ranks.
+    had; one that only some ranks used gets their sum divided by the number of all ranks. Of several wrappers of one
+    parameter the one whose forward ran last reduces its gradient, or that was made since.
 
     Clip with `OSS.clip_grad_norm`; scale with `ShardedGradScaler`. What the wrapper does not have itself is looked up
     in ``module``.
@@ -118,6 +123,7 @@ class ShardedDataParallel(nn.Module):
         self._watched: list[tuple[str, nn.Parameter]] = []
         self._seen: list[tuple[bool, torch.dtype, torch.device]] = []
         self._dealt = 0
+        self._lost: set[int] = set()
         self._buffer_broadcast: tuple[list[torch.Tensor], WholeBroadcast] | None = None
         self._finish_buffers: Callable[[], None] = _nothing
 
@@ -139,7 +145,10 @@ class ShardedDataParallel(nn.Module):
     def _prepare(self) -> None:
         if self._gradient_hooks is not None:
             self._gradient_hooks.recover()
-        if self._refreshes:
+        if self._lost and torch.is_grad_enabled():
+            self._lost.clear()
+            self.refresh_trainable()
+        elif self._refreshes:
             self._refresh_if_changed()
         self._wait_for_buffers()
         if self._broadcasts_buffers and not self._keeps_local:
@@ -220,16 +229,34 @@ class ShardedDataParallel(nn.Module):
         chosen = [
             (name, parameter, owner)
             for name, parameter, owner in reversed(owners)
-            if owner is not None and (parameter.requires_grad or id(parameter) in waiting)
+            if owner is not None
+            and (parameter.requires_grad or id(parameter) in waiting)
+            and id(parameter) not in self._lost
         ]
         if old is not None:
             old.remove()
         if self._size > 1 and chosen:
             names, parameters, ranks = zip(*chosen, strict=True)
+            self._claim(parameters)
             comm = self._comm(parameters[0].device)
             reduced = old.reducer.reduced & {id(parameter) for _, parameter, _ in owners} if old is not None else set()
             reducer = OwnerReducer(parameters, names, ranks, comm, self._limit, self._half, reduced)
             self._gradient_hooks = GradientHooks(reducer, self._keeps_local, has_local=bool(waiting))
+
+    def _claim(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Let no other wrapper reduce the gradients of ``parameters``, until its next forward."""
+        losers: dict[int, ShardedDataParallel] = {}
+        for parameter in parameters:
+            known = _reducers.get(parameter)
+            other = known() if known is not None else None
+            if other is not None and other is not self:
+                losers[id(other)] = other
+            _reducers[parameter] = weakref.ref(self)
+        for loser in losers.values():
+            if loser._gradient_hooks is not None:
+                loser._gradient_hooks.recover()
+            loser._lost.update(map(id, parameters))
+            loser.refresh_trainable()
 
     def _ownership(self) -> list[tuple[str, nn.Parameter, int | None]]:
         """Name, parameter and owner of each parameter of the module; None if no optimizer has it."""
@@ -314,7 +341,7 @@ class ShardedDataParallel(nn.Module):
         """
         if self._group is not dist.group.WORLD:
             raise TypeError("ShardedDataParallel over a subgroup cannot be pickled, since process groups cannot")
-        here = ("_group", "_gradient_hooks", "_buffer_broadcast", "_finish_buffers", "_watched")
+        here = ("_group", "_gradient_hooks", "_buffer_broadcast", "_finish_buffers", "_watched", "_lost")
         return {name: value for name, value in self.__dict__.items() if name not in here}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
