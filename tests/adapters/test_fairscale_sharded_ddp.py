@@ -975,6 +975,72 @@ def test_wrappers_of_overlapping_models_in_one_backward() -> None:
         torch.testing.assert_close(dict(part.named_parameters()), dict(expected.named_parameters()))
 
 
+class Head(nn.Module):
+    """A loss that is trained too, and not wrapped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.scale, self.later = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+
+    def forward(self, outputs: torch.Tensor, both: bool = True) -> torch.Tensor:
+        loss = (outputs.mean() * self.scale).square().mean()
+        return loss + (outputs.mean() * self.later).sum() if both else loss
+
+
+@on_ranks(1, 2, 3, size=SIZES)
+def test_reduces_what_the_optimizer_has_outside_of_the_module(size: int) -> None:
+    """As FairScale does: nothing else would, and each rank would train them by its own data alone."""
+    model, head, plain = model_of(), Head(), nn.ModuleList([model_of(), Head()])
+    oss = OSS([*model.parameters(), head.scale], optim=SGD, lr=0.1)
+    # The first is gone, with what it reduced, when the second has been made.
+    sharded = ShardedDDP(model, oss, reduce_buffer_size=size)
+    sharded = ShardedDDP(model, oss, reduce_buffer_size=size, warn_on_trainable_params_changed=False)
+    plain[1].later.requires_grad_(False)
+    optimizer = SGD(plain.parameters(), lr=0.1)
+    for step in range(4):
+        if step == 2:
+            oss.add_param_group({"params": [head.later]})
+            plain[1].later.requires_grad_(True)
+        sharded.zero_grad(set_to_none=step == 1)
+        optimizer.zero_grad()
+        if step == 3:
+            with sharded.no_sync():
+                head(sharded(inputs_for(model, 7 + dist.get_rank())), True).backward()
+        head(sharded(inputs_for(model, 10 * step + dist.get_rank())), step > 1).backward()
+        for rank in range(dist.get_world_size()):
+            for seed in (10 * step + rank, *([7 + rank] if step == 3 else [])):
+                (plain[1](plain[0](inputs_for(model, seed)), step > 1) / dist.get_world_size()).backward()
+        oss.step()
+        optimizer.step()
+    expected = dict(plain.named_parameters())
+    torch.testing.assert_close(dict(nn.ModuleList([model, head]).named_parameters()), expected)
+
+
+@on_ranks(2)
+def test_what_several_wrappers_of_one_optimizer_do_not_have_is_reduced_once() -> None:
+    one, other, head = model_of(), model_of(seed=2), Head()
+    truth = [model_of(), model_of(seed=2), Head()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        oss = OSS([p for part in (one, other, head) for p in part.parameters()], optim=SGD, lr=0.1)
+        wrappers = ShardedDDP(one, oss), ShardedDDP(other, oss)
+        for step in range(3):
+            oss.zero_grad()
+            losses = [part(inputs_for(one, 10 * step + dist.get_rank())) for part in wrappers]
+            head(losses[0] + losses[1]).backward()
+            oss.step()
+    plain = SGD([p for part in truth for p in part.parameters()], lr=0.1)
+    for step in range(3):
+        plain.zero_grad()
+        for rank in range(dist.get_world_size()):
+            inputs = inputs_for(one, 10 * step + rank)
+            (truth[2](truth[0](inputs) + truth[1](inputs)) / dist.get_world_size()).backward()
+        plain.step()
+    for part, expected in zip((one, other, head), truth, strict=True):
+        torch.testing.assert_close(dict(part.named_parameters()), dict(expected.named_parameters()))
+
+
 # -- Process groups
 
 

@@ -254,10 +254,15 @@ class OSS(Optimizer):
         """What has to be the same on all ranks, so that they send and receive the same."""
         settings = f"broadcast_buffer_size={self.broadcast_buffer_size}", f"broadcast_fp16={self.broadcast_fp16}"
         found: list[tuple[str, ...]] = [("settings", *settings)]
+        return found + [describe(name, parameter) for name, parameter in self.named()]
+
+    def named(self) -> list[tuple[str, torch.Tensor]]:
+        """What messages call each parameter, in the order of ``param_groups``."""
+        found = []
         for index, group in enumerate(self.param_groups):
             names = group.get("param_names", range(len(group["params"])))
             pairs = zip(names, group["params"], strict=True)
-            found += [describe(f"parameter {name!r} of param group {index}", parameter) for name, parameter in pairs]
+            found += [(f"parameter {name!r} of param group {index}", parameter) for name, parameter in pairs]
         return found
 
     def _comm(self, device: torch.device) -> Comm:

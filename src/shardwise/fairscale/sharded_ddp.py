@@ -47,6 +47,9 @@ ARGUMENTS = {
 _reducers: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """The wrapper that reduces the gradient of a parameter, weakly: by two, each would take what the other is to reduce."""
 
+_wrappers: weakref.WeakSet[ShardedDataParallel] = weakref.WeakSet()
+"""All that there are."""
+
 
 @documented(ARGUMENTS)
 class ShardedDataParallel(nn.Module):
@@ -55,7 +58,8 @@ class ShardedDataParallel(nn.Module):
     After a backward pass a rank has the mean over ranks of the gradients of its own parameters, and no others. Passes
     without zeroing in between add up, with `no_sync` or without. A parameter that no rank used keeps the gradient it
     had; one that only some ranks used gets their sum divided by the number of all ranks. Of several wrappers of one
-    parameter the one whose forward ran last reduces its gradient, or that was made since.
+    parameter the one whose forward ran last reduces its gradient, or that was made since. Parameters of the optimizers
+    that no wrapper's module has, such as those of a loss, are reduced with those of the wrapper that was made last.
 
     Clip with `OSS.clip_grad_norm`; scale with `ShardedGradScaler`. What the wrapper does not have itself is looked up
     in ``module``.
@@ -120,10 +124,13 @@ class ShardedDataParallel(nn.Module):
         self._size = dist.get_world_size(self._group)
         self._gradient_hooks: GradientHooks | None = None
         self._keeps_local = False
-        self._watched: list[tuple[str, nn.Parameter]] = []
+        self._watched: list[tuple[str, torch.Tensor]] = []
         self._seen: list[tuple[bool, torch.dtype, torch.device]] = []
         self._dealt = 0
         self._lost: set[int] = set()
+        self._inside: set[int] = set()
+        self._is_new = True
+        _wrappers.add(self)
         self._buffer_broadcast: tuple[list[torch.Tensor], WholeBroadcast] | None = None
         self._finish_buffers: Callable[[], None] = _nothing
 
@@ -203,12 +210,15 @@ class ShardedDataParallel(nn.Module):
             self._gradient_hooks.reduce()
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Fill all gradients of the module that are there with zeros, or drop them.
+        """Fill all gradients that are there, of the module and of what else is reduced, with zeros, or drop them.
 
         Args:
             set_to_none: whether to drop them; False by default, as in FairScale.
         """
         super().zero_grad(set_to_none)
+        for _, parameter in self._watched:
+            if id(parameter) not in self._inside and parameter.grad is not None:
+                parameter.grad = None if set_to_none else parameter.grad.zero_()
         if self._gradient_hooks is not None:
             self._gradient_hooks.has_local = False
 
@@ -220,7 +230,7 @@ class ShardedDataParallel(nn.Module):
         """
         owners = self._ownership()
         self._watched = [(name, parameter) for name, parameter, _ in owners]
-        self._seen = self._look()
+        self._seen, self._is_new = self._look(), False
         self._dealt = sum(optimizer.dealt for optimizer in self._optimizers)
         self._warn_of_unowned(owners)
         old, self._gradient_hooks = self._gradient_hooks, None
@@ -243,13 +253,11 @@ class ShardedDataParallel(nn.Module):
             reducer = OwnerReducer(parameters, names, ranks, comm, self._limit, self._half, reduced)
             self._gradient_hooks = GradientHooks(reducer, self._keeps_local, has_local=bool(waiting))
 
-    def _claim(self, parameters: Sequence[nn.Parameter]) -> None:
+    def _claim(self, parameters: Sequence[torch.Tensor]) -> None:
         """Let no other wrapper reduce the gradients of ``parameters``, until its next forward."""
         losers: dict[int, ShardedDataParallel] = {}
         for parameter in parameters:
-            known = _reducers.get(parameter)
-            other = known() if known is not None else None
-            if other is not None and other is not self:
+            if (other := self._rival(parameter)) is not None:
                 losers[id(other)] = other
             _reducers[parameter] = weakref.ref(self)
         for loser in losers.values():
@@ -258,10 +266,32 @@ class ShardedDataParallel(nn.Module):
             loser._lost.update(map(id, parameters))
             loser.refresh_trainable()
 
-    def _ownership(self) -> list[tuple[str, nn.Parameter, int | None]]:
-        """Name, parameter and owner of each parameter of the module; None if no optimizer has it."""
+    def _rival(self, parameter: torch.Tensor) -> ShardedDataParallel | None:
+        """The other wrapper that reduces a gradient, if one does."""
+        known = _reducers.get(parameter)
+        other: ShardedDataParallel | None = known() if known is not None else None
+        return None if other is self else other
+
+    def _outside(self) -> list[tuple[str, torch.Tensor]]:
+        """Parameters of the optimizers that no wrapper's module has, and no other wrapper reduces, with names."""
+        wrapped = {key for wrapper in _wrappers for key in wrapper._inside}
+        found = {
+            id(parameter): (name, parameter)
+            for optimizer in self._optimizers
+            for name, parameter in optimizer.named()
+            # They go to a new wrapper, since the one before it may be about to go.
+            if id(parameter) not in wrapped and (self._is_new or self._rival(parameter) is None)
+        }
+        return list(found.values())
+
+    def _ownership(self) -> list[tuple[str, torch.Tensor, int | None]]:
+        """Name, parameter and owner of each parameter of the module, None if no optimizer has it, and of those outside
+        of it that are reduced too."""
         owners: dict[int, int] = {}
-        named = list(self.module.named_parameters())
+        inside = list(self.module.named_parameters())
+        self._inside = {id(parameter) for _, parameter in inside}
+        # They are used last, as parameters of a loss.
+        named = [*inside, *self._outside()]
         names = {id(parameter): name for name, parameter in named}
         for optimizer in self._optimizers:
             for parameter, owner in optimizer.owners().items():
@@ -302,7 +332,7 @@ class ShardedDataParallel(nn.Module):
             )
         self.refresh_trainable()
 
-    def _warn_of_unowned(self, owners: Sequence[tuple[str, nn.Parameter, int | None]]) -> None:
+    def _warn_of_unowned(self, owners: Sequence[tuple[str, torch.Tensor, int | None]]) -> None:
         names = [name for name, parameter, owner in owners if owner is None and parameter.requires_grad]
         new = [name for name in names if name not in self._unowned]
         self._unowned.update(new)
@@ -341,7 +371,7 @@ class ShardedDataParallel(nn.Module):
         """
         if self._group is not dist.group.WORLD:
             raise TypeError("ShardedDataParallel over a subgroup cannot be pickled, since process groups cannot")
-        here = ("_group", "_gradient_hooks", "_buffer_broadcast", "_finish_buffers", "_watched", "_lost")
+        here = ("_group", "_gradient_hooks", "_buffer_broadcast", "_finish_buffers", "_watched", "_lost", "_inside")
         return {name: value for name, value in self.__dict__.items() if name not in here}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
