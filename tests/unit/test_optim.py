@@ -30,6 +30,15 @@ def local(value: torch.Tensor) -> torch.Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
+@pytest.fixture(params=["joined", "apart"], autouse=True)
+def joins(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether small runs are copied together, as on CPUs, or all are stepped where they are."""
+    joins = bool(request.param == "joined")
+    if not joins:
+        monkeypatch.setattr("shardwise.optim.runs.JOINED_GROUP", 0)
+    return joins
+
+
 class Pair:
     """A sharded model under a flat optimizer, and plain copies of this rank's parts under the optimizer itself."""
 
@@ -52,8 +61,10 @@ class Pair:
     def backward(self, without: Iterable[int] = ()) -> None:
         """Gradients as the engine leaves them, with values that are known."""
         self.optimizer.zero_grad()
-        shape = (2, 8) if isinstance(self.model, Transformer) else (4, 9)
-        inputs = torch.zeros(shape, dtype=torch.long) if isinstance(self.model, Transformer) else torch.ones(shape)
+        if isinstance(self.model, Transformer):
+            inputs = torch.zeros(2, 8, dtype=torch.long)
+        else:
+            inputs = torch.ones(4, self.parameters[0].shape[1])
         self.model(inputs).sum().backward()
         for parameter in self.parameters:  # a fake group reduces nothing, and padding is what was in memory
             torch.empty(0, dtype=parameter.dtype).set_(local(parameter.grad).untyped_storage()).zero_()
@@ -150,29 +161,114 @@ def test_every_optimizer_steps_like_itself(
 # -- How much it does
 
 
+COPYING = ("clone", "cat", "_foreach_copy_", "stack")
+
+
 @pytest.mark.parametrize("rank", [0, 7])
-def test_one_tensor_for_each_unit(fake_mesh: MakeMesh, rank: int) -> None:
+def test_one_tensor_for_each_unit(fake_mesh: MakeMesh, joins: bool, rank: int) -> None:
     pair = Pair(sharded(fake_mesh(8, rank=rank), Transformer(layers=3)))
     pair.step()
     pair.backward()
     operators = counted(pair.optimizer.step)
-    units = 4
-    copies = {name: count for name, count in operators.items() if name in ("clone", "cat", "_foreach_copy_", "stack")}
-    assert not copies
-    assert operators["copy_"] == units  # of step counts
-    assert operators["addcdiv_"] == operators["lerp_"] == operators["sqrt"] == units
-    assert sum(operators.values()) <= 16 * units
+    tensors, units = 1 if joins else 4, 4
+    copies = {name: operators[name] for name in COPYING if operators[name]}
+    assert copies == ({"cat": 2, "_foreach_copy_": 1} if joins else {})
+    assert operators["copy_"] == tensors  # of step counts
+    assert operators["addcdiv_"] == operators["lerp_"] == operators["sqrt"] == tensors
+    views = 2 * units if joins else 0
+    assert sum(operators.values()) <= 16 * tensors + 3 + units + views
 
 
 @pytest.mark.parametrize(("size", "rank"), [(2, 1), (3, 0), (3, 2), (4, 3), (16, 0), (16, 15)])
-def test_uneven_and_empty_shards_are_one_tensor_too(fake_mesh: MakeMesh, size: int, rank: int) -> None:
+def test_uneven_and_empty_shards_are_one_tensor_too(fake_mesh: MakeMesh, joins: bool, size: int, rank: int) -> None:
     model = sharded(fake_mesh(size, rank=rank))
     pair = Pair(model)
     for _ in range(3):
         pair.step()
     pair.check()
     pair.backward()
-    assert pieces(pair.optimizer) == 3
+    assert pieces(pair.optimizer) == (1 if joins else 3)
+
+
+# -- What is copied together
+
+
+@pytest.mark.parametrize(
+    ("small", "piece", "group", "tensors"),
+    [
+        (150, 2**20, 2**20, 3),
+        (150, 2 * 544, 2**20, 4),
+        (150, 2**20, 2 * 544, 5),
+        (300, 2**20, 2**20, 1),
+        (0, 2**20, 2**20, 6),
+    ],
+)
+def test_only_small_runs_are_copied_and_few_of_them(
+    fake_mesh: MakeMesh, monkeypatch: pytest.MonkeyPatch, small: int, piece: int, group: int, tensors: int
+) -> None:
+    """Of four units of 136 elements on this rank, and two of about twice that."""
+    for name, limit in {"SMALL": small, "JOINED_PIECE": piece, "JOINED_GROUP": group}.items():
+        monkeypatch.setattr(f"shardwise.optim.runs.{name}", limit)
+    pair = Pair(sharded(fake_mesh(2), MLP((16, 16, 16, 32, 16, 16, 16))))
+    for _ in range(2):
+        pair.step()
+    pair.check()
+    pair.backward()
+    assert pieces(pair.optimizer) == tensors
+
+
+def test_other_dtypes_are_copied_apart(fake_mesh: MakeMesh, joins: bool) -> None:
+    model = MLP()
+    model.layers[1].double()
+    mesh = fake_mesh(2)
+    for layer in model.layers:
+        shardwise.fully_shard(layer, mesh=mesh)
+    parameters = list(model.parameters())
+    copies = [nn.Parameter(local(parameter).detach().clone()) for parameter in parameters]
+    optimizer, truth = flat(torch.optim.AdamW, parameters), torch.optim.AdamW(copies)
+    for _ in range(2):
+        for parameter, own in zip(parameters, copies, strict=True):
+            parameter.grad = torch.zeros_like(parameter)  # in memory of its own
+            own.grad = local(parameter.grad).normal_().clone()
+        truth.step()
+        assert pieces(optimizer) == (2 if joins else len(parameters))
+        assert all(torch.equal(local(p), own) for p, own in zip(parameters, copies, strict=True))
+
+
+def test_memory_that_is_two_parameters_is_stepped_twice(fake_mesh: MakeMesh) -> None:
+    pair = Pair(sharded(fake_mesh(2)), torch.optim.SGD, lr=0.5)
+    twin = nn.Parameter(pair.parameters[0].detach())
+    pair.optimizer.add_param_group({"params": [twin]})
+    pair.optimizer.param_groups[0]["params"].append(pair.optimizer.param_groups.pop()["params"][0])
+    before = local(twin).clone()
+    pair.backward()
+    twin.grad = pair.parameters[0].grad.clone()  # type: ignore[union-attr]
+    pair.optimizer.step()
+    assert torch.equal(local(twin), before - 0.5 * local(twin.grad) - 0.5 * local(twin.grad))  # type: ignore[arg-type]
+
+
+class Failing(Optimizer):
+    """Fails after it stepped."""
+
+    def __init__(self, params: Any):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad)
+        raise ArithmeticError("after the step")
+
+
+def test_a_step_that_fails_late_leaves_what_it_did(fake_mesh: MakeMesh) -> None:
+    pair = Pair(sharded(fake_mesh(2)), Failing, elementwise=True)
+    pair.backward()
+    for optimizer in (pair.optimizer, pair.truth):
+        with pytest.raises(ArithmeticError):
+            optimizer.step()
+    pair.check()
+    assert all(not flat.grad for flat in pair.optimizer._groups[0].tensors)  # type: ignore[attr-defined]
 
 
 def test_padding_stays_zero(fake_mesh: MakeMesh) -> None:
@@ -382,11 +478,11 @@ def test_state_that_users_write_or_replace(fake_mesh: MakeMesh) -> None:
     pair.check()
 
 
-def test_looking_at_the_state_changes_nothing(fake_mesh: MakeMesh) -> None:
+def test_looking_at_the_state_changes_nothing(fake_mesh: MakeMesh, joins: bool) -> None:
     pair = Pair(sharded(fake_mesh(2)))
     assert pair.optimizer.state[pair.parameters[0]] == {}  # makes an entry
     pair.step()
-    assert pieces(pair.optimizer) == 3
+    assert pieces(pair.optimizer) == (1 if joins else 3)
 
 
 def test_whole_state_is_refused(fake_mesh: MakeMesh) -> None:

@@ -118,6 +118,8 @@ ORDER = [
     "lightning_common.units",
     "mmengine.units",
     "optim.repointing",
+    "optim.members",
+    "optim.pieces",
     "optim.runs",
     "optim.flat",
     "lightning_common.layers",

@@ -14,7 +14,9 @@ from torch.optim import Optimizer
 from ..core.device import step_without_hooks, trace_by, untraced, without_torch_function
 from ..core.parameter import owner_of
 from ..core.step import ELEMENTWISE
-from .runs import Gradients, Member, Run, local_gradients, members_of, runs_of
+from .members import Member, local_gradients, members_of
+from .pieces import Gradients, Piece
+from .runs import Bundle, bundles_of
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
@@ -196,7 +198,7 @@ class FlatOptimizer(Optimizer):
                 if not isinstance(state_of, torch.Tensor):
                     flat_states[state_of] = state
             for group in self._groups:
-                group.lend_states(states, flat_states)
+                group.begin(states, flat_states)
         for settings, group in zip(self.param_groups, self._groups, strict=True):
             settings["params"] = group.tensors
         self.state = flat_states
@@ -212,7 +214,7 @@ class FlatOptimizer(Optimizer):
                 if not isinstance(state_of, torch.Tensor):
                     self.state[state_of] = state
             for group in self._groups:
-                group.publish(flat_states, self.state)
+                group.end(flat_states, self.state)
         self._values = _values_in(self.state)
 
 
@@ -227,12 +229,13 @@ def _values_in(states: Mapping[Any, Any]) -> list[Any]:
 
 
 class _Group:
-    """One param group: its runs, and parameters that are whole."""
+    """One param group: its bundles of runs, and parameters that are whole."""
 
     def __init__(self) -> None:
         self._parameters: list[torch.Tensor] = []
         self._members: list[Member] = []
-        self._runs: list[Run] = []
+        self._bundles: list[Bundle] = []
+        self._pieces: list[Piece] = []
         self._whole: list[torch.Tensor] = []
         self.tensors: list[torch.Tensor] = []
         """What is stepped."""
@@ -249,30 +252,33 @@ class _Group:
         gradients = local_gradients(self._members) if same else None
         if gradients is None:
             self._members, self._whole = members_of(parameters)
-            self._parameters, self._runs = list(parameters), [Run(run) for run in runs_of(self._members)]
+            self._parameters, self._bundles = list(parameters), bundles_of(self._members)
             gradients = local_gradients(self._members)
             assert gradients is not None
         found = Gradients(gradients)
-        for run in self._runs:
-            run.prepare(found, states, untouched)
-        self.tensors = [piece.flat for run in self._runs for piece in run.pieces] + self._whole
+        for bundle in self._bundles:
+            bundle.prepare(found, states, untouched)
+        self._pieces = [piece for bundle in self._bundles for piece in bundle.pieces]
+        self.tensors = [piece.flat for piece in self._pieces] + self._whole
 
-    def lend_states(self, states: Any, flat_states: dict[Any, Any]) -> None:
-        """Put the state of what is stepped into ``flat_states``, and tell the owners that it will be written."""
-        for run in self._runs:
-            for piece in run.pieces:
-                if piece.state or piece.members[0].state is not None:
-                    flat_states[piece.flat] = piece.state
-                if (owner := owner_of(piece.anchor.parameter)) is not None:
+    def begin(self, states: Any, flat_states: dict[Any, Any]) -> None:
+        """Give what is stepped its values and gradients, put its state into ``flat_states``, and tell the owners."""
+        for piece in self._pieces:
+            piece.begin()
+            if piece.state or piece.members[0].state is not None:
+                flat_states[piece.flat] = piece.state
+            for parameter in piece.anchors:
+                if (owner := owner_of(parameter)) is not None:
                     owner.note_write()
         for tensor in self._whole:
             if tensor in states:
                 flat_states[tensor] = states[tensor]
 
-    def publish(self, flat_states: dict[Any, Any], states: Any) -> None:
-        """Give the parameters the state that the step made, and drop the flat gradients."""
-        pieces = [piece for run in self._runs for piece in run.pieces]
-        stepped = [piece for piece in pieces if piece.flat in flat_states]
+    def end(self, flat_states: dict[Any, Any], states: Any) -> None:
+        """Give the parameters the values and the state that the step made."""
+        for piece in self._pieces:
+            piece.end()
+        stepped = [piece for piece in self._pieces if piece.flat in flat_states]
         # State is gathered in the order of its keys, which must be the same on all ranks.
         new = [member for piece in stepped if piece.is_new for member in piece.members]
         for member in sorted(new, key=lambda member: member.index):
@@ -280,8 +286,6 @@ class _Group:
         for piece in stepped:
             piece.state = flat_states[piece.flat]
             piece.publish()
-        for piece in pieces:
-            piece.flat.grad = None
         for tensor in self._whole:
             if tensor in flat_states:
                 states[tensor] = flat_states[tensor]
