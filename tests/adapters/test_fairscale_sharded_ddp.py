@@ -861,6 +861,31 @@ def test_an_output_that_is_there_several_times_stays_one() -> None:
 
 
 @on_ranks(2)
+def test_an_output_and_views_of_it_stay_one_memory() -> None:
+    """With gradients as values: of what is done in place to one, all that share its elements have both."""
+
+    class Views(MLP):
+        def forward(self, x: torch.Tensor) -> Any:
+            y = super().forward(x) * 1
+            pair = y.new_zeros(2, 3) + y.sum()
+            return {"whole": y, "first": y[:, 0], "turned": [y.t()], "pair": (pair[0], pair[1]), "half": y[2:]}
+
+    def loss(model: nn.Module, rank: int) -> torch.Tensor:
+        output = model(inputs_for(inner(model), rank))
+        output["first"].mul_(2)
+        output["turned"][0].sub_(1)
+        output["whole"].square_()
+        output["pair"][0].mul_(3)
+        terms = output["whole"], output["first"], *output["turned"], *output["pair"], output["half"]
+        return torch.stack([(index + 1) * term.mean() for index, term in enumerate(terms)]).sum()
+
+    sharded, oss = shard(model_of(Views))
+    loss(sharded, dist.get_rank()).backward()
+    truth = mean_gradients(model_of(Views), lambda model, rank: loss(model, rank).backward())
+    assert_gradients(sharded, oss, truth, bitwise=False)
+
+
+@on_ranks(2)
 def test_sparse_gradients_are_refused_by_name() -> None:
     model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))
     sharded, _ = shard(model)

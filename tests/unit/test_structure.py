@@ -269,6 +269,7 @@ def test_private_torch_apis_have_one_place() -> None:
         "torch.utils._pytree.SUPPORTED_NODES",
         "torch.nn.init._no_grad_trunc_normal_",
         "torch.Tensor._is_view",
+        "torch.Tensor._view_func",
     ],
 )
 def test_private_torch_api_exists(path: str) -> None:

@@ -421,6 +421,11 @@ is_view: Callable[[torch.Tensor], bool] = torch.Tensor._is_view
 """Whether autograd sees a tensor as a view of another one; modifying it in place then loses the hooks on it."""
 
 
+def view_again(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """The view of ``base`` that ``view`` is of its own base; autograd has no public function that makes a view anew."""
+    return view._view_func(base)  # type: ignore[attr-defined,no-any-return]
+
+
 def keeping_version(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """Inside, writing to ``tensor`` does not count as modifying it."""
     return torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]

@@ -7,6 +7,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -16,7 +17,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..arguments import Argument, check_flags, documented
 from ..core.comm import Comm, comm_for
-from ..core.device import backward_number, in_backward, not_inference, queue_end_of_backward
+from ..core.device import (
+    backward_number,
+    in_backward,
+    is_view,
+    may_share_elements,
+    not_inference,
+    queue_end_of_backward,
+    view_again,
+)
 from ..core.errors import StateError
 from ..core.step import parameters_of
 from ..core.tree import map_tensors, tensors_requiring_grad
@@ -435,12 +444,15 @@ class GradientHooks:
         if self.keeps_local:
             # Also where this rank's backward will touch no parameter, so that all ranks agree.
             self.has_local = True
-        # One alias for what is there several times: what is done to it in place is done to all of them.
-        tensors = {id(tensor): tensor for tensor in tensors_requiring_grad(output)}
-        if not tensors:
+        alike = _of_one_memory(tensors_requiring_grad(output))
+        if not alike:
             return output
-        announced = _Announce.apply(self._anchor, *tensors.values())  # type: ignore[no-untyped-call]
-        aliases = dict(zip(tensors, announced, strict=True))
+        announced = _Announce.apply(self._anchor, *(base for base, _ in alike))  # type: ignore[no-untyped-call]
+        aliases = {
+            id(tensor): alias if tensor is base else view_again(tensor, alias)
+            for (base, tensors), alias in zip(alike, announced, strict=True)
+            for tensor in tensors
+        }
         return map_tensors(output, lambda tensor: aliases.get(id(tensor), tensor))
 
     def begin(self) -> None:
@@ -530,6 +542,26 @@ def _node_of(parameter: torch.Tensor) -> Any:
     """Of the graph, that adds to the parameter's gradient."""
     with not_inference(), torch.enable_grad():
         return torch.autograd.graph.get_gradient_edge(parameter).node
+
+
+def _of_one_memory(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+    """Distinct tensors, each with itself, but those that share elements together with what they are views of.
+
+    What is done in place to one of several aliases of one memory would change the values of all, and the gradients of
+    that one only.
+    """
+    groups: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+    for tensor in {id(tensor): tensor for tensor in tensors}.values():
+        base = tensor._base if is_view(tensor) else None
+        base = tensor if base is None or not base.requires_grad else base
+        groups.setdefault(id(base), (base, []))[1].append(tensor)
+    found: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+    for base, members in groups.values():
+        if any(may_share_elements(one, other) for one, other in combinations(members, 2)):
+            found.append((base, members))
+        else:
+            found += [(member, [member]) for member in members]
+    return found
 
 
 class _Announce(torch.autograd.Function):
