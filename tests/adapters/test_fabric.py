@@ -493,6 +493,26 @@ def filters(directory: Path) -> None:
         used.barrier()
 
 
+def filters_one_of_several(directory: Path) -> None:
+    """Of the filtered model there are fewer names than of another one with the same names."""
+    for kind in ("full", "sharded"):
+        used = by_block(state_dict_type=kind)
+        first, second = used.setup(make_net()), used.setup(make_net(1))
+        path = directory / f"filtered_one_{kind}"
+        chosen = {"first": lambda name, value: name.startswith("blocks")}
+        used.save(path, {"first": first, "second": second}, filter=chosen)
+        again, other = used.setup(make_net(8)), used.setup(make_net(9))
+        before = whole(again)
+        with pytest.raises(ValueError, match=r"head\.weight"):
+            used.load(path, {"first": again})
+        used.load(path, {"first": again, "second": other}, strict=False)
+        for name, value in whole(again).items():
+            expected = whole(first) if name.startswith("blocks") and "noise" not in name else before
+            assert torch.equal(value, expected[name]), name
+        saved, loaded = whole(second), whole(other)
+        assert all(torch.equal(loaded[name], value) for name, value in saved.items() if "noise" not in name)
+
+
 class LoadsElsewhere:
     """Takes its state where ``takes``."""
 
@@ -1174,6 +1194,7 @@ CASES = (
     raw_files,
     only_own_rows,
     filters,
+    filters_one_of_several,
     ranks_that_differ,
     postponed_loads,
     other_objects,

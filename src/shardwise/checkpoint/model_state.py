@@ -76,15 +76,19 @@ class SavedModel:
         stored: the checkpoint's data.
         model: to load into.
         preferred: prefix of its names in our checkpoints. Another is taken if more of the names are found with it.
+        is_given: the program gave ``preferred``: it is taken if any name is found with it, since others may be those
+            of other models.
 
     Raises:
         ValueError: if the checkpoint has none of its names, or has them several times.
     """
 
-    def __init__(self, stored: StoredData, model: nn.Module, preferred: str):
+    def __init__(self, stored: StoredData, model: nn.Module, preferred: str, *, is_given: bool = False):
         loading = weights_of(model, asked_by="load", plain_names=True)
         self._model, self._kinds = loading.with_extra_as_objects(), stored.kinds
-        self.prefix = _best_prefix(list(self._model.tensors) or self._model.names, self._kinds, preferred)
+        names = list(self._model.tensors) or self._model.names
+        is_found = is_given and any(preferred + name in self._kinds for name in names)
+        self.prefix = preferred if is_found else _best_prefix(names, self._kinds, preferred)
         """What stands before its names in the checkpoint."""
         split = {name: stored.below(f"{self.prefix}{name}.") for name in self._model.objects}
         self._split = {name: parts for name, parts in split.items() if parts and self.prefix + name not in self._kinds}

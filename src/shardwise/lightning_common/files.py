@@ -235,7 +235,7 @@ class SavedDirectory:
         check_fit(self._ranks, saved.misfit(), strict)
 
     def _model(self, name: str, model: nn.Module) -> SavedModel:
-        saved = SavedModel(self._stored, model, f"{name}.")
+        saved = SavedModel(self._stored, model, f"{name}.", is_given=True)
         # Other strategies use other names, so another prefix is fine unless something has this one.
         if name and saved.prefix != f"{name}." and self.has(name):
             raise ValueError(
