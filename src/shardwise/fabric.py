@@ -313,7 +313,8 @@ class _FabricStrategy(ProcessesStrategy):
             IsADirectoryError: if a file is to replace a directory that is not a checkpoint.
             TypeError: for ``storage_options``, a ``state`` that is no dict, and naming an item with sharded modules or
                 optimizers inside.
-            ValueError: if ranks differ in the names, or in their order.
+            ValueError: if ranks differ in the names, or in their order; for a directory also if a name of a module or
+                an optimizer begins with another one and a dot.
         """
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} does not use a CheckpointIO, so it takes no storage_options")
@@ -330,6 +331,8 @@ class _FabricStrategy(ProcessesStrategy):
         with ranks.together():
             if is_full:
                 refuse_directory(path)
+            else:
+                _refuse_overlapping(state)
             for name, item in state.items():
                 if not isinstance(item, (nn.Module, Optimizer)):
                     rest[name] = item.state_dict() if callable(getattr(item, "state_dict", None)) else item
@@ -571,6 +574,20 @@ def _modules_first(state: Mapping[str, Any]) -> list[tuple[str, Any]]:
 def _refuse_unnamed(state: Any) -> None:
     if not isinstance(state, Mapping):
         raise TypeError(f"state should be a dict of objects by name, such as {{'model': model}}, not {state!r:.80}")
+
+
+def _refuse_overlapping(state: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: for names such as "model" and "model.ema", which would be taken for one model with a part.
+    """
+    sharded = [name for name, item in state.items() if isinstance(item, (nn.Module, Optimizer))]
+    for name in sharded:
+        if outer := next((other for other in sharded if name.startswith(f"{other}.")), None):
+            raise ValueError(
+                f"state has {outer!r} and {name!r}, and sharded checkpoints store what {outer!r} has under names that "
+                f"begin with '{outer}.': rename one of them, as to {name.replace('.', '_')!r}"
+            )
 
 
 def _check_names(state: Any, checkpoint: Any, strict: bool) -> None:

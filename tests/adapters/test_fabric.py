@@ -513,6 +513,25 @@ def filters_one_of_several(directory: Path) -> None:
         assert all(torch.equal(loaded[name], value) for name, value in saved.items() if "noise" not in name)
 
 
+def overlapping_names(directory: Path) -> None:
+    """In a directory the weights of one would be taken for a part of the other, which could not be loaded."""
+    for kind in ("full", "sharded"):
+        used = by_block(state_dict_type=kind)
+        model, other = used.setup(make_net()), used.setup(make_net(1))
+        path, state = directory / f"overlapping_{kind}", {"model": model, "model.ema": other}
+        if kind == "sharded":
+            with pytest.raises(ValueError, match=r"'model' and 'model\.ema'.* rename one of them, as to 'model_ema'"):
+                used.save(path, state)
+            assert not path.exists()
+            state = {"model": model, "model_ema": other, "model.step": 3}  # not sharded, so stored elsewhere
+        used.save(path, state)
+        again, another = used.setup(make_net(8)), used.setup(make_net(9))
+        used.load(path, dict(zip(state, (again, another, 0), strict=False)))
+        for saved, loaded in ((model, again), (other, another)):
+            expected = {name: value for name, value in whole(saved).items() if "noise" not in name}
+            assert all(torch.equal(whole(loaded)[name], value) for name, value in expected.items())
+
+
 class LoadsElsewhere:
     """Takes its state where ``takes``."""
 
@@ -1195,6 +1214,7 @@ CASES = (
     only_own_rows,
     filters,
     filters_one_of_several,
+    overlapping_names,
     ranks_that_differ,
     postponed_loads,
     other_objects,
