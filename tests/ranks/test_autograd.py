@@ -1163,6 +1163,42 @@ def test_view_input_modified_in_place() -> None:
     check(InputIsAView, against_torch=False)
 
 
+class OnlyModifiesInput(ModifiesInput):
+    """Gives nothing but its changed input."""
+
+    def forward(self, x: torch.Tensor) -> None:  # type: ignore[override]
+        x.add_(self.layer(x.clone()))
+
+
+class OnlyModified(nn.Module):
+    """Of two units that change their inputs alone, the first gets one that requires no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([OnlyModifiesInput(), OnlyModifiesInput()])
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        self.layers[0](x)
+        y = x.sin()
+        self.layers[1](y)
+        result: torch.Tensor = self.last(y)
+        return result
+
+
+def as_one(model: nn.Module, verb: Verb) -> None:
+    verb(list(model.layers))
+    verb(model)
+
+
+@on_ranks(2, wrapping=[None, as_one], reshard=[True, False])
+def test_modified_input_is_the_only_output(wrapping: Any, reshard: bool) -> None:
+    """Nothing told of the unit's backward, whose parameters were gone. FSDP2 refuses one that requires a gradient."""
+    options = {} if wrapping else {"reshard_after_forward": reshard}
+    check(OnlyModified, wrapping=wrapping, against_torch=False, **options)
+
+
 class ModifiesUnseen(ModifiesInput):
     """Changes its input, but not as it was given: by another reference, or without a history."""
 

@@ -18,7 +18,7 @@ from .device import (
     take_history,
 )
 from .errors import StateError
-from .tree import Additions, Replacement, is_flat, map_tensors, tensors_requiring_grad
+from .tree import Additions, Replacement, all_tensors, is_flat, map_tensors, tensors_requiring_grad
 
 
 class Told(Protocol):
@@ -62,6 +62,8 @@ class Call:
         self._additions: Additions | None = None
         self._passed: list[tuple[torch.Tensor, torch.Tensor, Any]] = []
         """What was given, what takes its place, and the history of that."""
+        self._histories: list[tuple[torch.Tensor, Any]] = []
+        """What the module gets, and the history of that."""
 
     @property
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -92,7 +94,9 @@ class Call:
         return aliases[0].grad_fn
 
     def watch(self) -> None:
-        """Note what is in the containers that it gets: what it adds are outputs."""
+        """Note what it gets: what it adds to containers, and what it changes in place, are outputs."""
+        if torch.is_grad_enabled():
+            self._histories = [(tensor, tensor.grad_fn) for tensor in all_tensors(self._values)]
         if not self._is_flat:
             self._additions = Additions(self._values)
 
@@ -106,6 +110,9 @@ class Call:
             self._additions.replace(lambda output: announce_begin(unit, unit.kept(output))[0])
         for replacement in reversed(self._replacements):
             replacement.give_back()
+        for tensor, history in self._histories:
+            if tensor.grad_fn is not history and not tensor.is_leaf:
+                announce_begin(unit, tensor)
         # Not by versions, which changes without a history count too, and those that the caller's tensor saw itself.
         for tensor, alias, history in self._passed:
             if alias.requires_grad and alias.grad_fn is not history:

@@ -108,7 +108,7 @@ class _Copy:
 
     def _sequence(self) -> list[Any]:
         # What is registered may give its parts in containers that it makes for that.
-        return _all_tensors(self._copied) if self._is_registered else _sequence_in(self._copied)
+        return all_tensors(self._copied) if self._is_registered else _sequence_in(self._copied)
 
     def give_back(self, given: Callable[[Any], Any]) -> None:
         """Do to the container what was done to its copy; ``given`` gives what stands there for an item of that."""
@@ -286,7 +286,7 @@ def tensors_requiring_grad(value: Any) -> list[torch.Tensor]:
     """Tensors in ``value`` that require gradients, in the order of `map_tensors`."""
     if isinstance(value, torch.Tensor):
         return [value] if value.requires_grad else []
-    return [tensor for tensor in _all_tensors(value) if tensor.requires_grad]
+    return [tensor for tensor in all_tensors(value) if tensor.requires_grad]
 
 
 def is_flat(value: Any) -> bool:
@@ -294,7 +294,8 @@ def is_flat(value: Any) -> bool:
     return type(value) is tuple and _FLAT.issuperset(map(type, value))
 
 
-def _all_tensors(value: Any) -> list[torch.Tensor]:
+def all_tensors(value: Any) -> list[torch.Tensor]:
+    """Tensors in ``value``, in the order of `map_tensors`."""
     if is_flat(value):
         return [one for one in value if isinstance(one, torch.Tensor)]
     found: list[torch.Tensor] = []
