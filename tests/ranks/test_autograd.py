@@ -2124,6 +2124,27 @@ def test_values_written_by_hand_are_seen(preset: str) -> None:
     check(lambda: stack(Layer(), Layer()), run, steps=8, against_torch=False, placements=preset)
 
 
+@on_ranks(2, asynchronous=[False, True])
+def test_values_written_after_unsharding_are_seen(asynchronous: bool) -> None:
+    """Those that were gathered before served the next forward. (With FSDP2 they do.)"""
+
+    def run(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        weight = model.layers[1].linear.weight
+        with torch.no_grad():
+            if isinstance(weight, DTensor):
+                handle = model.layers[1].unshard(async_op=asynchronous)
+                if handle is not None:
+                    handle.wait()
+                weight.to_local().add_(0.1)
+            elif rank == 0:  # the plain model is one for all ranks
+                weight.add_(0.1)
+        loss = model(batch(step, rank, 4, WIDTH)).square().mean()
+        loss.backward()
+        return loss
+
+    check(lambda: stack(Layer(), Layer()), run, against_torch=False)
+
+
 @on_ranks(2, preset=["ddp", "zero1", "zero2", "zero3"], optimizer=["sgd", "fused", "foreach", "plain", "adamw"])
 def test_optimizers(preset: str, optimizer: str) -> None:
     def make_one(model: nn.Module) -> torch.optim.Optimizer:

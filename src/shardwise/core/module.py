@@ -61,6 +61,7 @@ class UnshardHandle(torch_fsdp.UnshardHandle):
         groups, self._groups = self._groups, ()
         for group in groups:
             group.wait_for_unshard()
+            group.shards.watch()  # they stay gathered, whatever is written to the shards
 
 
 class FSDPModule(_TorchModule):
