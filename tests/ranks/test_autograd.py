@@ -2096,11 +2096,12 @@ def test_state_dict_between_forward_and_backward(preset: str, reshard: bool) -> 
 
 @on_ranks(2, preset=["ddp", "zero1", "zero2", "zero3"])
 def test_values_written_by_hand_are_seen(preset: str) -> None:
-    """Through the parameter, its data, its local tensor, under no_grad, between steps."""
+    """Through the parameter, its data, its state dict, the local tensors of these, under no_grad, between steps."""
 
     def run(model: nn.Module, step: int, rank: int) -> torch.Tensor:
         gate, weight = model.layers[0].gate, model.layers[1].linear.weight
         with torch.no_grad():
+            model(batch(step, rank, 4, WIDTH))  # gathers what the optimizer wrote
             if rank > 0 and not isinstance(gate, DTensor):
                 pass  # the plain model was changed for rank 0
             elif step == 1:
@@ -2117,11 +2118,17 @@ def test_values_written_by_hand_are_seen(preset: str) -> None:
             elif step == 6:
                 parts = [p.to_local() if isinstance(p, DTensor) else p.data for p in model.parameters()]
                 torch._foreach_mul_(parts, 1.1)
+            elif step == 7:
+                detached = weight.detach()
+                (detached.to_local() if isinstance(detached, DTensor) else detached).mul_(0.8)
+            elif step == 8:
+                for value in model.state_dict().values():
+                    (value.to_local() if isinstance(value, DTensor) else value).mul_(0.9)
         loss = model(batch(step, rank, 4, WIDTH)).square().mean()
         loss.backward()
         return loss
 
-    check(lambda: stack(Layer(), Layer()), run, steps=8, against_torch=False, placements=preset)
+    check(lambda: stack(Layer(), Layer()), run, steps=10, against_torch=False, placements=preset)
 
 
 @on_ranks(2, asynchronous=[False, True])

@@ -119,6 +119,7 @@ class ShardedParameter(TracedParameter):
             if effect is _Effect.ALIASES:
                 result.__class__ = cls  # writes through it are seen; `nn.Parameter` asks it of a subclass
                 result.__dict__["_shardwise_owner"] = args[0].__dict__.get("_shardwise_owner")
+                set_local(result, local_of(args[0]))  # whose version counter tells of writes to local tensors
             elif effect is _Effect.VIEWS and args and isinstance(args[0], ShardedParameter):
                 _note_view(result, args[0])
             return result
