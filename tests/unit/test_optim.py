@@ -217,6 +217,16 @@ def test_only_small_runs_are_copied_and_few_of_them(
     assert pieces(pair.optimizer) == tensors
 
 
+def test_copies_are_held_only_in_a_step(fake_mesh: MakeMesh, joins: bool) -> None:
+    pair = Pair(sharded(fake_mesh(2)))
+    pair.step()
+    stepped = pair.optimizer._groups[0].tensors  # type: ignore[attr-defined]
+    own = {local(parameter).untyped_storage().data_ptr() for parameter in pair.parameters}
+    held = [tensor.untyped_storage() for tensor in stepped]
+    assert all((storage.nbytes() == 0) if joins else (storage.data_ptr() in own) for storage in held)
+    assert len(held) == (1 if joins else 3)
+
+
 def test_other_dtypes_are_copied_apart(fake_mesh: MakeMesh, joins: bool) -> None:
     model = MLP()
     model.layers[1].double()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..core.buffer import allocate_storage, free_storage
 from ..core.device import copy_each, local_of, shares_storage
 from .members import Member, States, position_of
 
@@ -133,6 +134,7 @@ class Piece:
     def begin(self) -> None:
         """Let the flat tensor have this step's values and gradients."""
         if self._sources:
+            allocate_storage(self.flat)
             torch.cat(self._sources, out=self.flat)
             self.flat.grad = torch.cat([gradient.view(-1) for gradient in self._gradients])
         else:
@@ -142,7 +144,10 @@ class Piece:
     def end(self) -> None:
         """Give the members their values, and drop the gradient."""
         self.flat.grad = None
-        copy_each(self._sources, self._copies)
+        if self._sources:
+            copy_each(self._sources, self._copies)
+            # The same tensor in each step, as compiled ones need, but nothing is held between them.
+            free_storage(self.flat)
 
     # -- State
 
