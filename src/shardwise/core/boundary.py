@@ -63,7 +63,7 @@ class Call:
         self._passed: list[tuple[torch.Tensor, torch.Tensor, Any]] = []
         """What was given, what takes its place, and the history of that."""
         self._histories: list[tuple[torch.Tensor, Any]] = []
-        """What the module gets, and the history of that."""
+        """What else the module gets, and the history of that."""
 
     @property
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -95,8 +95,11 @@ class Call:
 
     def watch(self) -> None:
         """Note what it gets: what it adds to containers, and what it changes in place, are outputs."""
-        if torch.is_grad_enabled():
-            self._histories = [(tensor, tensor.grad_fn) for tensor in all_tensors(self._values)]
+        passed_all = self._is_flat and len(self._passed) == len(self._values)
+        if torch.is_grad_enabled() and not passed_all:
+            passed = {id(alias) for _, alias, _ in self._passed}
+            others = (tensor for tensor in all_tensors(self._values) if id(tensor) not in passed)
+            self._histories = [(tensor, tensor.grad_fn) for tensor in others]
         if not self._is_flat:
             self._additions = Additions(self._values)
 
@@ -119,6 +122,7 @@ class Call:
                 others = [one for one, other, _ in self._passed if other is not alias]
                 if any(may_share_elements(tensor, one) for one in others):
                     raise StateError(_CHANGED_AND_REPEATED)
+                announce_begin(unit, alias)
                 take_history(tensor, alias)
 
 
