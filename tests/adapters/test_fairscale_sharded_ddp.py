@@ -839,6 +839,14 @@ def test_outputs_of_any_form() -> None:
         assert_gradients(sharded, oss, truth, bitwise=False)
 
 
+def assert_gradients_of(loss: Callable[[nn.Module, int], torch.Tensor], kind: type[nn.Module]) -> None:
+    """Those of ``loss`` of a model and a rank, with ShardedDDP, are the mean over ranks of those of a plain model."""
+    sharded, oss = shard(model_of(kind))
+    loss(sharded, dist.get_rank()).backward()
+    truth = mean_gradients(model_of(kind), lambda model, rank: loss(model, rank).backward())
+    assert_gradients(sharded, oss, truth, bitwise=False)
+
+
 @on_ranks(2)
 def test_an_output_that_is_there_several_times_stays_one() -> None:
     """Otherwise gradients would lack what is done in place to one of them, whose values all of them have."""
@@ -854,10 +862,7 @@ def test_an_output_that_is_there_several_times_stays_one() -> None:
         assert output["all"][0] is output["logits"]
         return output["all"][0].square().mean()
 
-    sharded, oss = shard(model_of(Twice))
-    loss(sharded, dist.get_rank()).backward()
-    truth = mean_gradients(model_of(Twice), lambda model, rank: loss(model, rank).backward())
-    assert_gradients(sharded, oss, truth, bitwise=False)
+    assert_gradients_of(loss, Twice)
 
 
 @on_ranks(2)
@@ -879,10 +884,7 @@ def test_an_output_and_views_of_it_stay_one_memory() -> None:
         terms = output["whole"], output["first"], *output["turned"], *output["pair"], output["half"]
         return torch.stack([(index + 1) * term.mean() for index, term in enumerate(terms)]).sum()
 
-    sharded, oss = shard(model_of(Views))
-    loss(sharded, dist.get_rank()).backward()
-    truth = mean_gradients(model_of(Views), lambda model, rank: loss(model, rank).backward())
-    assert_gradients(sharded, oss, truth, bitwise=False)
+    assert_gradients_of(loss, Views)
 
 
 @on_ranks(2)

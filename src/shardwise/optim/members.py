@@ -111,6 +111,7 @@ def _gradients_of_engine(members: Sequence[Member]) -> list[torch.Tensor | None]
 
 
 def position_of(tensor: torch.Tensor) -> int:
+    """Where ``tensor`` starts in memory, in bytes, also if it is empty."""
     return tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.itemsize
 
 

@@ -105,10 +105,13 @@ class Piece:
             self._offsets += [start + offset for offset in stretch.offsets()]
             start += stretch.numel
         self.numel = start
-        first = stretches[0].flat
-        self.flat = first if len(stretches) == 1 else first.new_empty(start)
-        self._sources = [stretch.flat.view(-1) for stretch in stretches] if len(stretches) > 1 else []
-        self._copies = self.flat.split([stretch.numel for stretch in stretches]) if len(stretches) > 1 else ()
+        self.flat = stretches[0].flat
+        self._sources: list[torch.Tensor] = []
+        """What is copied together, if there are several stretches."""
+        if len(stretches) > 1:
+            self._sources = [stretch.flat.view(-1) for stretch in stretches]
+            self.flat = self.flat.new_empty(start)
+            self._copies = self.flat.split([source.numel() for source in self._sources])
 
     @property
     def anchors(self) -> list[torch.Tensor]:
@@ -125,8 +128,7 @@ class Piece:
         """
         found = [stretch.gradient(gradients) for stretch in self._stretches]
         taken = [gradient for gradient in found if gradient is not None]
-        is_joined = len(found) > 1
-        if len(taken) < len(found) or (is_joined and not all(gradient.is_contiguous() for gradient in taken)):
+        if len(taken) < len(found) or (self._sources and not all(gradient.is_contiguous() for gradient in taken)):
             return False
         self._gradients = taken
         return True
