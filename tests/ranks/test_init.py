@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -25,6 +26,7 @@ from .harness import on_ranks
 from .truth import whole
 
 Make = Callable[[], nn.Module]
+materializing: Any = importlib.import_module("shardwise.init.materialize")
 
 
 def world_mesh() -> Any:
@@ -418,6 +420,30 @@ def test_one_rank_that_fails_fails_all() -> None:
     with pytest.raises(KeyboardInterrupt if rank else RuntimeError, match="" if rank else "failed on another rank"):
         materialize(model, seed=5, init_fn=interrupted if rank else None)
     dist.barrier()
+
+
+@on_ranks(2, fast=[False, True])
+def test_values_that_one_rank_cannot_make_are_made_on_none(fast: bool) -> None:
+    """Or the other would go on, and wait for it in the next forward."""
+    replay, rank = materializing._replay, dist.get_rank()
+    model, truth = (wrap(on_meta(Layers), fully_shard, mesh=world_mesh()) for _ in range(2))
+    materialize(truth, seed=5, fast=fast)
+
+    def fails_late(*given: Any) -> None:
+        replay(*given)
+        if rank:
+            raise MemoryError("no more")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(materializing, "_replay", fails_late)
+        kind, message = (MemoryError, "no more") if rank else (RuntimeError, "failed on another rank")
+        with pytest.raises(kind, match=message):
+            materialize(model, seed=5, fast=fast)
+    with pytest.raises(RuntimeError, match="without values"):
+        model.layers[1](torch.tensor([3]))
+    materialize(model, seed=5, fast=fast)
+    for parameter, expected in zip(model.parameters(), truth.parameters(), strict=True):
+        assert torch.equal(whole(parameter), whole(expected))
 
 
 @on_ranks(2)

@@ -434,8 +434,11 @@ def test_ties(meta: bool) -> None:
         model = target()
         match = "ties what has different values there: 'embed.weight' and 'head.weight'"
         assert_raises_alike(ValueError, match, lambda: load_safetensors(model, directory))
+        # Also where this rank's rows of the two are alike.
+        assert all(parameter.is_meta == meta for parameter in model.parameters())
         if not meta:
             assert_state(model, make().state_dict())
+            model(inputs_for(model, 0))
 
 
 # -- Failures

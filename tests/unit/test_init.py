@@ -162,6 +162,34 @@ def generators_in_one_state(m: Any) -> None:
     m.i, m.j = nn.Parameter(torch.rand(5, generator=copied)), nn.Parameter(torch.rand(3))
 
 
+def copies_of_the_generator(m: Any) -> None:
+    own = torch.Generator()
+    m.a = nn.Linear(2, 2)
+    own.set_state(torch.get_rng_state())
+    m.b, m.c, m.d = nn.Parameter(torch.rand(3, generator=own)), nn.Linear(2, 2), nn.Linear(2, 2)
+
+
+@torch.no_grad()
+def onto_themselves(m: Any) -> None:
+    m.a, m.b = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+    m.b.weight = m.a.weight
+    m.b.weight.copy_(m.a.weight)
+    m.scale, m.chances = nn.Parameter(torch.rand(())), nn.Parameter(torch.rand(30))
+    m.scale.fill_(m.scale)
+    m.chances.bernoulli_(m.chances)
+
+
+@torch.no_grad()
+def shared_elements(m: Any) -> None:
+    m.row, m.failed = nn.Parameter(torch.empty(1, 3)), ""
+    m.row.expand(4, 3).fill_(2)
+    try:
+        m.row.expand(4, 3).add_(1)
+    except RuntimeError as error:
+        m.failed = str(error)
+        m.row.add_(5)
+
+
 def deep_copies(m: Any) -> None:
     m.original = nn.Linear(2, 2)
     table = torch.randn(4, 3)
@@ -251,7 +279,7 @@ def parametrized(m: Any) -> None:
 
 CONSTRUCTORS = [
     *(initializers, between_parameters, buffers, generators, generators_in_one_state, deep_copies, dtypes),
-    *(ways_around_operators, conjugates, loads),
+    *(ways_around_operators, conjugates, loads, copies_of_the_generator, onto_themselves, shared_elements),
 ]
 
 
@@ -407,6 +435,40 @@ def test_no_draws_leave_generators_alone() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     materialize(model)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_nothing_waits_for_materialize_where_no_parameters_were_made() -> None:
+    """What it is called for has no history that would tell of the draws."""
+
+    def build(m: Any) -> None:
+        m.noise, m.own = nn.Buffer(torch.randn(3)), torch.Generator().manual_seed(3)
+        m.other = nn.Buffer(torch.rand(2, generator=m.own))
+
+    truth: Any = built(lambda: Built(build))
+    after = torch.get_rng_state()
+    model: Any = on_meta(lambda: Built(build))
+    assert torch.equal(torch.get_rng_state(), after)
+    assert torch.equal(model.own.get_state(), truth.own.get_state())
+    assert_same(materialize(model), truth)
+    assert torch.equal(torch.get_rng_state(), after)
+    with init_on_meta():
+        first = nn.Linear(2, 2)
+    with init_on_meta():
+        model = Built(build)  # comes after what waits still
+    materialize(first)
+    torch.set_rng_state(after)
+    assert_same(first, nn.Linear(2, 2))
+    assert_same(model, Built(build))
+
+
+def test_an_operator_that_fails_names_the_parameter() -> None:
+    def build(m: Any) -> None:
+        m.odd = nn.Parameter(nn.init.orthogonal_(torch.empty(3, 3).bfloat16()))
+
+    model = on_meta(lambda: Built(build))
+    with pytest.raises(NotImplementedError) as caught:
+        materialize(model)
+    assert "in linalg_qr, by which the constructor gave 'odd'" in caught.value.__notes__[0]
 
 
 def test_a_generator_that_was_passed_moves_on() -> None:

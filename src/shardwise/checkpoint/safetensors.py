@@ -94,6 +94,8 @@ def load_safetensors(
             return mover.differ(files.of(a), a, files.of(b), b, weight.region, weight.dtype)
 
         check_ties(matches, path_or_dir, differ)
+    # Apart: ranks may find their rows of a tie alike where others do not.
+    with peers.together():
         for found in matches:
             found.weight.prepare_memory(loading.device)
     with peers.together(), _Files() as files:

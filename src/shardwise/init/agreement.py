@@ -82,6 +82,25 @@ def telling_failure(meshes: Sequence[DeviceMesh]) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def failing_together(meshes: Sequence[DeviceMesh]) -> Iterator[None]:
+    """What a rank does inside by itself succeeds on all ranks, or raises on all. A collective on each of ``meshes``.
+
+    Raises:
+        StateError: if another rank failed.
+    """
+    try:
+        yield
+    except BaseException:
+        _extremes(meshes, _FAILED)
+        raise
+    if _extremes(meshes, 0)[0] == _FAILED:
+        raise StateError(
+            "materialize failed on another rank, whose error tells why; sharded parameters that had no values have none: "
+            "call it again"
+        )
+
+
 def _extremes(meshes: Sequence[DeviceMesh], mine: int) -> tuple[int, int]:
     """The largest and the smallest of all ranks' numbers. Every mesh axis is asked: ranks that differ may share only
     the last one."""

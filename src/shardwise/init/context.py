@@ -111,6 +111,8 @@ def seal(recorder: Recorder) -> None:
             if buffer is not None and recorder.number_of(buffer) in left:
                 buffers.append((module, name, buffer, recorder.view_of(buffer)))
     random = finish(recorder, kept, {view.storage for *_, view in buffers})
+    if not kept:
+        recorder.settle()
     for module, name, buffer, view in buffers:
         if view.storage in random:
             _marks(module)[name] = Origin(recorder.record, view, Constant(buffer))

@@ -51,7 +51,8 @@ class FastReplay:
                     self._make_blocks([self._record.ops[index] for index in indices], target, view)
                 else:
                     whole.append((target, view))
-            replay = Replay(self._record, _OwnStreams(self._states))
+            named = {view.storage: target.name for target, view in whole}
+            replay = Replay(self._record, _OwnStreams(self._states), named)
             for storage, sink in write_each(whole).items():
                 replay.make(self._record.slice(storage), storage, sink)
 

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..checkpoint.interrupts import held
 from ..core.errors import StateError
-from .agreement import require_same, share_states, telling_failure
+from ..core.shards import Shards
+from .agreement import failing_together, require_same, share_states, telling_failure
 from .fast import FastReplay
 from .initializers import InitFn, record_initializers
 from .record import Record, View
@@ -82,9 +83,7 @@ def materialize(
         states = _states(work, meshes, seed, fast)
         if not targets:
             return model
-        for owner in shards:
-            owner.leave_meta()
-        _replay(work, states, names, fast)
+        _give_values(work, states, names, fast, shards, meshes)
         for owner in shards:
             owner.mark_stale()
         for target in targets:
@@ -188,6 +187,26 @@ def _seeded(origins: Iterable[Position], seed: int) -> dict[Position, torch.Tens
     return starts
 
 
+def _give_values(
+    work: Work,
+    states: States,
+    names: Mapping[nn.Module, str],
+    fast: bool,
+    shards: Sequence[Shards],
+    meshes: Sequence[DeviceMesh],
+) -> None:
+    """Give the targets memory and values; if that fails on any rank, they have none on all."""
+    try:
+        with failing_together(meshes):
+            for owner in shards:
+                owner.leave_meta()
+            _replay(work, states, names, fast)
+    except BaseException:
+        for target, _ in (member for members in work.values() for member in members):
+            target.drop_values()
+        raise
+
+
 def _replay(work: Work, states: States, names: Mapping[nn.Module, str], fast: bool) -> None:
     """Give the targets their values, with the generators at ``states``."""
     for record, members in work.items():
@@ -195,7 +214,8 @@ def _replay(work: Work, states: States, names: Mapping[nn.Module, str], fast: bo
             FastReplay(record, states).run([*members, *find_random_buffers(names, record)])
         else:
             buffers = find_random_buffers(names, record) if states.are_replaced else []
-            Replay(record, states).run(write_each([*members, *buffers]))
+            named = {view.storage: target.name for target, view in members}
+            Replay(record, states, named).run(write_each([*members, *buffers]))
 
 
 class _Generators:
@@ -228,13 +248,17 @@ class _Generators:
 
     def settle(self, states: States, *, is_continued: bool) -> None:
         """Move the followers on, or back to where they were before the constructors."""
-        for generator in self._followers:
-            if (position := marked_position(generator)) is not None:
-                origin = states.origin_of(position)
-                is_back = origin.is_of_program and not (is_continued and not states.is_replaced(origin))
-                if is_back and origin.state is None:  # the end of an earlier constructor
-                    leave_mark(generator, origin)
-                else:
-                    state = origin.state if is_back else states.at(position)
-                    assert state is not None
-                    generator.set_state(state)
+        ends: list[tuple[torch.Generator, Position, torch.Tensor | None]] = []
+        with as_recorded():
+            positions = [(generator, marked_position(generator)) for generator in self._followers]
+            for generator, position in positions:
+                if position is not None:
+                    origin = states.origin_of(position)
+                    is_back = origin.is_of_program and not (is_continued and not states.is_replaced(origin))
+                    # To find a state may take draws from a generator that was found before.
+                    ends.append((generator, origin, origin.state if is_back else states.at(position)))
+        for generator, origin, state in ends:
+            if state is None:  # the end of an earlier constructor
+                leave_mark(generator, origin)
+            else:
+                generator.set_state(state)

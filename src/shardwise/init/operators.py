@@ -53,15 +53,25 @@ class Call:
         return tensors_in((self.args, self.kwargs))
 
     @functools.cached_property
-    def written(self) -> list[torch.Tensor]:
-        """The tensors that it changes."""
+    def _arguments(self) -> tuple[list[Any], list[Any]]:
+        """Those that it changes, and those that it only reads."""
         arguments = schema_of(self.function).arguments
         values = {**dict(zip((argument.name for argument in arguments), self.args, strict=False)), **self.kwargs}
         changed = [argument.name for argument in arguments if argument.is_write]
         if self.name.endswith("_batch_norm"):  # whose schemas do not say so
             changed = ["running_mean", "running_var"] if values["training"] else []
-        found = tensors_in([values[name] for name in changed if name in values])
-        return list({id(tensor): tensor for tensor in found}.values())
+        names = [name for name in changed if name in values]
+        return [values[name] for name in names], [value for name, value in values.items() if name not in names]
+
+    @functools.cached_property
+    def written(self) -> list[torch.Tensor]:
+        """The tensors that it changes."""
+        return list({id(tensor): tensor for tensor in tensors_in(self._arguments[0])}.values())
+
+    @property
+    def read(self) -> list[torch.Tensor]:
+        """The tensors that it only reads; one that is copied onto itself is also among those that it changes."""
+        return tensors_in(self._arguments[1])
 
     @functools.cached_property
     def storages(self) -> list[torch.UntypedStorage]:

@@ -20,7 +20,7 @@ from ..core.tree import map_tensors, tensors_in
 from .hollow import Storages
 from .operators import FRESH, OVERWRITE, UNDEFINED, Call, has_operators, has_plain_memory, on_meta
 from .record import Constant, Explicit, Op, Record, View, leaves_of, replace_leaves
-from .replay import Replay, Sink, States, clear
+from .replay import Replay, Sink, States, as_recorded, clear
 from .streams import Position, default_generator, default_generators, leave_mark, marked_position, position_of
 
 
@@ -115,6 +115,18 @@ class Recorder(OperatorMode):
                 self._storages.give_memory(storage, self.record.memory[number].nbytes)
                 clear(storage)
 
+    def settle(self) -> None:
+        """Nothing that was recorded waits for its values: put the generators where the constructor leaves them, unless
+        what an earlier context recorded does."""
+        if any(position.draw is not None for position in self.record.entry):
+            return
+        generators = [*default_generators(), *self.record.generators.values()]
+        with as_recorded():
+            positions = [(generator, marked_position(generator)) for generator in generators]
+            states = [(generator, self._states.at(one)) for generator, one in positions if one is not None]
+        for generator, state in states:
+            generator.set_state(state)
+
     def constant(self, tensor: torch.Tensor) -> int:
         """The number of a new storage that has what is in the memory of ``tensor``."""
         with self.paused():
@@ -168,7 +180,7 @@ class Recorder(OperatorMode):
 
     def _write_down(self, call: Call) -> Any:
         """Record one operator; its results are hollow, shaped as the operator on the meta device says."""
-        if call.depends_on_values or any(self._storages.number_of(tensor) is None for tensor in call.written):
+        if call.depends_on_values or any(map(self._is_refused, call.written)):
             raise _UnrecordableError
         twins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         results = self._shapes(call, twins)
@@ -184,6 +196,12 @@ class Recorder(OperatorMode):
         self.record.add(self._describe(call, made))
         finals = {id(result): made[i] if old[i] is None else old[i] for i, result in enumerate(found)}
         return map_tensors(results, lambda result: finals[id(result)])  # type: ignore[arg-type, return-value]
+
+    def _is_refused(self, tensor: torch.Tensor) -> bool:
+        """Whether writing to ``tensor`` cannot be recorded, or is an error, as where elements share memory, of which
+        the meta device knows nothing."""
+        shares = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.size(), strict=True))
+        return shares or self._storages.number_of(tensor) is None
 
     def _shapes(self, call: Call, twins: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Any:
         """What an operator gives on meta twins of its tensors, which are added to ``twins``."""
@@ -207,10 +225,9 @@ class Recorder(OperatorMode):
         return results
 
     def _describe(self, call: Call, made: list[torch.Tensor | None]) -> Op:
-        written = {id(tensor) for tensor in call.written}
         views = [self._storages.view_of(tensor) for tensor in call.written]
-        numbers = ((self._storages.number_of(tensor), id(tensor)) for tensor in call.tensors)
-        reads = frozenset(number for number, key in numbers if number is not None and key not in written)
+        numbers = map(self._storages.number_of, call.read)
+        reads = frozenset(number for number in numbers if number is not None)
         writes = frozenset(view.storage for view in views)
         covers = all(view.covers(self.record.memory[view.storage].nbytes) for view in views)
         overwrites = call.name in OVERWRITE and covers and not writes & reads

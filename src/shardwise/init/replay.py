@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -163,10 +164,11 @@ class Replay:
     Args:
         record: what to run.
         states: of the generators.
+        names: of what the storages are, by number, for messages.
     """
 
-    def __init__(self, record: Record, states: States):
-        self._record, self._states = record, states
+    def __init__(self, record: Record, states: States, names: Mapping[int, str] = MappingProxyType({})):
+        self._record, self._states, self._names = record, states, names
 
     def run(self, sinks: Mapping[int, Sink]) -> bool:
         """Make each storage of ``sinks``, by its number, and hand it over.
@@ -194,7 +196,14 @@ class Replay:
         last = {touched: position for position, op in enumerate(ops) for touched in op.touches}
         values: Values = {}
         for position, op in enumerate(ops):
-            self._run(op, values, {storage, *(number for number in op.creates if last[number] > position)})
+            try:
+                self._run(op, values, {storage, *(number for number in op.creates if last[number] > position)})
+            except Exception as error:
+                what = repr(self._names[storage]) if storage in self._names else "a tensor"
+                error.add_note(
+                    f"shardwise: this happened in {op.name}, by which the constructor gave {what} its values"
+                )
+                raise
             for touched in op.touches:
                 if last[touched] == position and touched != storage:
                     values.pop(touched, None)
