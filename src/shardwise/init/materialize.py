@@ -20,6 +20,7 @@ from .record import Record, View
 from .replay import Replay, States, as_recorded
 from .streams import Position, default_generators, derived_seed, digest, leave_mark, marked_position, seeded_state
 from .targets import (
+    SlotTarget,
     Target,
     find_meshes,
     find_random_buffers,
@@ -195,7 +196,7 @@ def _give_values(
     shards: Sequence[Shards],
     meshes: Sequence[DeviceMesh],
 ) -> None:
-    """Give the targets memory and values; if that fails on any rank, they have none on all."""
+    """Give the targets memory and values; if that fails on any rank, the sharded ones have none on all."""
     try:
         with failing_together(meshes):
             for owner in shards:
@@ -203,7 +204,8 @@ def _give_values(
             _replay(work, states, names, fast)
     except BaseException:
         for target, _ in (member for members in work.values() for member in members):
-            target.drop_values()
+            if isinstance(target, SlotTarget):
+                target.slot.has_values = False
         raise
 
 

@@ -81,9 +81,6 @@ class Target(ABC):
         whole = torch.cat(parts) if parts else torch.empty(0, dtype=self.sites[0].get().dtype)
         self.write(whole.view(self.shape))
 
-    def drop_values(self) -> None:
-        """It has no values after all, so that it is given some again."""
-
     def origin(self) -> Origin | None:
         """The history that gives its values.
 
@@ -117,9 +114,6 @@ class SlotTarget(Target):
     @property
     def device(self) -> torch.device:
         return self.slot.local.device
-
-    def drop_values(self) -> None:
-        self.slot.has_values = False
 
     @torch.no_grad()
     def write_elements(self, blocks: Blocks) -> None:
