@@ -468,7 +468,7 @@ def test_an_operator_that_fails_names_the_parameter() -> None:
     model = on_meta(lambda: Built(build))
     with pytest.raises(NotImplementedError) as caught:
         materialize(model)
-    assert "in linalg_qr, by which the constructor made odd" in caught.value.__notes__[0]
+    assert "in linalg_qr, by which the constructor gave 'odd' its values" in caught.value.__notes__[0]
 
 
 def test_a_generator_that_was_passed_moves_on() -> None:

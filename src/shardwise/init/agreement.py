@@ -96,8 +96,8 @@ def failing_together(meshes: Sequence[DeviceMesh]) -> Iterator[None]:
         raise
     if _extremes(meshes, 0)[0] == _FAILED:
         raise StateError(
-            "materialize failed on another rank, whose error tells why; sharded parameters that had no values have none "
-            "still: call it again"
+            "materialize failed on another rank, whose error tells why; sharded parameters that had no values "
+            "still have none: call it again"
         )
 
 
