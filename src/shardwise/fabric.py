@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .adapters.whole import gather_in
-from .adapters.wrapping import Policy, forget_history, units_in, without_gradient_sync
+from .adapters.wrapping import Policy, forget_history, units_in, without_gradient_sync, zero_what_waits
 from .checkpoint.atomic import path_of
 from .checkpoint.full_state import full_state_dict
 from .checkpoint.model_state import model_state
@@ -48,7 +48,7 @@ from .lightning_common.files import (
     write_directory,
     write_file,
 )
-from .lightning_common.namespaces import StrategyClasses
+from .lightning_common.namespaces import StrategyClasses, installed_namespaces
 from .lightning_common.optimizers import attach, clip_grad_value_, full_optimizer_state, load_full_optimizer_state
 from .lightning_common.precision import check_precision, share_scaler
 from .lightning_common.processes import ProcessesStrategy
@@ -240,6 +240,7 @@ class _FabricStrategy(ProcessesStrategy):
             ValueError: if its constructor made state on the meta device, and cannot make it again.
         """
         attach(optimizer)
+        zero_what_waits(optimizer)
         self._postponed.run(optimizer)
         return optimizer
 
@@ -623,6 +624,24 @@ class _BackwardSyncControl:
         return without_gradient_sync(module) if enabled else nullcontext()
 
 
+def _hand_on_zero_grad() -> None:
+    """Let Fabric's wrappers of models and optimizers hand `zero_grad` on to what they wrap, as they do with the rest.
+    They inherit one, which knows of gradients that parameters have, and not of those that wait for their reduction."""
+
+    def zero_grad_of(attribute: str) -> Callable[..., None]:
+        def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+            getattr(self, attribute).zero_grad(*args, **kwargs)
+
+        return zero_grad
+
+    for namespace in installed_namespaces():
+        for name, attribute in (("_FabricOptimizer", "_optimizer"), ("_FabricModule", "_forward_module")):
+            wrapper = namespace.of_fabric("wrappers", name)
+            if "zero_grad" not in vars(wrapper):
+                wrapper.zero_grad = zero_grad_of(attribute)
+
+
+_hand_on_zero_grad()
 _classes = StrategyClasses("FullyShardedStrategy", _FabricStrategy)
 FullyShardedStrategy: Any = _classes.first
 strategy_for = _classes.strategy_for

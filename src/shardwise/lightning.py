@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from .adapters.whole import gather_in
-from .adapters.wrapping import Policy, show_shards, without_gradient_sync
+from .adapters.wrapping import Policy, show_shards, without_gradient_sync, zero_what_waits
 from .arguments import check_arguments, check_flag, documented
 from .checkpoint.atomic import is_url
 from .checkpoint.full_state import full_state_dict
@@ -261,6 +261,8 @@ class _TrainerStrategy(ProcessesStrategy):
             with Peers(self.device_mesh).together():
                 super().setup_optimizers(trainer)
                 refuse_strangers(self._own_optimizers(), self.model)
+            for optimizer in (*self._own_optimizers(), *self._lightning_optimizers):  # those have copied methods
+                zero_what_waits(optimizer)
         except BaseException as error:
             self._reset_optimizers_and_schedulers()
             if isinstance(error, ValueError) and "optimizer got an empty parameter list" in str(error):

@@ -816,6 +816,33 @@ def accumulation(directory: Path) -> None:
     assert all(parameter.grad is not None for parameter in model.module.parameters())
 
 
+def zeroed_accumulation(directory: Path) -> None:
+    """What `no_backward_sync` has left over is dropped with all gradients, and what another optimizer has is not."""
+    used, truth = by_block(), make_net()
+    model = used.setup(make_net())
+    halves = [[*model.module.parameters()][half::2] for half in range(2)]
+    first, second = used.setup_optimizers(*(torch.optim.SGD(half, 0.1) for half in halves))
+
+    def backward(each: nn.Module, step: int) -> None:
+        loss = F.mse_loss(each(data(0, step)[0]), data(0, step)[1])
+        used.backward(loss) if each is model else loss.backward()
+
+    for set_to_none in (True, False):
+        for step, zero in enumerate((first, second, model)):
+            for each in (truth, model):
+                each.zero_grad()
+            with used.no_backward_sync(model):
+                for each in (truth, model):
+                    backward(each, 10 + step)
+            zero.zero_grad(set_to_none)
+            for parameter in [*truth.parameters()][step::2] if zero is not model else truth.parameters():
+                parameter.grad = None
+            for each in (truth, model):
+                backward(each, step)
+            for ours, theirs in zip(model.module.parameters(), truth.parameters(), strict=True):
+                torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
 def messages(directory: Path) -> None:
     used = fabric()
     rank, size = used.global_rank, used.world_size
@@ -1223,6 +1250,7 @@ CASES = (
     hosts_with_files_of_their_own,
     clipping,
     accumulation,
+    zeroed_accumulation,
     messages,
     twice,
     refusals,

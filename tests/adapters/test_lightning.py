@@ -7,7 +7,7 @@ import importlib
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -338,6 +338,49 @@ def accumulation(directory: Path) -> None:
     # The same micro-batches, a third of the reductions, and no more gathers.
     assert thrice["reduce_scatter"] * 3 == once["reduce_scatter"] > 0, (once, thrice)
     assert thrice["all_gather"] <= once["all_gather"], (once, thrice)
+
+
+class Interrupted(Module):
+    """Its first run ends between two micro-batches, of which the next one knows nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_interrupted = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 1 and self.is_interrupted:
+            raise InterruptedError("between micro-batches")
+        return super().training_step(batch, batch_idx)
+
+
+class LeftOver(Module):
+    """With manual optimization: the first epoch's gradients are left, and dropped before validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer, is_last = self.optimizers(), self.current_epoch == 1
+        with optimizer.toggle_model(sync_grad=is_last):
+            self.manual_backward(super().training_step(batch, batch_idx))
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def accumulation_left_over(directory: Path) -> None:
+    assert_like_one_process(directory, "shardwise", LeftOver, LeftOver)
+    states = []
+    for strategy in ("auto", "shardwise"):
+        module, batches = Interrupted(), loader(strategy != "auto")
+        for is_interrupted in (True, False):
+            module.is_interrupted = is_interrupted
+            used = trainer(directory, strategy, max_epochs=1, accumulate_grad_batches=2)
+            with pytest.raises(InterruptedError) if is_interrupted else nullcontext():
+                used.fit(module, batches)
+        states.append(module.state_dict() if strategy == "auto" else None)
+    assert_same_state(used, states[0])
 
 
 def rank_by_rank() -> DataLoader[Any]:
@@ -1526,6 +1569,7 @@ CASES = (
     uneven_predictions,
     clipping,
     accumulation,
+    accumulation_left_over,
     precisions,
     loss_scaling,
     exact_resume,

@@ -542,6 +542,28 @@ def test_zeroing_gradients_between_forward_and_backward(preset: str, set_to_none
             torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
 
 
+@on_ranks(2, what=["unreduced", "not_last", "partial"], set_to_none=[True, False])
+def test_zeroing_what_waits_for_its_reduction(what: str, set_to_none: bool) -> None:
+    """Gradients that no parameter shows yet are dropped like those that it shows."""
+    plain, model = Transformer(), Transformer()
+    model.load_state_dict(plain.state_dict())
+    shape, names = ((2, 1), ("replicate", "shard")) if what == "partial" else ((2,), ("shard",))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    sharded: Any = wrap(model, shardwise.fully_shard, mesh=mesh, placements="zero1" if what == "not_last" else None)
+    by = {"unreduced": "requires_gradient_sync", "not_last": "is_last_backward", "partial": "requires_all_reduce"}
+    reduce = getattr(sharded, f"set_{by[what]}")
+    for step in range(3):
+        reduce(False)
+        sharded(inputs_for(model, 9)).square().mean().backward()
+        sharded.zero_grad(set_to_none)
+        reduce(True)
+        for each in (plain, model):
+            each.zero_grad(set_to_none)
+            each(inputs_for(model, step)).square().mean().backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(whole(ours.grad), theirs.grad)
+
+
 @on_ranks(2, 3)
 def test_backward_adds_to_gradients_that_are_cut_otherwise() -> None:
     """As many rows as ranks, with which parts of other shapes could be added too."""

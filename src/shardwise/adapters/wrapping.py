@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,12 +19,16 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from ..checkpoint.names import listed
 from ..checkpoint.peers import Peers
 from ..core.extension import inner_tensors
 from ..core.module import FSDPModule, unit_of
+from ..core.parameter import owner_of
 from ..core.root import CONTAINERS, is_never_called
+from ..core.shards import Shards
+from ..core.step import parameters_of
 from ..core.whole import without_repeats
 from ..fairscale.ranks import refuse_sparse
 from ..fully_shard import check_cuttable
@@ -228,6 +233,29 @@ def without_gradient_sync(model: nn.Module) -> Iterator[None]:
     finally:
         for module, synchronizes in zip(units, before, strict=True):
             module.set_requires_gradient_sync(synchronizes, recurse=False)
+
+
+def zero_what_waits(optimizer: Optimizer) -> None:
+    """Let ``zero_grad`` of ``optimizer`` also drop what `without_gradient_sync` added up for its parameters, as it does
+    where gradients are whole."""
+    reference = weakref.ref(optimizer)  # which has the function itself
+    own: Any = vars(optimizer).get("zero_grad", type(optimizer).zero_grad)
+    is_bound = "zero_grad" in vars(optimizer)
+    if getattr(own, "zeroes_what_waits", False):
+        return
+
+    def zero_grad(*args: Any, **kwargs: Any) -> None:
+        me = reference()
+        assert me is not None
+        own(*args, **kwargs) if is_bound else own(me, *args, **kwargs)
+        parameters = {id(parameter): owner_of(parameter) for parameter in parameters_of(me)}
+        for shards in dict.fromkeys(parameters.values()):
+            for slot in shards.slots if isinstance(shards, Shards) else ():
+                if id(slot.sharded) in parameters:
+                    slot.drop_gradient()
+
+    cast(Any, zero_grad).zeroes_what_waits = True
+    cast(Any, optimizer).zero_grad = zero_grad
 
 
 def units_in(model: nn.Module) -> list[Any]:

@@ -113,9 +113,13 @@ class FSDPModule(_TorchModule):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of `nn.Module`; also of the sharded parameters where others are registered, as between forward and
-        backward: their gradients would be added to the next ones."""
+        backward, and what backward passes without synchronization have added up: the next ones would add to it.
+
+        An optimizer's ``zero_grad`` does not know of gradients that wait for their reduction, as in FSDP2.
+        """
         cast(Any, super()).zero_grad(set_to_none)
         for group in self._groups(recurse=True):
+            group.gradients.zero()
             for slot in group.slots if group.state is not ShardState.SHARDED else ():
                 if set_to_none:
                     slot.sharded.grad = None

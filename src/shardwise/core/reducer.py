@@ -106,6 +106,15 @@ class GradientReducer:
         # Ranks may have counted the absences of different reductions.
         self._absences.clear()
 
+    def zero(self) -> None:
+        """What earlier backward passes left unreduced is nothing. That they left it stays known: other ranks, which may
+        not do the same, reduce with this one."""
+        for slot in self.slots:
+            slot.drop_gradient()
+        for plan in self._plans.values():
+            if plan.partial is not None:
+                plan.partial.zero_()
+
     def take(self) -> list[tuple[Sequence[Slot], list[torch.Tensor | None]]]:
         """Remove the unsharded gradients of the trainable parameters, those of one buffer together."""
         kept, self._was_kept, self._kept = self._kept, False, set()

@@ -13,6 +13,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 from ..adapters.whole import cut, cut_state
+from ..adapters.wrapping import zero_what_waits
 from ..core.step import ELEMENTWISE
 from ..grad import clip_grad_norm_
 from ..grad_scaler import sharded_scaler
@@ -50,6 +51,7 @@ def prepare_optim_wrapper(optim_wrapper: Any) -> None:
         if isinstance(optimizer, Optimizer) and not getattr(optimizer, PREPARED, False):
             setattr(optimizer, PREPARED, True)
             repoint(optimizer)
+            zero_what_waits(optimizer)
             _cut_own_state(optimizer)
             optimizer.register_load_state_dict_pre_hook(cut_state)
 

@@ -166,6 +166,10 @@ class MMFullyShardedDataParallel(nn.Module):
         finally:
             self._syncs_gradients = before
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The model's; also of what was added up under `no_sync`."""
+        self.module.zero_grad(set_to_none)
+
     # -- State
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
