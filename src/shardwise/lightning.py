@@ -24,8 +24,15 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from .adapters.copies import allow_copies, forbid_copies
 from .adapters.whole import gather_in
-from .adapters.wrapping import Policy, show_shards, without_gradient_sync, zero_what_waits
+from .adapters.wrapping import (
+    Policy,
+    show_shards,
+    take_whole_tensors,
+    without_gradient_sync,
+    zero_what_waits,
+)
 from .arguments import check_arguments, check_flag, documented
 from .checkpoint.atomic import is_url
 from .checkpoint.full_state import full_state_dict
@@ -166,6 +173,8 @@ class _TrainerStrategy(ProcessesStrategy):
         super().setup_environment()
         use_device(self.precision_plugin, self.root_device)
         self.lightning_module._device_mesh = self.device_mesh
+        if self._averages():
+            allow_copies(self.lightning_module)  # which callbacks make before `setup`
 
     def _launcher_class(self) -> Any:
         return self.namespace.of_trainer("strategies.launchers.subprocess_script", "_SubprocessScriptLauncher")
@@ -233,9 +242,10 @@ class _TrainerStrategy(ProcessesStrategy):
             raise
         for optimizer in self._own_optimizers():
             attach(optimizer)
-        for callback in trainer.callbacks:
-            if isinstance(average := getattr(callback, "_average_model", None), AveragedModel):
-                self._setup_model(average.module)
+        forbid_copies(self.model)
+        for average in self._averages():
+            if isinstance(average, AveragedModel):
+                self._setup_average(average.module)
         self.barrier()
         self.setup_precision_plugin()
 
@@ -246,6 +256,17 @@ class _TrainerStrategy(ProcessesStrategy):
         materialize(model)
         move_metrics(model, self.root_device)
         return model
+
+    def _averages(self) -> list[Any]:
+        """Of Lightning's `WeightAveraging` callbacks; None of one that has none yet."""
+        callbacks = self.lightning_module.trainer.callbacks
+        return [callback._average_model for callback in callbacks if hasattr(callback, "_average_model")]
+
+    def _setup_average(self, model: nn.Module) -> None:
+        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            take_whole_tensors(model)  # a copy of a module that an earlier run has sharded
+        else:
+            self._setup_model(model)
 
     def model_to_device(self) -> None:
         """Nothing: sharding puts each part where it belongs, without the whole on the device."""
@@ -485,6 +506,8 @@ class _TrainerStrategy(ProcessesStrategy):
         """Release what the run needed; the module stays sharded, on its device."""
         self._saved = None
         module = self.lightning_module
+        if module is not None:
+            forbid_copies(module)
         if self._layer_sync and module is not None and module._trainer is not None and module.trainer.state.fn == "fit":
             self.model = change_layers(module, self._layer_sync.revert)
         self.cluster_environment.teardown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import importlib
 import shutil
@@ -732,6 +733,21 @@ def averages(directory: Path) -> None:
         torch.testing.assert_close(joined(module.losses + resumed.losses), whole.losses)
         torch.testing.assert_close(used.callback_metrics["val_loss"], expected.callback_metrics["val_loss"])
         assert_same_state(used, whole.state_dict())
+    # Of a module that is sharded already; only the callback may copy it.
+    for again, shared in ((resumed, True), (whole, False)):
+        callbacks = [average(), saving] if shared else [average()]
+        strategy = ours(state_dict_type="sharded") if shared else "auto"
+        again.losses.clear()
+        used = trainer(directory, strategy, max_epochs=2, callbacks=callbacks, enable_checkpointing=shared)
+        used.fit(again, loader(shared), loader(shared))
+        if shared:
+            refitted = full_state(used)
+    torch.testing.assert_close(joined(resumed.losses), whole.losses)
+    torch.testing.assert_close(refitted, whole.state_dict())
+    other, used = Module(), trainer(directory, "shardwise", max_epochs=3, callbacks=[average()])
+    used.fit(other, loader(True), ckpt_path=saving.best_model_path)
+    with pytest.raises(TypeError, match="cannot be deep-copied"):
+        copy.deepcopy(resumed)
 
 
 def whole_state_dicts(directory: Path) -> None:

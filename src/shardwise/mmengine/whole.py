@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,21 +12,15 @@ from mmengine.model import BaseAveragedModel
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..adapters.copies import is_own
 from ..checkpoint.full_state import load_weights
 from ..checkpoint.weights import ModelWeights, Weight, peers_of, weights_of
 from ..core.errors import StateError
-from ..core.module import FSDPModule, class_before_sharding, unit_of
+from ..core.module import class_before_sharding, unit_of
 
 HOOKS = (
     *("_state_dict_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
     *("_forward_pre_hooks", "_forward_hooks"),
-)
-FORWARD_HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
 )
 
 
@@ -122,14 +114,7 @@ def _as_before_sharding(model: nn.Module) -> Iterator[None]:
 
 
 def _users(hooks: Any) -> Any:
-    return type(hooks)((key, hook) for key, hook in hooks.items() if not _is_own(hook))
-
-
-def _is_own(hook: Any) -> bool:
-    hook = getattr(hook, "hook", hook)
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    return str(getattr(hook, "__module__", "")).partition(".")[0] == "shardwise"
+    return type(hooks)((key, hook) for key, hook in hooks.items() if not is_own(hook))
 
 
 def init_weights_whole(model: nn.Module) -> None:
@@ -139,7 +124,7 @@ def init_weights_whole(model: nn.Module) -> None:
     """
     original = getattr(model, "init_weights", None)
     # A second Runner may wrap the same model.
-    if not callable(original) or _is_own(original):
+    if not callable(original) or is_own(original):
         return
 
     # Weak, since the model holds `init_weights`. A function that was set on the instance is not bound to it.
@@ -158,35 +143,7 @@ def init_weights_whole(model: nn.Module) -> None:
     model.__dict__["init_weights"] = init_weights
 
 
-# -- Copies, for averages
-
-
-def copy_sharded(model: nn.Module) -> None:
-    """Let `copy.deepcopy` of a unit give a plain module over DTensors of its own, as averages of the model need.
-
-    Only on these instances: elsewhere a copy of a unit, which could not run, stays an error.
-    """
-    for module in model.modules():
-        if unit_of(module) is not None:
-            module.__dict__["__deepcopy__"] = functools.partial(_copy, weakref.ref(module))
-
-
-def _copy(reference: weakref.ref[nn.Module], memo: dict[int, Any]) -> nn.Module:
-    module = reference()
-    assert module is not None
-    # Inside of `init_weights` it has the class from before already.
-    original = class_before_sharding(type(module)) if isinstance(module, FSDPModule) else type(module)
-    twin = original.__new__(original)
-    memo[id(module)] = twin
-    state = dict(module.__dict__)
-    for own in ("_shardwise_unit", "__deepcopy__", "init_weights"):
-        state.pop(own, None)
-    hooks = (*module._forward_pre_hooks.items(), *module._forward_hooks.items())
-    own_hooks = {key for key, hook in hooks if _is_own(hook)}
-    for kind in FORWARD_HOOKS:
-        state[kind] = type(state[kind])((key, value) for key, value in state[kind].items() if key not in own_hooks)
-    twin.__dict__.update(copy.deepcopy(state, memo))
-    return twin
+# -- Averages
 
 
 def repoint_averages(model: nn.Module) -> None:

@@ -11,6 +11,7 @@ from mmengine.registry import MODEL_WRAPPERS
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch
 
+from ..adapters.copies import allow_copies
 from ..adapters.wrapping import forget_history, show_shards, units_in, without_gradient_sync
 from ..arguments import check_arguments, documented
 from ..core.device import eager
@@ -21,7 +22,7 @@ from .optimizers import prepare_optim_wrapper
 from .policies import find_policy
 from .saving import DTYPES
 from .units import Units
-from .whole import copy_sharded, init_weights_whole, repoint_averages
+from .whole import init_weights_whole, repoint_averages
 
 NAME = "MMFullyShardedDataParallel"
 
@@ -86,7 +87,7 @@ class MMFullyShardedDataParallel(nn.Module):
             for unit in units_in(module):
                 unit.set_modules_to_backward_prefetch([unit])  # that is, no other one
         init_weights_whole(module)
-        copy_sharded(module)
+        allow_copies(module)
         repoint_averages(module)
         self.module = module
         self.register_load_state_dict_pre_hook(_take_models_names)  # type: ignore[no-untyped-call]
