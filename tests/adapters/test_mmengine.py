@@ -246,6 +246,16 @@ def initializes_on_meta(directory: Path) -> None:
     for name, value in expected.state_dict().items():
         assert torch.equal(found[name], value), name
 
+    for ignored in ("net.0", "net.0.weight"):
+        torch.manual_seed(11)
+        with shardwise.init_on_meta():
+            model = Toy()
+        wrapper = MMFullyShardedDataParallel(model, ignored_states=[ignored])
+        torch.manual_seed(11)
+        whole = shardwise.full_state_dict(wrapper.module, rank0_only=False)
+        check_same(whole, Toy().state_dict())
+        assert not isinstance(model.net[0].weight, DTensor)
+
 
 def initializes_by_function(directory: Path) -> None:
     """``param_init_fn``, by name, for what is on the meta device."""

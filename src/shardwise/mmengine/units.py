@@ -71,7 +71,8 @@ class Units:
                 chosen.setdefault(model, self.precision.root)
         if chosen:
             for parameter in self.ignored_parameters:
-                parameter.data = parameter.to(mesh_device(self.mesh))
+                if not parameter.is_meta:  # or `materialize` puts it there
+                    parameter.data = parameter.to(mesh_device(self.mesh))
             choices: dict[str, Iterable[nn.Module | nn.Parameter]] = {
                 "ignored_modules": self.ignored_modules,
                 "ignored_parameters": self.ignored_parameters,
