@@ -797,6 +797,27 @@ def test_a_backward_after_one_that_failed_without_a_forward_between(fails: str) 
         assert_gradients(sharded, oss, ddp)
 
 
+@on_ranks(2, by=("wrapper", "optimizer"), set_to_none=(True, False))
+def test_gradients_zeroed_after_a_backward_that_failed(by: str, set_to_none: bool) -> None:
+    """Those from before it too, which were put aside for it."""
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise KeyError("broken")
+
+    for size in SIZES:
+        sharded, oss = shard(model_of(), reduce_buffer_size=size)
+        ddp = DistributedDataParallel(model_of())
+        backward(sharded, 1)
+        handle = list(sharded.parameters())[1].register_hook(fail)
+        with pytest.raises(KeyError):
+            backward(sharded, 2)
+        handle.remove()
+        (oss if by == "optimizer" else sharded).zero_grad(set_to_none=set_to_none)
+        for each in (sharded, ddp):
+            backward(each, 0)
+        assert_gradients(sharded, oss, ddp)
+
+
 @on_ranks(2)
 def test_an_exception_in_forward_leaves_no_trace() -> None:
     sharded, oss = shard(model_of())

@@ -880,6 +880,24 @@ def test_init_fn_that_fails_says_where() -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("shape", [(3, 4), (8, 3), (4, 1), (3,)])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_initializers_that_change_shapes(fake_mesh: Mesh, shape: tuple[int, ...], sharded: bool) -> None:
+    class Reshapes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(4, 3))
+
+        def reset_parameters(self) -> None:
+            self.weight = nn.Parameter(torch.randn(*shape))
+
+    model = meta(lambda: nn.Sequential(Reshapes()))
+    if sharded:
+        fully_shard(model, mesh=fake_mesh(2))
+    with pytest.raises(ValueError, match=r"'0.weight' has shape \(4, 3\), and its initializer made it"):
+        materialize(model)
+
+
 def test_initializers_see_unwrapped_modules_and_cannot_reach_values(fake_mesh: Mesh) -> None:
     kinds: list[type] = []
 

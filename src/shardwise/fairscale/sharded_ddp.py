@@ -131,6 +131,8 @@ class ShardedDataParallel(nn.Module):
     def _start(self) -> None:
         """Set up what belongs to this process."""
         self._size = dist.get_world_size(self._group)
+        for optimizer in self._optimizers:
+            optimizer._wrappers.append(weakref.ref(self))
         self._gradient_hooks: GradientHooks | None = None
         self._keeps_local = False
         self._watched: list[tuple[str, torch.Tensor]] = []
@@ -218,12 +220,18 @@ class ShardedDataParallel(nn.Module):
         if self._gradient_hooks is not None:
             self._gradient_hooks.reduce()
 
+    def end_failed_backward(self) -> None:
+        """If a backward failed, finish it, since the others wait for it: the gradients from before are there again."""
+        if self._gradient_hooks is not None:
+            self._gradient_hooks.recover_if_failed()
+
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Fill all gradients that are there, of the module and of what else is reduced, with zeros, or drop them.
 
         Args:
             set_to_none: whether to drop them; False by default, as in FairScale.
         """
+        self.end_failed_backward()
         super().zero_grad(set_to_none)
         for _, parameter in self._watched:
             if id(parameter) not in self._inside and parameter.grad is not None:
@@ -457,9 +465,7 @@ class GradientHooks:
 
     def begin(self) -> None:
         """Note that a backward runs in this thread. Unless gradients stay local, it ends with a complete reduction."""
-        # Autograd drops what it was to call at the end of a backward that failed.
-        if self._backward is not None and self._end_of_backward() is None:
-            self.recover()
+        self.recover_if_failed()
         if self.keeps_local:
             self.has_local = True
         elif self._backward is None:
@@ -488,6 +494,12 @@ class GradientHooks:
         if self._backward is not None:
             self._backward, self.has_local = None, False
             self.reducer.finish()
+
+    def recover_if_failed(self) -> None:
+        """`recover`, unless the backward still runs."""
+        # Autograd drops what it was to call at the end of a backward that failed.
+        if self._backward is not None and self._end_of_backward() is None:
+            self.recover()
 
     def recover(self) -> None:
         """Finish a backward that was aborted by an exception: other ranks wait for it."""

@@ -54,11 +54,8 @@ class Target(ABC):
 
     def __init__(self, name: str, sites: list[Site]):
         self.name, self.sites = name, sites
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
-        return tuple(self.sites[0].get().shape)
+        self.shape = tuple(sites[0].get().shape)
+        """Of the whole tensor. Initializers may register others in its place."""
 
     @property
     def mesh(self) -> DeviceMesh | None:
