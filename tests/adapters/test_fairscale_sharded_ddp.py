@@ -797,7 +797,7 @@ def test_a_backward_after_one_that_failed_without_a_forward_between(fails: str) 
         assert_gradients(sharded, oss, ddp)
 
 
-@on_ranks(2, by=("wrapper", "optimizer"), set_to_none=(True, False))
+@on_ranks(2, by=("wrapper", "optimizer", "hand"), set_to_none=(True, False))
 def test_gradients_zeroed_after_a_backward_that_failed(by: str, set_to_none: bool) -> None:
     """Those from before it too, which were put aside for it."""
 
@@ -812,7 +812,11 @@ def test_gradients_zeroed_after_a_backward_that_failed(by: str, set_to_none: boo
         with pytest.raises(KeyError):
             backward(sharded, 2)
         handle.remove()
-        (oss if by == "optimizer" else sharded).zero_grad(set_to_none=set_to_none)
+        if by == "hand":
+            for parameter in sharded.parameters():
+                parameter.grad = None if set_to_none or parameter.grad is None else torch.zeros_like(parameter)
+        else:
+            (oss if by == "optimizer" else sharded).zero_grad(set_to_none=set_to_none)
         for each in (sharded, ddp):
             backward(each, 0)
         assert_gradients(sharded, oss, ddp)

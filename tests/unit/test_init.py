@@ -785,6 +785,11 @@ def test_put_on_meta_by_others(make: Make) -> None:
         assert torch.equal(torch.get_rng_state(), after)
 
 
+def test_memory_format_of_what_others_put_on_meta() -> None:
+    model = meta(lambda: nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last))
+    assert_same(materialize(model, seed=3), built(lambda: nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)))
+
+
 def test_initializers_run_after_the_constructor() -> None:
     def make() -> nn.Module:
         return nn.Sequential(nn.Linear(3, 3), skip_init(nn.Linear, 3, 3))

@@ -465,13 +465,25 @@ class OwnerReducer:
             if gradient is not None:
                 self.reduced.add(id(self.parameters[index]))
 
+    def put_back(self) -> None:
+        """A backward failed: owned parameters have the gradients again that they had before, which may be zeroed."""
+        for index in self.owned:
+            parameter = self.parameters[index]
+            if id(parameter) not in self.reduced:
+                parameter.grad = kept = self._kept.pop(index, None)
+                if kept is not None:
+                    self.reduced.add(id(parameter))
+
     @torch.no_grad()
     def abandon(self) -> None:
-        """Finish a backward that failed, as the other ranks have to, and drop what it computed."""
-        for index, _, _ in self._complete():
-            self.parameters[index].grad = kept = self._kept.pop(index, None)
-            if kept is not None:
+        """Finish a backward that failed, as the other ranks have to, and drop what it computed; after `put_back`."""
+        before = [(index, self.parameters[index].grad) for index in self.owned]
+        self._complete()
+        for index, gradient in before:
+            self.parameters[index].grad = gradient
+            if gradient is not None:
                 self.reduced.add(id(self.parameters[index]))
+        self._kept.clear()
 
     def _complete(self) -> list[tuple[int, torch.Tensor, bool]]:
         """Owned parameters: index, mean over ranks, whether any rank had a gradient."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -122,8 +121,6 @@ class OSS(Optimizer):
         self._plan: _BroadcastPlan | None = None
         self._moved: dict[int, int] = {}
         self._consolidated: dict[Any, Any] | None = None
-        self._wrappers: list[weakref.ref[Any]] = []
-        """Of models whose gradients are reduced to the owners, as they were made."""
         super().__init__(params, defaults)
         self.optim = optim(self.partition_parameters()[self.rank], **defaults)
         # Schedulers look up hyper-parameters that were not passed here.
@@ -194,13 +191,6 @@ class OSS(Optimizer):
         """Does nothing, on any rank: every step looks by itself which parameters are frozen by now."""
 
     # -- Steps
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any optimizer; also of the gradients from before a backward that failed."""
-        for reference in self._wrappers:
-            if (wrapper := reference()) is not None:
-                wrapper.end_failed_backward()
-        super().zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Step the owned parameters and receive the others from their owners.
@@ -507,7 +497,7 @@ class OSS(Optimizer):
         # torch calls this for a part of the attributes too.
         if "optim" not in state:
             return
-        self._plan, self._moved, self._wrappers = None, {}, []
+        self._plan, self._moved = None, {}
         self._join(None)  # sets the rank of this process
         if self.world_size != len(self._loads):
             raise RuntimeError(

@@ -131,8 +131,6 @@ class ShardedDataParallel(nn.Module):
     def _start(self) -> None:
         """Set up what belongs to this process."""
         self._size = dist.get_world_size(self._group)
-        for optimizer in self._optimizers:
-            optimizer._wrappers.append(weakref.ref(self))
         self._gradient_hooks: GradientHooks | None = None
         self._keeps_local = False
         self._watched: list[tuple[str, torch.Tensor]] = []
@@ -220,18 +218,12 @@ class ShardedDataParallel(nn.Module):
         if self._gradient_hooks is not None:
             self._gradient_hooks.reduce()
 
-    def end_failed_backward(self) -> None:
-        """If a backward failed, finish it, since the others wait for it: the gradients from before are there again."""
-        if self._gradient_hooks is not None:
-            self._gradient_hooks.recover_if_failed()
-
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Fill all gradients that are there, of the module and of what else is reduced, with zeros, or drop them.
 
         Args:
             set_to_none: whether to drop them; False by default, as in FairScale.
         """
-        self.end_failed_backward()
         super().zero_grad(set_to_none)
         for _, parameter in self._watched:
             if id(parameter) not in self._inside and parameter.grad is not None:
@@ -465,14 +457,16 @@ class GradientHooks:
 
     def begin(self) -> None:
         """Note that a backward runs in this thread. Unless gradients stay local, it ends with a complete reduction."""
-        self.recover_if_failed()
+        # Autograd drops what it was to call at the end of a backward that failed.
+        if self._backward is not None and self._end_of_backward() is None:
+            self.recover()
         if self.keeps_local:
             self.has_local = True
         elif self._backward is None:
             self._backward = backward_number()
             self.reducer.begin()
             end = functools.partial(self._end)
-            self._end_of_backward = weakref.ref(end)
+            self._end_of_backward = weakref.ref(end, functools.partial(_dropped, weakref.ref(self)))
             queue_end_of_backward(end)
 
     def before_accumulation(self, index: int) -> None:
@@ -495,17 +489,18 @@ class GradientHooks:
             self._backward, self.has_local = None, False
             self.reducer.finish()
 
-    def recover_if_failed(self) -> None:
-        """`recover`, unless the backward still runs."""
-        # Autograd drops what it was to call at the end of a backward that failed.
-        if self._backward is not None and self._end_of_backward() is None:
-            self.recover()
-
     def recover(self) -> None:
         """Finish a backward that was aborted by an exception: other ranks wait for it."""
         if self._backward is not None:
+            if self._end_of_backward() is not None:  # autograd has not dropped it yet
+                self.reducer.put_back()
             self._backward, self.has_local = None, False
             self.reducer.abandon()
+
+    def put_back(self) -> None:
+        """Autograd has dropped what it was to call: if the backward has not ended, it failed."""
+        if self._backward is not None:
+            self.reducer.put_back()
 
     def reduce(self) -> None:
         """Reduce what backward passes left local.
@@ -523,6 +518,11 @@ class GradientHooks:
 
 
 Hooks = weakref.ref[GradientHooks]
+
+
+def _dropped(reference: Hooks, _: object) -> None:
+    if (hooks := reference()) is not None:
+        hooks.put_back()
 
 
 def _announced(reference: Hooks) -> Callable[[torch.Tensor], None]:
