@@ -2505,14 +2505,16 @@ def test_resharding_to_fewer_ranks_by_a_strategy_of_one_axis() -> None:
     check(lambda: stack(Layer()), against_torch=False, steps=2, **options)
 
 
-@on_ranks(4)
-def test_resharding_to_fewer_ranks_on_another_dim() -> None:
+@on_ranks(4, rows=[4, 3, 1])
+def test_resharding_to_fewer_ranks_on_another_dim(rows: int) -> None:
+    """Also where rows over fewer ranks would be padded beyond the memory of the whole tensor."""
+
     def wrapping(model: nn.Module, verb: Verb) -> None:
         mesh = init_device_mesh("cpu", (4,))
         wrap(model, verb, mesh=mesh, reshard_after_forward=2, shard_placement_fn=other_dim)
 
     # FSDP2 fails there on one-dimensional parameters.
-    check(lambda: MLP((8, 12, 16, 4)), simple_iteration(8), wrapping=wrapping, against_torch=False)
+    check(lambda: MLP((8, 12, 16, rows)), simple_iteration(8), wrapping=wrapping, against_torch=False)
 
 
 @on_ranks(4, evaluates=[True, False])

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.core.layout import ALIGNMENT, Layout, for_gradients, per_parameter, worth_thinning
+from shardwise.core.layout import ALIGNMENT, Layout, for_gradients, over_fewer, per_parameter, worth_thinning
 
 SHAPES = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=5)
 
@@ -67,6 +67,26 @@ def test_other_dims_are_cut_there_and_always_packed() -> None:
     assert cut.packed
     assert not plain.packed
     check(layout)
+
+
+@given(SHAPES, st.integers(1, 4), st.integers(1, 4), st.data())
+def test_over_fewer_ranks_in_the_same_places(
+    shapes: list[tuple[int, ...]], world_size: int, times: int, data: st.DataObject
+) -> None:
+    dims = [data.draw(st.integers(0, len(shape) - 1)) for shape in shapes]
+    # Dims other than the first divide evenly.
+    even = [
+        tuple(size * times * world_size if at == dim > 0 else size for at, size in enumerate(shape))
+        for shape, dim in zip(shapes, dims, strict=True)
+    ]
+    layout = per_parameter(even, dims, times * world_size)
+    fewer = over_fewer(layout, world_size)
+    check(fewer)
+    for old, new in zip(layout.tensors, fewer.tensors, strict=True):
+        assert new.shape == old.shape
+        assert new.full_reserved <= old.full_reserved
+        assert new.dim in (0, old.dim)
+        assert new.dim == 0 or new.is_even
 
 
 def test_gradients_are_tight_even_on_one_rank() -> None:

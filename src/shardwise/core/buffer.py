@@ -14,7 +14,7 @@ import torch
 from .comm import Comm
 from .device import RowSplitter, copy_each, not_inference
 from .lanes import Lane
-from .layout import Layout, TensorLayout
+from .layout import Layout, TensorLayout, over_fewer
 
 Allocate = Callable[..., torch.Tensor]
 """``allocate(size, dtype=..., device=...)``."""
@@ -62,6 +62,7 @@ class GatherPlan:
         for tensor, offset in in_order:
             if (size := tensor.chunk_numel) and not tensor.thin:
                 target = full[offset : offset + size * layout.world_size]
+                assert target.numel() == size * layout.world_size, "collectives would write behind the buffer"
                 (self._packed if tensor.packed or pack_all else self._direct).append((tensor, target))
         self._splitter: RowSplitter | None = None
         if all(tensor.is_contiguous_cut for tensor, _ in self._packed):
@@ -298,27 +299,23 @@ class ShardedBuffer:
             self._plan = self._make_plan(pack_all=False)
         return self._plan.start(source, lane.allocate, lane.release, casts=self._casts)
 
-    @property
-    def can_reshard(self) -> bool:
-        """Whether `prepare_resharded` was called."""
-        return self._resharded is not None
+    def reshard_to_smaller(self, comm: Comm) -> list[tuple[torch.Tensor, int]]:
+        """Keep this rank's chunks over the ranks of ``comm``, free the rest.
 
-    def prepare_resharded(self, layout: Layout, comm: Comm) -> None:
-        """Enable `reshard_to_smaller`: ``layout`` is of the same tensors over the ranks of ``comm``."""
-        plan = GatherPlan(layout, comm.rank, self.full, self._offsets())
-        self._resharded = layout, comm, plan
-
-    def reshard_to_smaller(self) -> list[torch.Tensor]:
-        """Keep this rank's chunks over the smaller world, free the rest; gives the chunks in their shapes."""
-        assert self._resharded is not None
-        layout, comm, _ = self._resharded
+        Returns:
+            Each chunk in its shape, and the tensor dim that it is cut on.
+        """
+        if self._resharded is None:
+            layout = over_fewer(self.layout, comm.size)
+            self._resharded = layout, comm, GatherPlan(layout, comm.rank, self.full, self._offsets())
+        layout = self._resharded[0]
         local = self.full.new_zeros(layout.local_numel(comm.rank))
         views = [local_view(tensor, local, comm.rank) for tensor in layout.tensors]
         for index, (tensor, view) in enumerate(zip(layout.tensors, views, strict=True)):
-            view.copy_(self.full_view(index).narrow(0, tensor.start(comm.rank), tensor.length(comm.rank)))
+            view.copy_(self.full_view(index).narrow(tensor.dim, tensor.start(comm.rank), tensor.length(comm.rank)))
         self._resharded_local = local
         self.free()
-        return views
+        return [(view, tensor.dim) for view, tensor in zip(views, layout.tensors, strict=True)]
 
     def drop_resharded(self) -> None:
         """Free the chunks over the smaller world."""

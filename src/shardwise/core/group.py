@@ -26,7 +26,6 @@ from .device import (
 )
 from .errors import explain
 from .lanes import Lane, Ticket, Waitable
-from .layout import per_parameter
 from .mesh import DataParallelMesh, DataParallelRanks
 from .parameter import make_sharded_parameter, mark_replaced, remember_successor
 from .reducer import GradientReducer
@@ -284,17 +283,13 @@ class ParamGroup:
         self.shards.watch()
         for buffer in self.shards.buffers:
             slots = [(position, slot) for position, slot in enumerate(self.slots) if slot.buffer is buffer]
-            if not buffer.can_reshard:
-                shapes = [tensor.shape for tensor in buffer.layout.tensors]
-                buffer.prepare_resharded(per_parameter(shapes, [0] * len(shapes), smaller.shard.size), smaller.shard)
             with torch.no_grad(), not_inference(), without_torch_function():
-                views = buffer.reshard_to_smaller()
+                chunks = buffer.reshard_to_smaller(smaller.shard)
                 for position, slot in slots:
                     assert slot.unsharded is not None
-                    spec = make_spec(smaller.mesh, smaller.placements(0), slot.unsharded)
-                    parameter = make_sharded_parameter(
-                        views[slot.index], spec, slot.sharded.requires_grad, self.shards.reference
-                    )
+                    chunk, dim = chunks[slot.index]
+                    spec = make_spec(smaller.mesh, smaller.placements(dim), slot.unsharded)
+                    parameter = make_sharded_parameter(chunk, spec, slot.sharded.requires_grad, self.shards.reference)
                     # An optimizer made of these would step what the next gather throws away.
                     mark_replaced(parameter)
                     remember_successor(parameter, self.shards.reference, position)

@@ -155,6 +155,16 @@ def per_parameter(
     return _rank_major(cuts, world_size, full_offsets, full_numel)
 
 
+def over_fewer(layout: Layout, world_size: int) -> Layout:
+    """The tensors of ``layout`` over ``world_size`` ranks, by which theirs divides, to be gathered to the same places:
+    cut on dim 0, as in FSDP2, where their padding has room there, and else on the dim that they are cut on now."""
+    shapes = [tensor.shape for tensor in layout.tensors]
+    rows = per_parameter(shapes, [0] * len(shapes), world_size).tensors
+    fits = [new.full_reserved <= old.full_reserved for new, old in zip(rows, layout.tensors, strict=True)]
+    dims = [0 if fit else tensor.dim for fit, tensor in zip(fits, layout.tensors, strict=True)]
+    return per_parameter(shapes, dims, world_size)
+
+
 def worth_thinning(shapes: Sequence[tuple[int, ...]], dims: Sequence[int], world_size: int, least: float) -> list[bool]:
     """Which tensors to lay out as thin ones: those with at most half as many rows as there are ranks, if that saves
     ``least`` elements of a gathered buffer.
