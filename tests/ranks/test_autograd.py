@@ -605,6 +605,27 @@ def test_autograd_grad_of_parameters_inside_forward() -> None:
     check(lambda: stack(Layer(), ChecksPlainParameters()))
 
 
+class LossesOfLayers(Stack):
+    """Trains each layer by a loss of its own while the forward around them goes on, which has parameters too."""
+
+    def forward(self, x: torch.Tensor, stop_after: int | None = None) -> torch.Tensor:
+        x = self.first(x)
+        total = x.square().mean()
+        for layer in self.layers:
+            x = layer(x.detach())
+            x.square().mean().backward()
+        return self.last(x.detach()).square() + total
+
+
+@on_ranks(1, 2, preset=["ddp", "zero2", "zero3"])
+def test_backward_of_layers_inside_forward_of_the_root(preset: str) -> None:
+    check(
+        lambda: LossesOfLayers([Layer(), Layer(), Layer()], WIDTH),
+        wrapping=lambda model, verb: wrap(model, verb, placements=preset),
+        against_torch=False,
+    )
+
+
 # -- Modes
 
 

@@ -185,7 +185,8 @@ class FSDPCommContext:
         with label("FSDP::root_post_backward_callback"), torch.no_grad(), self._ending():
             creates_graph, self._creates_graph = self._creates_graph, False
             self._end_is_queued = False
-            self.forward_root = None
+            if self.forward_root is not None and not self.forward_root.runs_forward:
+                self.forward_root = None
             units = self.units
             for unit in units:
                 if creates_graph:

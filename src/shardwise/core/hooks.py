@@ -526,7 +526,7 @@ class Unit:
 
     def end_of_backward(self) -> None:
         """Do what no gradient triggered: inputs without gradients, parameters unused, calls that took no part."""
-        if self._inside and not self._recomputes:
+        if self.runs_forward:
             return  # backward was called inside this forward
         took_part = self.phase is Phase.POST_BACKWARD and not self._to_run
         if self._computes_backward or (
@@ -545,7 +545,7 @@ class Unit:
 
     def end_of_differentiable_backward(self) -> None:
         """Nothing to reduce, and what its derivative needs stays gathered where no input will announce it."""
-        if self._inside and not self._recomputes:
+        if self.runs_forward:
             return
         if self.phase is Phase.PRE_BACKWARD:
             assert self.context is not None
@@ -602,6 +602,11 @@ class Unit:
         self._positions.clear()
 
     # -- Anywhere
+
+    @property
+    def runs_forward(self) -> bool:
+        """Whether a forward of it goes on, apart from a recomputed one."""
+        return bool(self._inside) and not self._recomputes
 
     @property
     def is_idle(self) -> bool:
