@@ -107,6 +107,7 @@ ORDER = [
     "fairscale.fsdp",
     "fairscale.wrap",
     "fairscale.batch_norm",
+    "adapters.copies",
     "mmengine.whole",
     "adapters.whole",
     "mmengine.saving",
