@@ -625,12 +625,14 @@ class _BackwardSyncControl:
 
 
 def _hand_on_zero_grad() -> None:
-    """Let Fabric's wrappers of models and optimizers hand `zero_grad` on to what they wrap, as they do with the rest.
-    They inherit one, which knows of gradients that parameters have, and not of those that wait for their reduction."""
+    """Let Fabric's wrappers of models and optimizers hand `zero_grad` on to what they wrap, as they do with the rest,
+    under this strategy. They inherit one, which does not know of gradients that wait for their reduction."""
 
-    def zero_grad_of(attribute: str) -> Callable[..., None]:
+    def zero_grad_of(wrapper: Any, attribute: str) -> Callable[..., None]:
         def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
-            getattr(self, attribute).zero_grad(*args, **kwargs)
+            is_ours = isinstance(self._strategy, _FabricStrategy)
+            zeroes: Any = getattr(self, attribute) if is_ours else super(wrapper, self)
+            zeroes.zero_grad(*args, **kwargs)
 
         return zero_grad
 
@@ -638,7 +640,7 @@ def _hand_on_zero_grad() -> None:
         for name, attribute in (("_FabricOptimizer", "_optimizer"), ("_FabricModule", "_forward_module")):
             wrapper = namespace.of_fabric("wrappers", name)
             if "zero_grad" not in vars(wrapper):
-                wrapper.zero_grad = zero_grad_of(attribute)
+                wrapper.zero_grad = zero_grad_of(wrapper, attribute)
 
 
 _hand_on_zero_grad()

@@ -72,12 +72,13 @@ def _number(parts: Iterable[bytes]) -> int:
 
 
 @contextmanager
-def telling_failure(meshes: Sequence[DeviceMesh]) -> Iterator[None]:
-    """An error inside makes the other ranks, which go on to `require_same`, raise there."""
+def telling_failure(meshes: Sequence[DeviceMesh], times: int = 2) -> Iterator[None]:
+    """An error inside makes the other ranks raise where they ask next, as in `require_same`, which asks each mesh as
+    many ``times``."""
     try:
         yield
     except BaseException:  # an interrupt too
-        for _ in range(2):  # as many collectives as `require_same` makes on each mesh
+        for _ in range(times):
             _extremes(meshes, _FAILED)
         raise
 
@@ -89,11 +90,8 @@ def failing_together(meshes: Sequence[DeviceMesh]) -> Iterator[None]:
     Raises:
         StateError: if another rank failed.
     """
-    try:
+    with telling_failure(meshes, times=1):
         yield
-    except BaseException:
-        _extremes(meshes, _FAILED)
-        raise
     if _extremes(meshes, 0)[0] == _FAILED:
         raise StateError(
             "materialize failed on another rank, whose error tells why; sharded parameters that had no values "

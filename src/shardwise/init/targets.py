@@ -153,11 +153,11 @@ class WholeTarget(Target):
     def write(self, whole: torch.Tensor) -> None:
         old = self.sites[0].get()
         value = whole.detach().to(dtype=old.dtype, device=self.device)
-        if value.stride() != old.stride() and not isinstance(old, DTensor):  # channels last, by others
-            value = torch.empty_like(old, device=value.device, requires_grad=False).copy_(value)
         if isinstance(old, DTensor):  # cut by another parallelism only
             empty = torch.empty_like(local_of(old), device=value.device)
             value = shard_like(value, wrap_local(empty, spec_of(old)))
+        elif value.stride() != old.stride():  # channels last, by others
+            value = torch.empty_like(old, device=value.device, requires_grad=False).copy_(value)
         if not self.sites[0].is_buffer:
             value = nn.Parameter(value, old.requires_grad)
         become(old, value, self.sites)

@@ -1,4 +1,4 @@
-"""What MMEngine does to a model between its steps, for a model that is sharded: initialize it, copy it."""
+"""What MMEngine does to a model between its steps, for a model that is sharded: initialize it, average it."""
 
 from __future__ import annotations
 
