@@ -610,6 +610,33 @@ def test_objects_with_a_state_and_ranks_that_differ() -> None:
             load(directory, extra={"other": own})
 
 
+@on_ranks(2, 3)
+def test_plain_tensors_of_extra_and_scheduler_are_those_of_each_rank() -> None:
+    class Warmup:
+        def __init__(self, value: torch.Tensor):
+            self.value = value
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"value": self.value, "same": torch.ones(2)}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            assert torch.equal(state["same"], torch.ones(2))
+            self.value = state["value"]
+
+    rank = dist.get_rank()
+    own = torch.arange(rank + 1).to(torch.bfloat16)  # of another shape on each
+    with shared_directory() as directory:
+        save(directory / "own", scheduler=Warmup(own), extra=own)
+        scheduler = Warmup(torch.zeros(0))
+        assert torch.equal(load(directory / "own", scheduler=scheduler), own)
+        assert torch.equal(scheduler.value, own)
+        for tensor_on in (0, 1):
+            name = f"tensor_on_{tensor_on}"
+            save(directory / name, extra=own if rank == tensor_on else "none")
+            loaded = load(directory / name)
+            assert torch.equal(loaded, own) if rank == tensor_on else loaded == "none"
+
+
 class Counting(torch.optim.SGD):
     """A state dict with more than state and param groups."""
 

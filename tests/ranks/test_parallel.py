@@ -276,6 +276,27 @@ def test_the_smaller_world_is_left_while_resharded_to_it(when: str, reshards: bo
     assert_close(train(model, dist.get_rank()), train(other, dist.get_rank()))
 
 
+@on_ranks(4)
+def test_state_dict_while_resharded_to_a_smaller_world() -> None:
+    """Which has freed what was gathered, so that the next forward and backward gather anew."""
+    model = wrap(make_transformer(), shardwise.fully_shard, reshard_after_forward=2)
+    other = wrap(make_transformer(), shardwise.fully_shard)
+    data = inputs_for(model, dist.get_rank())
+    with torch.no_grad():
+        model(data)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value.to_local(), other.state_dict()[name].to_local())
+    results = []
+    for each in (model, other):
+        loss = each(data).sum()
+        each.state_dict()
+        loss.backward()
+        gradients = {name: whole(parameter.grad) for name, parameter in each.named_parameters()}
+        each.zero_grad()
+        results.append(gradients | train(each, dist.get_rank()))
+    assert_close(*results)
+
+
 def whole(gradient: torch.Tensor | None) -> torch.Tensor:
     assert isinstance(gradient, DTensor)
     return gradient.full_tensor()

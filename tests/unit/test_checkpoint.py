@@ -26,7 +26,7 @@ import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -1137,6 +1137,19 @@ def test_extras_of_another_form_are_an_error(tmp_path: Path) -> None:
     assert loader.position == 0
     load(tmp_path / "list", extra=(loader,))
     assert loader.position == 3
+
+
+class Pair(NamedTuple):
+    loader: Any
+    count: int
+
+
+def test_tuples_that_are_filled_keep_their_class(tmp_path: Path) -> None:
+    save(tmp_path, extra={"pair": (Loader(3), 5)})
+    loader = Loader()
+    loaded = load(tmp_path, extra={"pair": Pair(loader, 0)})
+    assert loaded["pair"].loader is loader
+    assert (loader.position, loaded["pair"].count) == (3, 5)
 
 
 class Dangerous:

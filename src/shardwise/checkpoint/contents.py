@@ -89,16 +89,19 @@ def _is_own(value: Any, loads: dict[tuple[DeviceMesh, tuple[int, ...]], list[int
 
 
 def digests(items: Mapping[Path, torch.Tensor | Pickled], model: nn.Module | None) -> dict[Path, int]:
-    """A checksum of everything in which ranks may differ: pickled objects, buffers and extra state of ``model``, and
-    plain tensors of optimizers' state of sharded parameters, which may be of each rank's shard."""
+    """A checksum of everything in which ranks may differ: pickled objects, plain tensors of the scheduler and of extra,
+    buffers and extra state of ``model``, and plain tensors of optimizers' state of sharded parameters, which may be of
+    each rank's shard."""
     found = {path: zlib.crc32(item.data) for path, item in items.items() if isinstance(item, Pickled)}
-    if model is None:
-        return found
-    # With every name of a shared buffer: all of them are saved, and loaded into the same memory.
-    buffers = {(MODEL, plain_name(model, key)) for key, _ in model.named_buffers(remove_duplicate=False)}
-    sharded = {own[0] for parameter, own in parameter_names(model).items() if isinstance(parameter, DTensor)}
+    buffers: set[Path] = set()
+    sharded: set[str] = set()
+    if model is not None:
+        # With every name of a shared buffer: all of them are saved, and loaded into the same memory.
+        buffers = {(MODEL, plain_name(model, key)) for key, _ in model.named_buffers(remove_duplicate=False)}
+        sharded = {own[0] for parameter, own in parameter_names(model).items() if isinstance(parameter, DTensor)}
     for path, item in items.items():
-        may_differ = path in buffers or (path[0] == MODEL and str(path[-1]).split(".")[-1] == "_extra_state")
+        may_differ = path[0] in (SCHEDULER, EXTRA) or path in buffers
+        may_differ |= path[0] == MODEL and str(path[-1]).split(".")[-1] == "_extra_state"
         may_differ |= path[:2] == (OPTIMIZER, STATE) and len(path) > 2 and str(path[2]) in sharded
         if may_differ and isinstance(item, torch.Tensor) and is_plain(item):
             found[path] = zlib.crc32(raw(item.cpu()))

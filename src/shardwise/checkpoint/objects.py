@@ -267,8 +267,13 @@ def _map_items(value: Any, function: Callable[[Any, Any], Any]) -> Any:
         parts = [function(index, item) for index, item in enumerate(value)]
         if all(new is old for new, old in zip(parts, value, strict=True)):
             return value
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        return _like(value, parts)
     return value
+
+
+def _like(value: Any, items: Sequence[Any]) -> Any:
+    """A list or tuple of the class of ``value``, with ``items``; ``_fields`` tells named tuples."""
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
 def restore(given: Any, loaded: Any, where: str) -> Any:
@@ -299,7 +304,7 @@ def restore(given: Any, loaded: Any, where: str) -> Any:
         given[:] = _restore_items(given, loaded, where)
         return given
     if isinstance(given, tuple) and isinstance(loaded, (list, tuple)) and len(given) == len(loaded):
-        return tuple(_restore_items(given, loaded, where))
+        return _like(given, _restore_items(given, loaded, where))
     if _has_stateful(given):
         raise ValueError(
             f"{where} of the checkpoint has the form {_form_of(loaded)}, and what is to be filled {_form_of(given)}: "

@@ -137,9 +137,9 @@ class Restoring:
         tensors = self._stored.tensors()
         for prefix in (f"{EXTRA_TENSORS}.", f"{EXTRA}.", f"{SCHEDULER}."):
             for key in self._stored.below(prefix):
-                if key in tensors:
-                    like, size = held.get(key.removeprefix(f"{EXTRA_TENSORS}.")), tensors[key].size
-                    empty = torch.empty(size, dtype=tensors[key].properties.dtype, device="cpu")
+                if (kind := tensors.get(self._own(key))) is not None:
+                    like, size = held.get(key.removeprefix(f"{EXTRA_TENSORS}.")), kind.size
+                    empty = torch.empty(size, dtype=kind.properties.dtype, device="cpu")
                     targets[key] = like.detach() if like is not None and like.shape == size else empty
         self._stored.read({self._own(key): tensor for key, tensor in targets.items()}, advance)
         self._values.update(targets)

@@ -258,7 +258,8 @@ class ParamGroup:
             keep: do not free the gathered ones; the next `unshard` gathers only if the shards were written. Frees them
                 all the same where writes may go unnoticed.
         """
-        keep = keep and self.shards.sees_writes
+        # What was cut over a smaller world freed the gathered memory already.
+        keep = keep and self.shards.sees_writes and self.state is not ShardState.RESHARDED
         if self._gather is not None:
             self.wait_for_unshard()
         if after_forward and self.policy.reshard_to is not None and self.is_unsharded:

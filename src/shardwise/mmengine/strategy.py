@@ -16,6 +16,7 @@ from mmengine.model import BaseDataPreprocessor, is_model_wrapper
 from mmengine.registry import MODEL_WRAPPERS, STRATEGIES
 from torch import nn
 
+from ..adapters.wrapping import units_in
 from .arguments import wrong_type
 from .optimizers import prepare_optim_wrapper
 from .processes import init_process_group
@@ -44,6 +45,12 @@ def _set_device(preprocessor: BaseDataPreprocessor, device: str) -> None:
         preprocessor._device = torch.device(device)
     else:
         preprocessor.to(device)
+
+
+def _is_initialized_sharded(model: nn.Module) -> bool:
+    """Whether ``model`` has no values before it is sharded, or is sharded already, so that only the wrapper, which lets
+    it see whole parameters, can initialize it."""
+    return any(parameter.is_meta for parameter in model.parameters()) or bool(units_in(model))
 
 
 def _make_average(hook: Any, runner: Any) -> None:
@@ -102,15 +109,15 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]  # MMEngine has no t
             if isinstance(module, BaseDataPreprocessor):
                 _set_device(module, get_device())
         config = {"type": NAME, **(self.model_wrapper or {})}
-        was_on_meta = any(parameter.is_meta for parameter in model.parameters())
+        initializes_now = _is_initialized_sharded(model)
         wrapped: Any = _own(MODEL_WRAPPERS.build(config, default_args={"module": self.convert_model(model)}))
-        if was_on_meta and self.dispatch_kwargs.get("init_weights_for_test_or_val", True):
+        if initializes_now and self.dispatch_kwargs.get("init_weights_for_test_or_val", True):
             getattr(wrapped.module, "init_weights", _nothing)()
         return wrapped  # type: ignore[no-any-return]
 
     def _init_model_weights(self, model: nn.Module) -> nn.Module:
-        """Initialize a model that is not sharded yet; one on the meta device gets its values once it is."""
-        if any(parameter.is_meta for parameter in model.parameters()):
+        """Initialize a model, unless it has to wait for `_wrap_model`."""
+        if _is_initialized_sharded(model):
             return model
         initialized: nn.Module = super()._init_model_weights(model)
         return initialized
