@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -472,6 +473,39 @@ def test_sparse_gradients() -> None:
     fully_shard(model)
     with refused((ValueError, RuntimeError), "embed.weight", "sparse"):
         model(torch.zeros(2, 3, dtype=torch.int64)).sum().backward()
+
+
+class Bounded(nn.Module):
+    """Its embedding limits the norms of rows that it looks up, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.linear = nn.Embedding(29, 4, max_norm=0.5), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.embed(x))
+
+
+@on_ranks(1, 2, preset=["zero3", "zero1"], inner=[True, False])
+def test_writes_to_gathered_parameters(preset: Any, inner: bool) -> None:
+    """Once, whether the first forward is evaluation or not; not where the shards are what is written."""
+    model, tokens = Bounded(), torch.arange(6).view(2, 3)
+    if inner:
+        fully_shard(model.embed, placements=preset)
+    fully_shard(model, placements=preset)
+    unit = "unit 'embed'" if inner else r"unit 'Bounded \(root\)'"
+    warned: Any = pytest.warns(UserWarning, match=rf"{unit}: forward wrote to 'embed.weight' in place.*max_norm")
+    if dist.get_world_size() == 1:
+        warned = nullcontext()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with warned, torch.no_grad():
+            model(tokens)
+        with warned:
+            model(tokens).sum().backward()
+        model(tokens).sum().backward()
+        fine = wrap(Transformer(1), fully_shard, placements=preset)
+        fine(torch.zeros(2, 8, dtype=torch.int64)).sum().backward()
 
 
 @on_ranks(2)

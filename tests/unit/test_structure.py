@@ -39,6 +39,7 @@ ORDER = [
     "core.flat",
     "core.reducer",
     "core.group",
+    "core.lost",
     "core.iteration",
     "core.context",
     "core.boundary",

@@ -29,6 +29,7 @@ from .errors import StateError
 from .group import ParamGroup
 from .iteration import Iteration
 from .lanes import Lane
+from .lost import LostWrites
 from .parameter import owner_of
 from .slot import GroupOptions
 from .step import end_steps
@@ -98,6 +99,7 @@ class Unit:
         self._differentiated: set[Any] = set()
         """Calls whose first backward this one differentiates, and which it did not leave yet."""
         self._guards: list[RemovableHandle] = []
+        self._lost_writes: LostWrites | None = LostWrites(self.groups)
         self.name = ""
         self.rename(name or "")
         self.context, self.iteration = context, Iteration() if context is None else context.iteration
@@ -190,6 +192,8 @@ class Unit:
             self._prefetch_for_forward(context)
         for group in self.groups:
             group.wait_for_unshard()
+        if self._lost_writes is not None and is_first:
+            self._lost_writes.enter()
         return call.arguments
 
     def _check_unsharded(self) -> None:
@@ -302,6 +306,10 @@ class Unit:
 
     @labelled("FSDP::post_forward ({name})")
     def _leave_forward(self, context: FSDPCommContext, output: Any) -> Any:
+        if self._lost_writes is not None:
+            self._lost_writes.leave()
+            if torch.is_grad_enabled():
+                self._lost_writes = None
         output = self.kept(output)
         for group in self.groups:
             if group.options.reshard_after_forward and not self._recomputes:
