@@ -401,6 +401,68 @@ def test_gradients_of_embeddings(apart: bool, embed_unit: bool, reshard: bool | 
         check(lambda: Transformer(2), run, steps=2, against_torch=False, wrapping=wrapping)
 
 
+def forward_of_layers(model: nn.Module, batch_number: int, rank: int) -> tuple[Any, ...]:
+    """Input, loss, and the outputs of the layers."""
+    seen: list[torch.Tensor] = []
+    handles = [layer.register_forward_hook(lambda module, args, output: seen.append(output)) for layer in model.layers]
+    x = data(batch_number, rank)
+    out = model(x).square().mean()
+    for handle in handles:
+        handle.remove()
+    return x, out, *seen
+
+
+def before_another_forward(model: nn.Module, step: int, rank: int, layer: int) -> torch.Tensor:
+    """The root's backward of the second forward is over before the penalty on the first comes to it."""
+    _, _, *outputs = result = forward_of_layers(model, 10 * step, rank)
+    penalty = gradient_of(result[1], outputs[layer]).square().sum()
+    loss = penalty + model(data(10 * step + 1, rank)).square().mean()
+    loss.backward()
+    return loss
+
+
+def of_both_forwards(model: nn.Module, step: int, rank: int, layer: int) -> torch.Tensor:
+    """A backward that reaches the inputs of one forward only; the penalty is on what it gave for the other."""
+    x, out, *_ = forward_of_layers(model, 10 * step, rank)
+    _, other, *outputs = forward_of_layers(model, 10 * step + 1, rank)
+    _, gradient = torch.autograd.grad(out + other, [x, outputs[layer]], create_graph=True)
+    loss = out + gradient.square().sum()
+    loss.backward()
+    return loss
+
+
+def of_both_forwards_at_once(model: nn.Module, step: int, rank: int, layer: int) -> torch.Tensor:
+    """The second backward is in the middle of both calls of the root, whose outputs it does not come to."""
+    results = [forward_of_layers(model, 10 * step + part, rank) for part in range(2)]
+    gradients = [gradient_of(out, outputs[layer]) for _, out, *outputs in results]
+    loss = torch.stack([gradient.square().sum() for gradient in gradients]).sum()
+    loss.backward()
+    return loss
+
+
+def of_outputs_after_loss(model: nn.Module, step: int, rank: int, layer: int) -> torch.Tensor:
+    _, out, *outputs = forward_of_layers(model, step, rank)
+    penalty = gradient_of(out, outputs[layer]).square().sum()
+    out.backward(retain_graph=True)
+    penalty.backward(retain_graph=True)
+    penalty.backward()
+    return penalty
+
+
+OF_OUTPUTS = [before_another_forward, of_both_forwards, of_both_forwards_at_once, of_outputs_after_loss]
+
+
+@on_ranks(2, run=OF_OUTPUTS, layer=[0, 1], reshard=[True, False])
+def test_gradients_of_outputs_of_units(run: Any, layer: int, reshard: bool) -> None:
+    """They are tensors inside the root, of whose inputs and outputs the derivative may come to none."""
+
+    def iteration(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        loss: torch.Tensor = run(model, step, rank, layer)
+        return loss
+
+    check(layers, iteration, steps=2, against_torch=False, reshard_after_forward=reshard)
+
+
 class Keeps(nn.Module):
     """A unit that shows a tensor of its middle, which is all that it is differentiated by."""
 

@@ -21,17 +21,24 @@ from .errors import StateError
 from .tree import Additions, Replacement, all_tensors, is_flat, map_tensors, tensors_requiring_grad
 
 
-class Told(Protocol):
+class ToldOfBegin(Protocol):
+    """What is told that backward begins."""
+
+    def pre_backward(self, call: Any = None) -> None:
+        """It begins, or, if ``call`` is given, that of the backward of this node does."""
+
+
+class Told(ToldOfBegin, Protocol):
     """What is told of backward."""
 
     def kept(self, output: Any) -> Any:
         """``output`` in memory that resharding leaves."""
 
-    def pre_backward(self, call: Any = None) -> None:
-        """It begins, or, if ``call`` is given, that of the backward of this node does."""
+    def pre_backward_hook(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """It begins, with this gradient of an output; gives what goes on in its place, if anything does."""
 
-    def pre_backward_hook(self, gradient: torch.Tensor) -> None:
-        """It begins, with this gradient of an output."""
+    def announce_around(self, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """``gradients`` that its inputs get by a backward that creates a graph, or its outputs."""
 
     def post_backward(self, forward_pass: int, call: Any) -> None:
         """The gradients of the inputs of a call in this forward pass are complete; ``call`` is its node."""
@@ -154,6 +161,11 @@ def announce_begin(unit: Told, output: Any) -> tuple[Any, bool]:
     return output, bool(tensors)
 
 
+def announce_derivative(told: ToldOfBegin, call: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """``gradients`` that a backward gives, whose own backward tells ``told`` that it begins for ``call``."""
+    return apply_function(_PreBackward, told, call, *gradients)  # type: ignore[no-any-return]
+
+
 def _removing(handle: RemovableHandle) -> Callable[[torch.Tensor], None]:
     return lambda gradient: handle.remove()
 
@@ -193,7 +205,7 @@ class _PostBackward(_Announcing):
         ctx.unit.post_backward(ctx.what, ctx)
         if torch.is_grad_enabled():
             # Where this backward ends that of its gradients begins.
-            gradients = apply_function(_PreBackward, ctx.unit, ctx, *gradients)
+            gradients = announce_derivative(ctx.unit, ctx, *ctx.unit.announce_around(*gradients))
         return (None, None, *gradients)
 
 

@@ -57,7 +57,6 @@ class FSDPCommContext:
         self._queued_end: Callable[[], Any] = _nothing
         self._backward = -1
         self._creates_graph = False
-        self._unannounced: list[weakref.ref[Unit]] = []
 
     def use_device(self, device: Device) -> None:
         """Run communication on lanes of ``device``; before anything ran."""
@@ -144,17 +143,6 @@ class FSDPCommContext:
             self._creates_graph = True
             for unit in self.units:
                 unit.guard_gradients()
-
-    def note_unannounced(self, unit: weakref.ref[Unit]) -> None:
-        """No gradient of an input of ``unit`` will say when its backward is differentiated."""
-        if unit not in self._unannounced:
-            self._unannounced.append(unit)
-
-    def gather_unannounced(self) -> None:
-        """Some unit's backward is differentiated: so may those be that were noted."""
-        for reference in self._unannounced:
-            if (unit := reference()) is not None and unit.is_idle:
-                unit.pre_backward()
 
     def add_reduction(self, reduction: Reduction) -> None:
         """Let ``reduction`` run beside the computation."""

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.hooks import RemovableHandle
 
-from .boundary import Call, announce_begin
+from .boundary import Call, announce_begin, announce_derivative
 from .context import FSDPCommContext
 from .device import (
     backward_number,
@@ -439,24 +439,32 @@ class Unit:
     # -- Backward
 
     @eager
-    def pre_backward_hook(self, gradient: torch.Tensor) -> None:
+    def pre_backward_hook(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Backward has come to an output, whose ``gradient`` this is."""
         if is_profiled():
             self.show_ranges()
         self.pre_backward()
+        return self.announce_around(gradient)[0] if gradient is not None and torch.is_grad_enabled() else None
+
+    def announce_around(self, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """``gradients``, whose derivative tells the units around this one, whose backward has come to it: their own
+        inputs may take no part in that, and their outputs do not."""
+        assert self.context is not None
+        around = [unit for unit in self.context.units if unit is not self and unit.phase is Phase.PRE_BACKWARD]
+        return announce_derivative(_Several(around), None, *gradients) if around else gradients
 
     def pre_backward(self, call: Any = None) -> None:
         """Gather unless prefetched, prefetch the unit expected next.
 
         Args:
-            call: the node at the inputs of the call whose first backward is differentiated, if one is.
+            call: if the first backward of one is differentiated, what `post_backward` will be given at its end; what it
+                never is, if that end is not known.
         """
         context = self.context
         assert context is not None
         context.queue_end_of_backward(creates_graph=torch.is_grad_enabled())
         if call is not None:
             self._differentiated.add(call)
-            context.gather_unannounced()
         if self.phase is not Phase.PRE_BACKWARD:
             self._enter_backward(context)
 
@@ -556,8 +564,6 @@ class Unit:
         if self.runs_forward:
             return
         if self.phase is Phase.PRE_BACKWARD:
-            assert self.context is not None
-            self.context.note_unannounced(self.reference)
             for group in self.groups:
                 group.shards.watch()
         self._computes_backward = False
@@ -649,6 +655,18 @@ class Unit:
         self._forget_forward()
         self._calls.clear()
         self.forget_calls()
+
+
+class _Several:
+    """Units into the middle of whose calls a derivative comes."""
+
+    def __init__(self, units: Sequence[Unit]):
+        self._units = units
+
+    def pre_backward(self, _: Any = None) -> None:
+        """It begins; which of their calls ends it is not known."""
+        for unit in self._units:
+            unit.pre_backward(_Several)
 
 
 def _check_arrival(reference: weakref.ref[Unit], _: torch.Tensor) -> None:
