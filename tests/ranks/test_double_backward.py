@@ -461,6 +461,8 @@ def test_gradients_of_outputs_of_units(run: Any, layer: int, reshard: bool) -> N
         return loss
 
     check(layers, iteration, steps=2, against_torch=False, reshard_after_forward=reshard)
+    if reshard:
+        check(layers, iteration, steps=2, against_torch=False, wrapping=several_as_one)
 
 
 class Keeps(nn.Module):

@@ -448,9 +448,11 @@ class Unit:
 
     def announce_around(self, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """``gradients``, whose derivative tells the units around this one, whose backward has come to it: their own
-        inputs may take no part in that, and their outputs do not."""
+        inputs may take no part in that, and their outputs do not. Others of a unit's modules are around one of them."""
         assert self.context is not None
-        around = [unit for unit in self.context.units if unit is not self and unit.phase is Phase.PRE_BACKWARD]
+        around = [unit for unit in self.context.units if unit.phase is Phase.PRE_BACKWARD]
+        if self in around and len(self._modules) == 1:
+            around.remove(self)
         return announce_derivative(_Several(around), None, *gradients) if around else gradients
 
     def pre_backward(self, call: Any = None) -> None:
@@ -621,11 +623,6 @@ class Unit:
     def runs_forward(self) -> bool:
         """Whether a forward of it goes on, apart from a recomputed one."""
         return bool(self._inside) and not self._recomputes
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether it is in no forward and no backward."""
-        return self.phase is Phase.IDLE
 
     @property
     def awaits_backward(self) -> bool:
