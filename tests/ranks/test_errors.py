@@ -270,6 +270,15 @@ def test_int_reshard_of_kept_parameters() -> None:
         fully_shard(Layer(), reshard_after_forward=2, placements="zero2")
 
 
+@on_ranks(2)
+def test_int_reshard_of_named_axes() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("outer", "data"))
+    layer = nn.Linear(4, 4)
+    for kind in (ValueError, NotImplementedError):
+        with refused(kind, "reshard_after_forward=2", "dp_mesh_dims", "True"):
+            fully_shard(layer, mesh=mesh, dp_mesh_dims=named_axes(shard="data"), reshard_after_forward=2)
+
+
 @on_ranks(2, 4)
 def test_dim_that_does_not_divide() -> None:
     layer = nn.Sequential(nn.Linear(WIDTH, 8))

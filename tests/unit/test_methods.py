@@ -559,10 +559,19 @@ def test_set_post_optim_event(fake_mesh: Mesh) -> None:
         def wait(self) -> None:
             waited.append("yes")
 
+    model.set_post_optim_event(None)  # type: ignore[operator]
     model.set_post_optim_event(Event())  # type: ignore[operator]
     run(model)
     run(model)
     assert waited == ["yes"]
+    with pytest.raises(TypeError, match=r"takes a torch\.Event, not int"):
+        model.set_post_optim_event(3)  # type: ignore[operator]
+
+
+def test_gathers_are_asynchronous_whatever_is_set(fake_mesh: Mesh) -> None:
+    model = build(fake_mesh(4))
+    model._set_unshard_async_op(True)  # type: ignore[operator]
+    run(model)
 
 
 def test_reset_iter_state_only_on_the_root(fake_mesh: Mesh) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from ..placements import Placements
 from .comm import Comm, SingleComm, comm_for, new_group_of
 from .device import flatten_axes, join_meshes
+from .errors import UnsupportedShardError
 from .lanes import current_device
 
 
@@ -171,7 +172,7 @@ def smaller_mesh(mesh: DataParallelMesh, size: int) -> DataParallelMesh | None:
     """
     world_size = mesh.shard.size
     if mesh.whole is not None:
-        raise ValueError(f"reshard_after_forward={size}: with dp_mesh_dims only True and False are possible")
+        raise UnsupportedShardError(f"reshard_after_forward={size}: with dp_mesh_dims only True and False are possible")
     if size < 1 or world_size % size:
         raise ValueError(
             f"reshard_after_forward={size}: as an int it must divide the {world_size} ranks that parameters are "

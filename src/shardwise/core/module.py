@@ -331,11 +331,22 @@ class FSDPModule(_TorchModule):
         for group in self._unit.groups:
             group.options.unshard_in_backward = unshard_in_backward
 
-    def set_post_optim_event(self, event: torch.Event) -> None:
+    def set_post_optim_event(self, event: torch.Event | None) -> None:
         """Let the next forward's first gather start after ``event``, recorded behind the optimizer's step, instead of
-        after all computation that is queued by then. The memory that it receives in is taken now."""
+        after all computation that is queued by then. The memory that it receives in is taken now. None changes nothing.
+
+        Raises:
+            TypeError: if it is no event.
+        """
+        if event is None:
+            return
+        if not hasattr(event, "wait"):
+            raise TypeError(f"set_post_optim_event takes a torch.Event, not {type(event).__name__}")
         context = self._unit.own_context()
         context.gather_after(event, next((unit for unit in context.units if unit.is_root), self._unit))
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Nothing to set: gathers are asynchronous, and the compute stream allocates for them, in any case."""
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many reductions may be under way at once; each holds one unit's gradients.
