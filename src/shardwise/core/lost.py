@@ -33,8 +33,8 @@ class LostWrites:
         if written := [slot.name for slot, version in self._before.items() if after.get(slot, version) != version]:
             warnings.warn(
                 f"unit {self._groups[0].name!r}: forward wrote to {', '.join(map(repr, written))} in place. Its shards "
-                "do not get what is written to gathered parameters, so it is lost with them: write to the parameters between "
-                "forward and backward passes, or compute with a changed copy (nn.Embedding: without max_norm)",
+                "do not get what is written to gathered parameters, so it is lost with them: write to the parameters "
+                "between forward and backward passes, or compute with a changed copy (nn.Embedding: without max_norm)",
                 stacklevel=2,
             )
 
