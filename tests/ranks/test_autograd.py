@@ -1479,6 +1479,18 @@ def test_output_is_a_parameter(view: bool, preset: str) -> None:
     assert not any(face._backward_hooks for face in faces)  # one more for each forward
 
 
+@on_ranks(2, reshard=[None, False])
+def test_output_of_the_root_that_is_a_parameter_outlives_backward(reshard: bool | None) -> None:
+    """Positions that a detector's root hands out beside the loss, read after backward. (FSDP2 frees their memory.)"""
+    for view in (True, False):
+        model: Any = shardwise.fully_shard(GivesItsParameter(view), reshard_after_forward=reshard)
+        table = model(torch.zeros(2, WIDTH))
+        table.sum().backward()
+        truth = GivesItsParameter(view)(torch.zeros(2, WIDTH))
+        assert torch.equal(table, truth)
+        assert model.table.grad.full_tensor().sum() == truth.numel()
+
+
 class Box:
     """An object that nobody can look into."""
 

@@ -327,10 +327,9 @@ class Unit:
         return output
 
     def kept(self, output: Any) -> Any:
-        """``output``, with copies of unsharded parameters that are resharded after forward."""
-        for group in self.groups:
-            if group.options.reshard_after_forward and not self._recomputes:
-                output = map_tensors(output, group.kept)
+        """``output``, with copies of unsharded parameters, whose memory is gone after forward, or after backward."""
+        for group in () if self._recomputes else self.groups:
+            output = map_tensors(output, group.kept)
         return output
 
     def _refuse_opaque(self, output: Any) -> None:
