@@ -60,6 +60,7 @@ def test_methods_of_a_newer_torch_are_refused(fake_mesh: Mesh, monkeypatch: pyte
 def test_class_and_name(fake_mesh: Mesh) -> None:
     model = build(fake_mesh(2))
     assert type(model).__name__ == "FSDPTransformer"
+    assert str(type(model)) == str(Transformer)  # by which transformers finds the outputs that a class records
     assert type(model).__mro__[1] is FSDPModule
     assert type(model.layers[0]) is type(model.layers[1])
     assert isinstance(model, torch.distributed.fsdp.FSDPModule)

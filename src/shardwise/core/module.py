@@ -526,7 +526,9 @@ def wrapped_class(original: type) -> type:
     """
     if original not in _classes:
         try:
-            _classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), {})
+            # `str` of both is the same: transformers looks up by it which outputs a model's class records.
+            place = {"__module__": original.__module__, "__qualname__": original.__qualname__}
+            _classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), place)
         except Exception as error:  # of a metaclass or `__init_subclass__`
             raise TypeError(
                 f"fully_shard makes a subclass of {original.__name__}, without arguments, which failed: {error}"
