@@ -1026,6 +1026,15 @@ def test_parameters_that_say_how_they_are_gathered_are_refused_by_name() -> None
             FSDP(extend(nn.Sequential(nn.Linear(4, 4)), SentInBfloat16), flatten_parameters=flat)
 
 
+@on_ranks(1, 2)
+def test_what_has_no_shape_yet_is_refused_by_name() -> None:
+    for flat in (True, False):
+        with pytest.raises(ValueError, match=r"'1.weight' has no shape yet"):
+            FSDP(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2)), flatten_parameters=flat)
+        with pytest.raises(ValueError, match=r"'1.running_mean' has no shape yet"):
+            FSDP(nn.Sequential(nn.Linear(2, 2), nn.LazyBatchNorm1d(affine=False)), flatten_parameters=flat)
+
+
 @on_ranks(2)
 def test_sparse_buffers_are_refused_by_all_ranks() -> None:
     """Also by what the strategies for Lightning and MMEngine check, which send them too."""

@@ -1170,6 +1170,13 @@ def test_ranks_with_other_parameters_are_told() -> None:
         ShardedDDP(model, oss)
 
 
+@on_ranks(1, 2)
+def test_what_has_no_shape_yet_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.LazyBatchNorm1d(affine=False))
+    with pytest.raises(ValueError, match=r"'1.running_mean' has no shape yet"):
+        shard(model)
+
+
 @on_ranks(2)
 def test_tensors_on_the_meta_device_are_refused_on_all_ranks() -> None:
     for lacking, message in (

@@ -17,7 +17,7 @@ from ..core.parameter import Place, owner_of, successor_of
 from ..core.root import managed_modules
 from ..core.whole import WholeBroadcast
 from .flat_parameter import FlatParameter
-from .ranks import check_same_on_ranks, comm_of, describe, is_stand_in, refuse_sparse
+from .ranks import check_same_on_ranks, comm_of, describe, is_stand_in, refuse_lazy, refuse_sparse
 
 INNER = "_fsdp_wrapped_module"
 """Name of the wrapped module in its wrapper, FairScale's."""
@@ -76,13 +76,15 @@ def own_parameters(module: nn.Module) -> list[tuple[Member, nn.Parameter]]:
     """Parameters of `own_modules` that are not sharded yet.
 
     Raises:
-        ValueError: for one that was joined to others by another instance, and so cannot be shared any more.
+        ValueError: for one that was joined to others by another instance, and so cannot be shared any more, or that has
+            no shape yet.
     """
     found: dict[int, tuple[nn.Parameter, list[tuple[str, str]]]] = {}
     for path, member in own_modules(module):
         for name, parameter in member._parameters.items():
             if parameter is None or owner_of(parameter) is not None:
                 continue
+            refuse_lazy([(under(path, name), parameter)])
             if successor_of(parameter) is not None:
                 raise ValueError(
                     f"parameter {under(path, name)!r} is tied to one that another instance has flattened: wrap the "
@@ -188,8 +190,9 @@ def check_same_model(
     itself come afterwards, so that they fail on all ranks alike.
 
     Raises:
-        ValueError: naming one whose shape, dtype or requires_grad differs between ranks.
+        ValueError: naming one whose shape, dtype or requires_grad differs between ranks, or that has no shape yet.
     """
+    refuse_lazy(_own_buffers(module))
     if not is_stand_in(group) and group.size() > 1:
         described = [describe(name, tensor) for name, tensor in _named(module, own)]
         check_same_on_ranks("FullyShardedDataParallel", comm_of(group, device), described, device)

@@ -31,7 +31,7 @@ from ..core.step import parameters_of
 from ..core.tree import map_tensors, tensors_requiring_grad
 from ..core.whole import OwnerReducer, WholeBroadcast
 from .oss import OSS
-from .ranks import check_same_on_ranks, compute_device_of, describe, refuse_sparse
+from .ranks import check_same_on_ranks, compute_device_of, describe, refuse_lazy, refuse_sparse
 
 ARGUMENTS = {
     "module": Argument("the model; every rank has all of it"),
@@ -81,8 +81,9 @@ class ShardedDataParallel(nn.Module):
     Raises:
         TypeError: if ``module`` is not a module, ``sharded_optimizer`` not an `OSS` or several, or ``process_group``
             not a process group.
-        ValueError: for a module on several types of devices, or with sparse tensors, for optimizers of other ranks
-            than ``process_group``'s or that disagree on a parameter's owner, and if ranks have different parameters.
+        ValueError: for a module on several types of devices, or with tensors that are sparse or have no shape yet, for
+            optimizers of other ranks than ``process_group``'s or that disagree on a parameter's owner, and if ranks
+            have different parameters.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class ShardedDataParallel(nn.Module):
             raise ValueError(
                 f"ShardedDataParallel(reduce_buffer_size={reduce_buffer_size}): must be 0 or more elements"
             )
+        refuse_lazy([*module.named_parameters(), *module.named_buffers()])
         self._optimizers = _as_list(sharded_optimizer)
         self._group = _common_group(self._optimizers, process_group)
         devices = {parameter.device for parameter in module.parameters()}
