@@ -341,6 +341,20 @@ class Picky(SGD):
 
 
 @on_ranks(2)
+def test_what_has_no_shape_yet_is_refused_by_name_and_not_added() -> None:
+    parameter, lazy = nn.Parameter(torch.ones(3)), nn.LazyLinear(2)
+    with pytest.raises(ValueError, match=r"parameter 'weight' of param group 0.* has no shape yet"):
+        OSS(lazy.named_parameters(), lr=0.1)
+    oss = OSS([parameter], lr=0.1)
+    with pytest.raises(ValueError, match=r"parameter 0 of param group 1.* has no shape yet"):
+        oss.add_param_group({"params": lazy.parameters()})
+    give_gradients([parameter], 0)
+    oss.step()
+    assert len(oss.param_groups) == 1
+    assert list(oss.owners().values()) == [0]
+
+
+@on_ranks(2)
 def test_a_group_that_the_wrapped_optimizer_refuses_is_not_added() -> None:
     parameters = [nn.Parameter(torch.ones(3)) for _ in range(5)]
     oss, plain = OSS(parameters[:2], optim=Picky, lr=0.1), Picky(copy.deepcopy(parameters), lr=0.1)

@@ -22,7 +22,7 @@ from ..core.tree import map_tensors
 from ..core.whole import WholeBroadcast
 from ..grad import scale_to_norm
 from ..grad_scaler import dense_gradient
-from .ranks import check_same_on_ranks, describe
+from .ranks import check_same_on_ranks, describe, refuse_lazy
 
 ARGUMENTS = {
     "params": Argument("parameters, named parameters or param groups, as for any torch optimizer"),
@@ -170,19 +170,24 @@ class OSS(Optimizer):
 
         Args:
             param_group: ``params`` and any hyper-parameters.
+
+        Raises:
+            ValueError: naming a parameter that has no shape yet; nothing is added then.
         """
         super().add_param_group(param_group)
         params = self.param_groups[-1]["params"]
-        owners, loads = deal([p.numel() for p in params], [p.requires_grad for p in params], self._loads)
-        self._owners.append(owners)
-        if "optim" in self.__dict__:
-            try:
+        try:
+            refuse_lazy(self.named())
+            owners, loads = deal([p.numel() for p in params], [p.requires_grad for p in params], self._loads)
+            self._owners.append(owners)
+            if "optim" in self.__dict__:
                 self.optim.add_param_group(self._part(self.rank, first=len(self._owners) - 1)[0])
-            except BaseException:
-                # It may refuse more than `Optimizer` does; what it does not have must not be here either.
-                self._owners.pop()
-                self.param_groups.pop()
-                raise
+        except BaseException:
+            # It may refuse more than `Optimizer` does; what it does not have must not be here either.
+            self.param_groups.pop()
+            del self._owners[len(self.param_groups) :]
+            raise
+        if "optim" in self.__dict__:
             # Only the new group: what was set in the others since the last step is not in `optim` yet.
             _copy_settings(self.optim.param_groups[-1:], self.param_groups[-1:])
         self._loads, self._plan = loads, None
