@@ -333,7 +333,8 @@ class FSDPModule(_TorchModule):
 
     def set_post_optim_event(self, event: torch.Event | None) -> None:
         """Let the next forward's first gather start after ``event``, recorded behind the optimizer's step, instead of
-        after all computation that is queued by then. The memory that it receives in is taken now. None changes nothing."""
+        after all computation that is queued by then. The memory that it receives in is taken now. None changes
+        nothing."""
         if event is None:
             return
         context = self._unit.own_context()
