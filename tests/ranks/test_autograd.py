@@ -1491,6 +1491,27 @@ def test_output_of_the_root_that_is_a_parameter_outlives_backward(reshard: bool 
         assert model.table.grad.full_tensor().sum() == truth.numel()
 
 
+@on_ranks(2)
+def test_output_of_the_root_that_is_a_parameter_of_a_unit_within() -> None:
+    """Which keeps its parameters until backward, and frees them then. (FSDP2's process dies.)"""
+
+    class HandsOut(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Layer()
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.inner(x), self.inner.gate[:2]
+
+    model = HandsOut()
+    truth = model.inner.gate.detach().clone()[:2]
+    shardwise.fully_shard(model.inner, reshard_after_forward=False)
+    shardwise.fully_shard(model)
+    output, gate = model(torch.ones(3, WIDTH))
+    output.sum().backward()
+    assert torch.equal(gate, truth)
+
+
 class Box:
     """An object that nobody can look into."""
 

@@ -635,6 +635,10 @@ def test_plain_tensors_of_extra_and_scheduler_are_those_of_each_rank() -> None:
             save(directory / name, extra=own if rank == tensor_on else "none")
             loaded = load(directory / name)
             assert torch.equal(loaded, own) if rank == tensor_on else loaded == "none"
+        of_equal_bytes = torch.zeros(2, 2) if rank == 0 else torch.zeros(rank * 2, dtype=torch.float64)[:2]
+        save(directory / "bytes", extra=of_equal_bytes)
+        loaded = load(directory / "bytes")
+        assert (loaded.dtype, loaded.shape) == (of_equal_bytes.dtype, of_equal_bytes.shape)
 
 
 class Counting(torch.optim.SGD):

@@ -497,7 +497,7 @@ class Bounded(nn.Module):
 
 @on_ranks(1, 2, preset=["zero3", "zero1"], inner=[True, False])
 def test_writes_to_gathered_parameters(preset: Any, inner: bool) -> None:
-    """Once, whether the first forward is evaluation or not; not where the shards are what is written."""
+    """In the first forward, and the first with gradients; not where the shards are what is written."""
     model, tokens = Bounded(), torch.arange(6).view(2, 3)
     if inner:
         fully_shard(model.embed, placements=preset)
@@ -515,6 +515,27 @@ def test_writes_to_gathered_parameters(preset: Any, inner: bool) -> None:
         model(tokens).sum().backward()
         fine = wrap(Transformer(1), fully_shard, placements=preset)
         fine(torch.zeros(2, 8, dtype=torch.int64)).sum().backward()
+
+
+class Moves(nn.Linear):
+    """Moves its weight to other memory."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data = self.weight.data * 0.5
+        return super().forward(x)
+
+
+@on_ranks(2)
+def test_gathered_parameters_that_are_moved_while_evaluating() -> None:
+    """Told twice: not at every forward for ever."""
+    model = fully_shard(Moves(4, 4))
+    with torch.no_grad():
+        for _ in range(2):
+            with pytest.warns(UserWarning, match="forward wrote to 'weight' in place"):
+                model(torch.ones(2, 4))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(torch.ones(2, 4))
 
 
 @on_ranks(2)

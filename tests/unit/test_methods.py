@@ -67,6 +67,30 @@ def test_class_and_name(fake_mesh: Mesh) -> None:
     assert type(type(model.layers[0])(16)).__name__ == "Block"
 
 
+def test_classes_of_torch_and_of_registries(fake_mesh: Mesh) -> None:
+    """torch.compile and torch.fx know torch's own modules by place; a base may refuse subclasses of one name."""
+    mesh = fake_mesh(2)
+    linear: Any = shardwise.fully_shard(torch.nn.Linear(4, 4), mesh=mesh)
+    assert type(linear).__module__ == "shardwise.core.module"
+    names: set[str] = set()
+
+    class Registered(torch.nn.Module):
+        def __init_subclass__(cls) -> None:
+            assert cls.__qualname__ not in names
+            names.add(cls.__qualname__)
+
+    class Own(Registered):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x)
+
+    own: Any = shardwise.fully_shard(Own(), mesh=mesh)
+    assert str(type(own)) == str(Own)
+
+
 def test_unshard_and_reshard(fake_mesh: Mesh) -> None:
     model = build(fake_mesh(4))
     layer = model.layers[0]

@@ -104,7 +104,8 @@ def digests(items: Mapping[Path, torch.Tensor | Pickled], model: nn.Module | Non
         may_differ |= path[0] == MODEL and str(path[-1]).split(".")[-1] == "_extra_state"
         may_differ |= path[:2] == (OPTIMIZER, STATE) and len(path) > 2 and str(path[2]) in sharded
         if may_differ and isinstance(item, torch.Tensor) and is_plain(item):
-            found[path] = zlib.crc32(raw(item.cpu()))
+            kind = repr((item.dtype, tuple(item.shape))).encode()
+            found[path] = zlib.crc32(raw(item.cpu()), zlib.crc32(kind))
     return found
 
 

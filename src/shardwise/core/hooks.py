@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum, auto
 from typing import Any
 
@@ -34,6 +34,9 @@ from .parameter import owner_of
 from .slot import GroupOptions
 from .step import end_steps
 from .tree import casting, map_tensors, opaque_types
+
+UNKNOWN_CALL = "a call"
+"""In the place of a call's node: no `post_backward` ends what it is given to, but the end of the whole backward."""
 
 
 class Phase(Enum):
@@ -306,10 +309,8 @@ class Unit:
 
     @labelled("FSDP::post_forward ({name})")
     def _leave_forward(self, context: FSDPCommContext, output: Any) -> Any:
-        if self._lost_writes is not None:
-            self._lost_writes.leave()
-            if torch.is_grad_enabled():
-                self._lost_writes = None
+        if self._lost_writes is not None and self._lost_writes.leave():
+            self._lost_writes = None
         output = self.kept(output)
         for group in self.groups:
             if group.options.reshard_after_forward and not self._recomputes:
@@ -328,7 +329,13 @@ class Unit:
 
     def kept(self, output: Any) -> Any:
         """``output``, with copies of unsharded parameters, whose memory is gone after forward, or after backward."""
-        for group in () if self._recomputes else self.groups:
+        if self._recomputes:
+            return output
+        groups: Iterable[ParamGroup] = self.groups
+        if self.context is not None and self.context.forward_root is self:
+            # It may hand out those of units within, which stay gathered until their backward.
+            groups = [group for unit in self.context.units for group in unit.groups if group.is_unsharded]
+        for group in groups:
             output = map_tensors(output, group.kept)
         return output
 
@@ -447,19 +454,19 @@ class Unit:
 
     def announce_around(self, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """``gradients``, whose derivative tells the units around this one, whose backward has come to it: their own
-        inputs may take no part in that, and their outputs do not. Others of a unit's modules are around one of them."""
+        inputs may take no part in that, and their outputs do not. A unit of several modules is around each of them."""
         assert self.context is not None
         around = [unit for unit in self.context.units if unit.phase is Phase.PRE_BACKWARD]
         if self in around and len(self._modules) == 1:
             around.remove(self)
-        return announce_derivative(_Several(around), None, *gradients) if around else gradients
+        return announce_derivative(_UnitsAround(around), None, *gradients) if around else gradients
 
     def pre_backward(self, call: Any = None) -> None:
         """Gather unless prefetched, prefetch the unit expected next.
 
         Args:
-            call: if the first backward of one is differentiated, what `post_backward` will be given at its end; what it
-                never is, if that end is not known.
+            call: if the first backward of a call is differentiated, its node, which `post_backward` is given at the end
+                of that; `UNKNOWN_CALL` if it is not known which call's it is.
         """
         context = self.context
         assert context is not None
@@ -653,16 +660,16 @@ class Unit:
         self.forget_calls()
 
 
-class _Several:
+class _UnitsAround:
     """Units into the middle of whose calls a derivative comes."""
 
     def __init__(self, units: Sequence[Unit]):
         self._units = units
 
     def pre_backward(self, _: Any = None) -> None:
-        """It begins; which of their calls ends it is not known."""
+        """It begins."""
         for unit in self._units:
-            unit.pre_backward(_Several)
+            unit.pre_backward(UNKNOWN_CALL)
 
 
 def _check_arrival(reference: weakref.ref[Unit], _: torch.Tensor) -> None:

@@ -521,13 +521,16 @@ def wrapped_class(original: type) -> type:
     """
     if original not in _classes:
         try:
-            # `str` of both is the same: transformers looks up by it which outputs a model's class records.
-            place = {"__module__": original.__module__, "__qualname__": original.__qualname__}
-            _classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), place)
+            made = type(f"FSDP{original.__name__}", (FSDPModule, original), {})
         except Exception as error:  # of a metaclass or `__init_subclass__`
             raise TypeError(
                 f"fully_shard makes a subclass of {original.__name__}, without arguments, which failed: {error}"
             ) from error
+        if not original.__module__.startswith("torch."):  # whose own modules torch.compile and torch.fx know by place
+            # `str` of both is the same: transformers looks up by it which outputs a model's class records. Not before
+            # it is made: a base may refuse two subclasses of one name.
+            made.__module__, made.__qualname__ = original.__module__, original.__qualname__
+        _classes[original] = made
     return _classes[original]
 
 
