@@ -23,7 +23,7 @@ from .core.group import ParamGroup
 from .core.hooks import Unit
 from .core.mesh import DataParallelMesh, data_parallel_mesh, smaller_mesh
 from .core.module import FSDPModule, become_fsdp_module, unit_of, wrapped_class
-from .core.parameter import Place, alias_of, owner_of, successor_of
+from .core.parameter import Place, alias_of, owner_of, refuse_lazy, successor_of
 from .core.root import is_never_called, make_root, managed_modules
 from .core.shards import ParameterShards
 from .core.slot import GroupPolicy, ManagedParameter
@@ -320,8 +320,7 @@ def check_cuttable(name: str, parameter: nn.Parameter) -> None:
     Raises:
         ValueError: naming a parameter that cannot be sharded, whatever the mesh.
     """
-    if nn.parameter.is_lazy(parameter):
-        raise ValueError(f"parameter {name!r} has no shape yet: run the lazy modules once, then call fully_shard")
+    refuse_lazy(f"parameter {name!r}", parameter)
     if parameter.ndim == 0:
         raise ValueError(f"parameter {name!r} is a scalar, which cannot be cut: make it a 1-D tensor of one element")
 

@@ -124,14 +124,8 @@ def refuse_uncuttable(model: nn.Module, ignored: Collection[nn.Parameter] = ()) 
             "module with a forward that calls those in it, or each of them"
         )
     for name, parameter in model.named_parameters():
-        if parameter in ignored:
-            continue
-        if is_lazy(parameter):
-            raise ValueError(
-                f"parameter {name!r} has no shape yet: run a batch through the model before it is set up, or give its "
-                "layer the size of its input"
-            )
-        check_cuttable(name, parameter)
+        if parameter not in ignored:
+            check_cuttable(name, parameter)
     refuse_sparse([*model.named_parameters(), *model.named_buffers()])
 
 

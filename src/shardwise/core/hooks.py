@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
 from typing import Any
 
@@ -331,12 +331,12 @@ class Unit:
         """``output``, with copies of unsharded parameters, whose memory is gone after forward, or after backward."""
         if self._recomputes:
             return output
-        groups: Iterable[ParamGroup] = self.groups
-        if self.context is not None and self.context.forward_root is self:
-            # It may hand out those of units within, which stay gathered until their backward.
-            groups = [group for unit in self.context.units for group in unit.groups if group.is_unsharded]
-        for group in groups:
-            output = map_tensors(output, group.kept)
+        assert self.context is not None
+        # The root may hand out those of units within, which stay gathered until their backward.
+        for unit in self.context.units if self.context.forward_root is self else (self,):
+            for group in unit.groups:
+                if group.is_unsharded:
+                    output = map_tensors(output, group.kept)
         return output
 
     def _refuse_opaque(self, output: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .device import (
@@ -41,6 +42,15 @@ def _reference_to_nothing() -> Any:
 
 def _nothing() -> None:
     pass
+
+
+def refuse_lazy(what: str, tensor: torch.Tensor) -> None:
+    """
+    Raises:
+        ValueError: if ``tensor``, which messages call ``what``, is that of a lazy module that has not run.
+    """
+    if is_lazy(tensor):
+        raise ValueError(f"{what} has no shape yet: run the lazy modules once, or give them the size of their input")
 
 
 class Owner(Protocol):

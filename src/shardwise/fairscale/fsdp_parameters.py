@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor
 from ..core.extension import is_extended
 from ..core.flat import FlatPart, FlatRun
 from ..core.module import unit_of
-from ..core.parameter import Place, owner_of, successor_of
+from ..core.parameter import Place, owner_of, refuse_lazy, successor_of
 from ..core.root import managed_modules
 from ..core.whole import WholeBroadcast
 from .flat_parameter import FlatParameter
-from .ranks import check_same_on_ranks, comm_of, describe, is_stand_in, refuse_lazy, refuse_sparse
+from .ranks import check_same_on_ranks, comm_of, describe, is_stand_in, refuse_sparse
 
 INNER = "_fsdp_wrapped_module"
 """Name of the wrapped module in its wrapper, FairScale's."""
@@ -84,7 +84,7 @@ def own_parameters(module: nn.Module) -> list[tuple[Member, nn.Parameter]]:
         for name, parameter in member._parameters.items():
             if parameter is None or owner_of(parameter) is not None:
                 continue
-            refuse_lazy([(under(path, name), parameter)])
+            refuse_lazy(f"parameter {under(path, name)!r}", parameter)
             if successor_of(parameter) is not None:
                 raise ValueError(
                     f"parameter {under(path, name)!r} is tied to one that another instance has flattened: wrap the "
@@ -192,7 +192,8 @@ def check_same_model(
     Raises:
         ValueError: naming one whose shape, dtype or requires_grad differs between ranks, or that has no shape yet.
     """
-    refuse_lazy(_own_buffers(module))
+    for name, buffer in _own_buffers(module):
+        refuse_lazy(f"buffer {name!r}", buffer)
     if not is_stand_in(group) and group.size() > 1:
         described = [describe(name, tensor) for name, tensor in _named(module, own)]
         check_same_on_ranks("FullyShardedDataParallel", comm_of(group, device), described, device)

@@ -17,12 +17,13 @@ from ..core.comm import Comm, SingleComm, comm_for
 from ..core.errors import explain
 from ..core.layout import deal
 from ..core.norms import local_norms
+from ..core.parameter import refuse_lazy
 from ..core.step import parameters_of
 from ..core.tree import map_tensors
 from ..core.whole import WholeBroadcast
 from ..grad import scale_to_norm
 from ..grad_scaler import dense_gradient
-from .ranks import check_same_on_ranks, describe, refuse_lazy
+from .ranks import check_same_on_ranks, describe
 
 ARGUMENTS = {
     "params": Argument("parameters, named parameters or param groups, as for any torch optimizer"),
@@ -177,19 +178,19 @@ class OSS(Optimizer):
         super().add_param_group(param_group)
         params = self.param_groups[-1]["params"]
         try:
-            refuse_lazy(self.named())
+            for name, parameter in self.named():
+                refuse_lazy(name, parameter)
             owners, loads = deal([p.numel() for p in params], [p.requires_grad for p in params], self._loads)
             self._owners.append(owners)
             if "optim" in self.__dict__:
                 self.optim.add_param_group(self._part(self.rank, first=len(self._owners) - 1)[0])
+                # Only the new group: what was set in the others since the last step is not in `optim` yet.
+                _copy_settings(self.optim.param_groups[-1:], self.param_groups[-1:])
         except BaseException:
             # It may refuse more than `Optimizer` does; what it does not have must not be here either.
             self.param_groups.pop()
             del self._owners[len(self.param_groups) :]
             raise
-        if "optim" in self.__dict__:
-            # Only the new group: what was set in the others since the last step is not in `optim` yet.
-            _copy_settings(self.optim.param_groups[-1:], self.param_groups[-1:])
         self._loads, self._plan = loads, None
 
     def refresh_trainable(self) -> None:

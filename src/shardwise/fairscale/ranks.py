@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import is_lazy
 
 from ..core.comm import Comm, MissingComm, SingleComm, comm_for, new_group_like
 from ..core.mesh import DataParallelRanks
@@ -125,19 +124,6 @@ def describe(name: str, tensor: torch.Tensor, *more: str) -> tuple[str, ...]:
     kind = [type(tensor).__name__] * isinstance(tensor, DTensor) + ["on meta"] * tensor.is_meta
     kind += [str(tensor.layout)] * (tensor.layout is not torch.strided)
     return name, str(tuple(tensor.shape)), str(tensor.dtype), f"requires_grad={tensor.requires_grad}", *kind, *more
-
-
-def refuse_lazy(named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """
-    Raises:
-        ValueError: naming a tensor of a lazy module that has not run.
-    """
-    for name, tensor in named:
-        if is_lazy(tensor):
-            raise ValueError(
-                f"{name!r} has no shape yet: run a batch through the model before it is wrapped, or give its layer the "
-                "size of its input"
-            )
 
 
 def refuse_sparse(named: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -27,11 +27,12 @@ from ..core.device import (
     view_again,
 )
 from ..core.errors import StateError
+from ..core.parameter import refuse_lazy
 from ..core.step import parameters_of
 from ..core.tree import map_tensors, tensors_requiring_grad
 from ..core.whole import OwnerReducer, WholeBroadcast
 from .oss import OSS
-from .ranks import check_same_on_ranks, compute_device_of, describe, refuse_lazy, refuse_sparse
+from .ranks import check_same_on_ranks, compute_device_of, describe, refuse_sparse
 
 ARGUMENTS = {
     "module": Argument("the model; every rank has all of it"),
@@ -107,7 +108,8 @@ class ShardedDataParallel(nn.Module):
             raise ValueError(
                 f"ShardedDataParallel(reduce_buffer_size={reduce_buffer_size}): must be 0 or more elements"
             )
-        refuse_lazy([*module.named_parameters(), *module.named_buffers()])
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            refuse_lazy(repr(name), tensor)
         self._optimizers = _as_list(sharded_optimizer)
         self._group = _common_group(self._optimizers, process_group)
         devices = {parameter.device for parameter in module.parameters()}
