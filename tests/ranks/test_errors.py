@@ -517,6 +517,31 @@ def test_writes_to_gathered_parameters(preset: Any, inner: bool) -> None:
         fine(torch.zeros(2, 8, dtype=torch.int64)).sum().backward()
 
 
+@on_ranks(1, 2, preset=["zero3", "zero1"], reshards=[True, False])
+def test_writes_between_forward_and_backward(preset: Any, reshards: bool) -> None:
+    """To parameters that stay gathered until then, as those of a zero3 root do; elsewhere shards are written."""
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0], placements=preset, reshard_after_forward=reshards)
+    fully_shard(model, placements=preset)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            loss = model(torch.ones(2, 4)).sum()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    # Backward refuses changed weights by itself, as it does without sharding.
+                    if parameter.ndim == 1:
+                        parameter.mul_(0.5)
+            loss.backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.5)
+    messages = [str(one.message) for one in caught if "while they were gathered" in str(one.message)]
+    root = ["unit 'Sequential (root)'"] if preset == "zero3" else []
+    expected = root if reshards else [*root, "unit '0'"]
+    assert [one.partition(":")[0] for one in messages] == ([] if dist.get_world_size() == 1 else expected)
+
+
 class Moves(nn.Linear):
     """Moves its weight to other memory."""
 

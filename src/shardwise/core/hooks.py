@@ -480,6 +480,9 @@ class Unit:
     def _enter_backward(self, context: FSDPCommContext) -> None:
         self.phase = Phase.PRE_BACKWARD
         self._computes_backward = True
+        if self._lost_writes is not None:
+            self._lost_writes.begin_backward()
+            self._lost_writes = None
         for group in self.groups:
             if group.options.unshard_in_backward:
                 group.unshard(context.gather_lane, for_backward=True)

@@ -1,4 +1,4 @@
-"""Writes to gathered parameters during forward, which the shards never get."""
+"""Writes to gathered parameters, which the shards never get."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from .device import local_of, unwrapped, without_torch_function
 from .group import ParamGroup
 from .slot import Slot
 
+MOST_FORWARDS = 2
+"""In which writes are looked for, where no backward follows."""
+
 
 class LostWrites:
-    """Tells of a forward that writes to gathered parameters, which are thrown away: torch FSDP2 says nothing.
+    """Tells of writes to gathered parameters, which are thrown away: torch FSDP2 says nothing.
 
     For few forwards: to compare version counters each time costs as much as the rest of a unit's hooks.
 
@@ -25,26 +28,41 @@ class LostWrites:
     def __init__(self, groups: Sequence[ParamGroup]):
         self._groups = groups
         self._before: dict[Slot, list[tuple[int, int]]] = {}
-        self._evaluated = False
+        self._forwards = 0
 
     def enter(self) -> None:
         """Forward begins, with gathered parameters."""
         self._before = self._stamps()
 
     def leave(self) -> bool:
-        """Forward is over; gives whether it was the first with gradients, or the second without, so that it is known
-        what forwards do."""
+        """Forward is over; gives whether that is enough."""
         after = self._stamps()
-        if written := [slot.name for slot, stamp in self._before.items() if after.get(slot, stamp) != stamp]:
+        written = [slot for slot, stamp in self._before.items() if after.get(slot, stamp) != stamp]
+        self._warn("forward wrote to", written)
+        self._before = after
+        self._forwards += 1
+        return self._forwards >= MOST_FORWARDS + torch.is_grad_enabled()
+
+    def begin_backward(self) -> None:
+        """Backward comes to the unit, whose parameters have been as they are since its forward: gathered or not."""
+        kept = {slot for group in self._groups if group.is_unsharded for slot in group.slots}
+        written = [slot for slot, stamp in self._stamps().items() if slot in kept and self._is_written(slot, stamp)]
+        self._warn("something wrote between forward and backward, while they were gathered, to", written)
+
+    def _is_written(self, slot: Slot, stamp: list[tuple[int, int]]) -> bool:
+        # Versions alone: users may have freed and gathered them since.
+        before = self._before.get(slot, stamp)
+        return [version for version, _ in before] != [version for version, _ in stamp]
+
+    def _warn(self, who: str, written: Sequence[Slot]) -> None:
+        if written:
             warnings.warn(
-                f"unit {self._groups[0].name!r}: forward wrote to {', '.join(map(repr, written))} in place. Its shards "
-                "do not get what is written to gathered parameters, so it is lost with them: write to the parameters "
-                "between forward and backward passes, or compute with a changed copy (nn.Embedding: without max_norm)",
+                f"unit {self._groups[0].name!r}: {who} {', '.join(repr(slot.name) for slot in written)} in place. Its "
+                "shards do not get what is written to gathered parameters, so it is lost with them: write to the "
+                "parameters after backward or before forward, or compute with a changed copy (nn.Embedding: without "
+                "max_norm)",
                 stacklevel=2,
             )
-        is_over = self._evaluated or torch.is_grad_enabled()
-        self._evaluated = True
-        return is_over
 
     def _stamps(self) -> dict[Slot, list[tuple[int, int]]]:
         with without_torch_function():
