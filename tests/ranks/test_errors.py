@@ -536,10 +536,31 @@ def test_writes_between_forward_and_backward(preset: Any, reshards: bool) -> Non
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(0.5)
-    messages = [str(one.message) for one in caught if "while they were gathered" in str(one.message)]
+    messages = [str(one.message) for one in caught if "while they" in str(one.message)]
     root = ["unit 'Sequential (root)'"] if preset == "zero3" else []
     expected = root if reshards else [*root, "unit '0'"]
     assert [one.partition(":")[0] for one in messages] == ([] if dist.get_world_size() == 1 else expected)
+
+
+@on_ranks(1, 2)
+def test_writes_after_unshard() -> None:
+    model, x = fully_shard(nn.Linear(4, 4)), torch.ones(2, 4)
+    told: Any = pytest.warns(UserWarning, match=r"unit 'Linear \(root\)': something wrote, while .*, to 'bias'")
+    if dist.get_world_size() == 1:
+        told = nullcontext()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            model(x).sum().backward()
+        for uses in (lambda: model(x).sum().backward(), model.reshard):
+            model.unshard()
+            uses()
+            model.unshard()
+            with torch.no_grad():
+                model.bias.zero_()
+            with told:
+                uses()
+            uses()
 
 
 class Moves(nn.Linear):

@@ -481,7 +481,7 @@ class Unit:
         self.phase = Phase.PRE_BACKWARD
         self._computes_backward = True
         if self._lost_writes is not None:
-            self._lost_writes.begin_backward()
+            self._lost_writes.check()
             self._lost_writes = None
         for group in self.groups:
             if group.options.unshard_in_backward:
@@ -646,6 +646,18 @@ class Unit:
             group.unshard(context.gather_lane, for_backward=True)
         for group in self.groups:
             group.wait_for_unshard()
+
+    def watch_writes(self) -> None:
+        """The user gathered its parameters: what is written to those is lost."""
+        self._lost_writes = LostWrites(self.groups)
+        self._lost_writes.enter()
+
+    def reshard(self) -> None:
+        """Register the sharded parameters, as the user asked for."""
+        if self._lost_writes is not None:
+            self._lost_writes.check()
+        for group in self.groups:
+            group.reshard()
 
     def rest(self) -> None:
         """Keep no staging memory for what comes next: the user gathers, and not a pass through the tree."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from operator import itemgetter
 
 import torch
 from torch import nn
@@ -32,6 +33,7 @@ class LostWrites:
 
     def enter(self) -> None:
         """Forward begins, with gathered parameters."""
+        self.check()
         self._before = self._stamps()
 
     def leave(self) -> bool:
@@ -43,16 +45,18 @@ class LostWrites:
         self._forwards += 1
         return self._forwards >= MOST_FORWARDS + torch.is_grad_enabled()
 
-    def begin_backward(self) -> None:
-        """Backward comes to the unit, whose parameters have been as they are since its forward: gathered or not."""
-        kept = {slot for group in self._groups if group.is_unsharded for slot in group.slots}
-        written = [slot for slot, stamp in self._stamps().items() if slot in kept and self._is_written(slot, stamp)]
-        self._warn("something wrote between forward and backward, while they were gathered, to", written)
-
-    def _is_written(self, slot: Slot, stamp: list[tuple[int, int]]) -> bool:
+    def check(self) -> None:
+        """Forward or backward begins, or parameters are about to be freed: nobody should have written to them since
+        they were gathered, or since forward."""
+        before, self._before = self._before, {}
+        kept = {slot for group in self._groups if group.is_unsharded for slot in group.slots} if before else set()
         # Versions alone: users may have freed and gathered them since.
-        before = self._before.get(slot, stamp)
-        return [version for version, _ in before] != [version for version, _ in stamp]
+        written = [
+            slot
+            for slot, stamp in (self._stamps() if kept else {}).items()
+            if slot in kept and [*map(_version, stamp)] != [*map(_version, before.get(slot, stamp))]
+        ]
+        self._warn("something wrote, while they were gathered, to", written)
 
     def _warn(self, who: str, written: Sequence[Slot]) -> None:
         if written:
@@ -72,6 +76,10 @@ class LostWrites:
                 for slot in group.slots
                 if not slot.buffer.is_identity and not any(face.is_inference() for face in slot.faces)
             }
+
+
+_version = itemgetter(0)
+"""Of a stamp."""
 
 
 def _address(face: torch.Tensor) -> int:

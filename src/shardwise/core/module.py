@@ -6,7 +6,7 @@ import functools
 import math
 import numbers
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from types import MethodType
 from typing import Any, NoReturn, cast
 
@@ -52,16 +52,19 @@ def set_unit(module: nn.Module, unit: Unit) -> None:
 class UnshardHandle(torch_fsdp.UnshardHandle):
     """What `FSDPModule.unshard` with ``async_op=True`` gives."""
 
-    def __init__(self, groups: Sequence[ParamGroup]):
-        self._groups = tuple(groups)
+    def __init__(self, unit: Unit):
+        self._unit: Unit | None = unit
 
     @eager
     def wait(self) -> None:
         """Wait for the parameters and register them on the module."""
-        groups, self._groups = self._groups, ()
-        for group in groups:
+        unit, self._unit = self._unit, None
+        if unit is None:
+            return
+        for group in unit.groups:
             group.wait_for_unshard()
             group.shards.watch()  # they stay gathered, whatever is written to the shards
+        unit.watch_writes()
 
 
 class FSDPModule(_TorchModule):
@@ -143,7 +146,7 @@ class FSDPModule(_TorchModule):
         for group in unit.groups:
             group.unshard(lane)
             group.is_asked_for = group.is_gathering
-        handle = UnshardHandle(unit.groups)
+        handle = UnshardHandle(unit)
         if async_op:
             return handle
         handle.wait()
@@ -153,8 +156,7 @@ class FSDPModule(_TorchModule):
     @eager
     def reshard(self) -> None:
         """Register the sharded parameters of this module's own unit and free the gathered ones."""
-        for group in self._unit.groups:
-            group.reshard()
+        self._unit.reshard()
         self._unit.rest()
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
