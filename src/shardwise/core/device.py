@@ -307,7 +307,7 @@ def spec_of(tensor: torch.Tensor) -> DTensorSpec:
 
 get_spec, get_local = attrgetter("_spec"), attrgetter("_local_tensor")
 """Of a DTensor, as functions that `map` calls without a line of Python for each; AttributeError for anything else."""
-get_requires_grad = attrgetter("requires_grad")
+get_requires_grad, get_version = attrgetter("requires_grad"), attrgetter("_version")
 """Of a tensor."""
 
 

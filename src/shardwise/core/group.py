@@ -297,13 +297,17 @@ class ParamGroup:
                     for place in slot.places:
                         place.put(parameter)
 
-    def kept(self, output: torch.Tensor) -> torch.Tensor:
-        """``output``, or a copy if it is an unsharded parameter or a view of one, whose memory resharding frees."""
+    def frees(self, tensor: torch.Tensor) -> bool:
+        """Whether resharding frees the memory of ``tensor``: an unsharded parameter, or a view of one."""
         if self._keeps_unsharded:
-            return output
-        own = unwrapped(local_of(output))
-        if type(own) in (torch.Tensor, nn.Parameter) and own.layout is torch.strided:
-            for buffer in self.shards.buffers:
-                if not buffer.is_identity and buffer.shares_memory(own):
-                    return annotated_like(output.clone(), output)
-        return output
+            return False
+        return any(not buffer.is_identity and buffer.shares_memory(tensor) for buffer in self.shards.buffers)
+
+
+def kept(output: torch.Tensor, groups: Sequence[ParamGroup]) -> torch.Tensor:
+    """``output``, or a copy if resharding one of ``groups`` frees its memory."""
+    own = unwrapped(local_of(output))
+    is_strided = type(own) in (torch.Tensor, nn.Parameter) and own.layout is torch.strided
+    if is_strided and any(group.frees(own) for group in groups):
+        return annotated_like(output.clone(), output)
+    return output

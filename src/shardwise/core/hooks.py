@@ -26,7 +26,7 @@ from .device import (
     watched,
 )
 from .errors import StateError
-from .group import ParamGroup
+from .group import ParamGroup, kept
 from .iteration import Iteration
 from .lanes import Lane
 from .lost import LostWrites
@@ -263,8 +263,10 @@ class Unit:
     def prefetch(self, direction: str, lane: Lane) -> None:
         """Start gathering on ``lane`` for a use that is expected soon."""
         for group in self.groups:
-            if direction == "forward" or group.options.unshard_in_backward:
-                group.unshard(lane, for_backward=direction != "forward")
+            if direction == "forward":
+                group.unshard(lane)
+            elif group.options.unshard_in_backward and not group.is_unsharded:
+                group.unshard(lane, for_backward=True)
 
     @eager
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -333,11 +335,9 @@ class Unit:
             return output
         assert self.context is not None
         # The root may hand out those of units within, which stay gathered until their backward.
-        for unit in self.context.units if self.context.forward_root is self else (self,):
-            for group in unit.groups:
-                if group.is_unsharded:
-                    output = map_tensors(output, group.kept)
-        return output
+        units = self.context.units if self.context.forward_root is self else (self,)
+        groups = [group for unit in units for group in unit.groups if group.is_unsharded]
+        return map_tensors(output, functools.partial(kept, groups=groups)) if groups else output
 
     def _refuse_opaque(self, output: Any) -> None:
         """Tensors that are not found cannot announce backward, whose parameters would be gone."""

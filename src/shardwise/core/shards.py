@@ -19,6 +19,7 @@ from .buffer import ShardedBuffer
 from .device import (
     get_local,
     get_requires_grad,
+    get_version,
     local_of,
     make_spec,
     not_inference,
@@ -84,6 +85,8 @@ class Shards(ABC):
         self._trained: list[tuple[bool, bool]] = []
         """What `_trainable` was found from."""
         self._versions: list[int] | None = None
+        self._written_through: Sequence[torch.Tensor] = ()
+        """All that they can be written through; made again when they are others."""
 
     @property
     @abstractmethod
@@ -230,6 +233,7 @@ class Shards(ABC):
     def mark_stale(self) -> None:
         """They may have changed: kept unsharded ones must be gathered again."""
         self._writes += 1
+        self._written_through = ()
 
     def note_write(self) -> None:
         """One of them is about to be written."""
@@ -267,11 +271,12 @@ class Shards(ABC):
 
     def _written(self) -> list[int]:
         """Version counters of all that they can be written through."""
-        with without_torch_function():
-            shards = [slot.sharded for slot in self.slots]
-            memory = [one for buffer in self.buffers for one in buffer.local_memory]
-            views = [*shards, *(local_of(shard) for shard in shards), *memory]
-        return [tensor._version for tensor in views]
+        with without_torch_function():  # otherwise each look at a sharded parameter is a call into Python
+            if not self._written_through:
+                shards = [slot.sharded for slot in self.slots]
+                memory = [one for buffer in self.buffers for one in buffer.local_memory]
+                self._written_through = [*shards, *map(local_of, shards), *memory]
+            return [*map(get_version, self._written_through)]
 
 
 class ParameterShards(Shards):
