@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import register_fsdp_forward_method as torch_register_forward_method
@@ -2685,7 +2686,17 @@ DIFFERENTIATED: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
     "jacfwd": lambda model, x: torch.vmap(torch.func.jacfwd(model))(x),
     "grad_of_vmap": lambda model, x: torch.func.grad(lambda value: torch.vmap(model)(value).square().sum())(x),
     "hessian": lambda model, x: torch.vmap(torch.func.hessian(lambda value: model(value).sum()))(x),
+    "dual": lambda model, x: _dual_outputs(model, x)[0] + x,
+    "dual_tangents": lambda model, x: _dual_outputs(model, x)[1],
+    "functional_jacobian": lambda model, x: torch.autograd.functional.jacobian(
+        model, x, vectorize=True, strategy="forward-mode"
+    ),
 }
+
+
+def _dual_outputs(model: nn.Module, x: torch.Tensor) -> Any:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(model(forward_ad.make_dual(x, x.cos())))
 
 
 @on_ranks(1, 2, 3, transform=list(DIFFERENTIATED), placements=["zero1", "zero3"])

@@ -137,6 +137,20 @@ def of_product(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     return loss
 
 
+def of_several_at_once(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    """Gradients of several outputs by one backward, and then of several of those."""
+    x = data(step, rank)
+    out = model(x)
+    (first,) = torch.autograd.grad(
+        out.tanh(), x, torch.eye(4).unsqueeze(2) * out, is_grads_batched=True, create_graph=True
+    )
+    weights = torch.stack([first.detach(), 3 * torch.ones_like(first)])
+    (second,) = torch.autograd.grad(first.square(), x, weights, is_grads_batched=True, create_graph=True)
+    loss = first.square().mean() + second.square().mean() + out.mean()
+    loss.backward()
+    return loss
+
+
 def accumulated(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     """The first micro-batch without synchronization."""
     sharded = isinstance(model, FSDPModule)
@@ -167,6 +181,7 @@ ITERATIONS: list[Iteration] = [
     backward_to_inputs,
     third,
     of_product,
+    of_several_at_once,
     accumulated,
     constant_penalty_of_data,
 ]

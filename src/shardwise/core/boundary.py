@@ -10,7 +10,10 @@ from torch.utils.hooks import RemovableHandle
 
 from .device import (
     apply_function,
+    apply_to_gradients,
     eager,
+    has_tangent,
+    in_forward_mode,
     in_transforms,
     is_view,
     may_share_elements,
@@ -137,7 +140,7 @@ def announce_begin(unit: Told, output: Any) -> tuple[Any, bool]:
     """``output`` that tells ``unit`` when backward comes to it, and whether any of its tensors will."""
     if not torch.is_grad_enabled():
         return output, False
-    tensors, takes_all = tensors_requiring_grad(output), not in_transforms()
+    tensors, takes_all = tensors_requiring_grad(output), not (in_transforms() or in_forward_mode())
     for tensor in tensors:
         if tensor.is_leaf:
             takes_all = False
@@ -148,12 +151,13 @@ def announce_begin(unit: Told, output: Any) -> tuple[Any, bool]:
             # If it is not, backward may come to the base, which need not be of the unit, long after the unit.
             tensor.register_hook(_removing(base.register_hook(unit.pre_backward_hook)))
     if not takes_all:
-        # A hook on a leaf stays for ever, and a transform's tensor takes none. One function for each: autograd would
-        # give one for all zeros for those that got no gradient, and so gradients to what nothing used.
+        # A hook on a leaf stays for ever, a transform's tensor takes none, and one on a tensor is none on its tangent.
+        # One function for each: autograd would give one for all zeros for those that got no gradient, and so gradients
+        # to what nothing used.
         def announce(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.requires_grad and requires_grad_outside(tensor):
                 tensors.append(tensor)
-            elif not (tensor.requires_grad and tensor.is_leaf):
+            elif not ((tensor.requires_grad and tensor.is_leaf) or has_tangent(tensor)):
                 return tensor
             return apply_function(_PreBackward, unit, None, tensor)[0]  # type: ignore[no-any-return]
 
@@ -163,7 +167,7 @@ def announce_begin(unit: Told, output: Any) -> tuple[Any, bool]:
 
 def announce_derivative(told: ToldOfBegin, call: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """``gradients`` that a backward gives, whose own backward tells ``told`` that it begins for ``call``."""
-    return apply_function(_PreBackward, told, call, *gradients)  # type: ignore[no-any-return]
+    return apply_to_gradients(_PreBackward, told, call, *gradients)  # type: ignore[no-any-return]
 
 
 def _removing(handle: RemovableHandle) -> Callable[[torch.Tensor], None]:
@@ -221,5 +225,4 @@ class _PreBackward(_Announcing):
     @staticmethod
     def jvp(ctx: Any, _: None, __: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # Backward may come through the tangents alone.
-        announced: tuple[torch.Tensor, ...] = apply_function(_PreBackward, ctx.unit, ctx.what, *tangents)
-        return announced
+        return announce_derivative(ctx.unit, ctx.what, *tangents)

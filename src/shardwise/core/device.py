@@ -19,7 +19,7 @@ from torch._C._dynamo.eval_frame import (
     set_code_exec_strategy,
     set_eval_frame,
 )
-from torch.autograd import Variable
+from torch.autograd import Variable, forward_ad
 from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -534,6 +534,16 @@ in_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Whether a transform of `torch.func` runs."""
 
 
+def in_forward_mode() -> bool:
+    """Whether `torch.autograd.forward_ad` computes derivatives."""
+    return forward_ad._current_level >= 0
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` carries a derivative there."""
+    return in_forward_mode() and forward_ad.unpack_dual(tensor).tangent is not None
+
+
 def outside_transforms(function: Callable[P, R]) -> Callable[P, R]:
     """``function``, whose operators see plain tensors within the transforms of `torch.func` too."""
 
@@ -575,6 +585,21 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
         for new, old in zip(given, tensors, strict=True):
             annotated_like(new, old)
     return given
+
+
+def apply_to_gradients(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """`apply_function` to gradients, of which each may stand for several, as ``is_grads_batched=True`` asks of
+    `torch.autograd.grad`: those do not show their history, which what is inside of them has."""
+    batched = [torch._C._functorch.is_legacy_batchedtensor(one) for one in args if isinstance(one, torch.Tensor)]
+    if not any(batched):
+        return apply_function(function, *args)
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    others, gradients = args[: -len(batched)], args[-len(batched) :]
+    pairs = zip(gradients, batched, strict=True)
+    inside = [torch._remove_batch_dim(one, level, 1, 0) if is_batched else one for one, is_batched in pairs]
+    pairs = zip(apply_function(function, *others, *inside), batched, strict=True)
+    return tuple([torch._add_batch_dim(one, 0, level) if is_batched else one for one, is_batched in pairs])
 
 
 def annotated_like(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
