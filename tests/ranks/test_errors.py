@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -200,6 +202,28 @@ def test_deepcopy() -> None:
     model(batch(0, 0, 2, WIDTH))
     with refused(TypeError, "layers.0", "FSDPLayer"):
         copy.deepcopy(model.layers[0])
+
+
+class RebuildsItself(Layer):
+    def __reduce__(self) -> Any:
+        return Layer, ()
+
+
+@on_ranks(1)
+def test_pickles() -> None:
+    model = stack(Layer())
+    fully_shard(model.layers[0])
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        with refused(TypeError, "sharded by fully_shard", "pickled", "state_dict", "shardwise.save"):
+            pickle.dumps(model, protocol)
+    fully_shard(model)
+    model(batch(0, 0, 2, WIDTH))
+    with refused(TypeError, "torch.save(model)", "full_state_dict"):
+        torch.save(model, io.BytesIO())
+    with refused(TypeError, "layers.0"):
+        torch.save(model.layers, io.BytesIO())
+    assert type(copy.copy(model.layers[0])) is Layer
+    assert type(pickle.loads(pickle.dumps(fully_shard(RebuildsItself())))) is Layer
 
 
 # -- How to wrap

@@ -67,6 +67,23 @@ class UnshardHandle(torch_fsdp.UnshardHandle):
         unit.watch_writes()
 
 
+class _NotPickled:
+    """A function that `copy.copy` calls, and pickles refuse."""
+
+    def __init__(self, function: Callable[..., Any], unit: Unit):
+        self._function, self._unit = function, unit
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"module {self._unit.name or 'root'!r} was sharded by fully_shard and cannot be pickled, as "
+            "torch.save(model) would: save its state_dict(), which has this rank's shards, "
+            "shardwise.full_state_dict(model), which has whole tensors, or a checkpoint by shardwise.save"
+        )
+
+
 class FSDPModule(_TorchModule):
     """What a module wrapped by `fully_shard` is beside its own class.
 
@@ -90,6 +107,13 @@ class FSDPModule(_TorchModule):
             f"module {self._unit.name or 'root'!r} ({type(self).__name__}) is sharded and cannot be deep-copied: "
             "copy it before fully_shard, or build a second model and load this one's state dict"
         )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """For `copy.copy`, which gets what it always did; whoever pickles it gets an error."""
+        made = super().__reduce_ex__(protocol)
+        if isinstance(made, tuple) and type(self) in made[1]:  # and not by a class that says how it is pickled
+            made = _NotPickled(made[0], self._unit), *made[1:]
+        return made
 
     @property
     def _unit(self) -> Unit:
