@@ -651,6 +651,48 @@ def test_first_forward_without_gradients(mode: str, reshard: bool) -> None:
     )
 
 
+class EnablesGradients(Layer):
+    """Whoever calls it."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        with torch.enable_grad():
+            return {"given": x, "made": super().forward(x)}
+
+
+class DisablesGradients(Stack):
+    """Trains its layers alone, and those by what gradients they enable."""
+
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)["made"]
+        return x
+
+
+@on_ranks(1, 2, reshard=[True, False])
+def test_gradients_that_forward_enables_itself(reshard: bool) -> None:
+    def of_root(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        with torch.no_grad():
+            loss = model(batch(step, rank, 4, WIDTH))["made"].square().mean()
+            assert not loss.requires_grad
+            made = model(batch(step, rank, 4, WIDTH))["made"]
+        made.square().mean().backward()
+        return loss
+
+    layers = lambda: DisablesGradients([EnablesGradients(), EnablesGradients()], WIDTH)  # noqa: E731
+    check(layers, against_torch=False, reshard_after_forward=reshard)
+    wrapping = lambda model, verb: verb(model, reshard_after_forward=reshard)  # noqa: E731
+    check(EnablesGradients, of_root, against_torch=False, wrapping=wrapping)
+    model = wrap(stack(EnablesGradients()), shardwise.fully_shard).layers[0]
+    given = batch(0, 0, 4, WIDTH).requires_grad_().exp()
+    with torch.no_grad():
+        assert model(given)["given"] is given
+    with counted() as seen:
+        given.sum().backward()
+    assert not any(seen.values())  # the unit has no part in that
+
+
 @on_ranks(2, preset=["ddp", "zero1", "zero2", "zero3"])
 def test_wrapped_and_first_run_in_inference_mode(preset: str) -> None:
     def wrapping(model: nn.Module, verb: Verb) -> None:

@@ -83,6 +83,10 @@ class Call:
         count = len(self._values) - len(self._keywords)
         return self._values[:count], dict(zip(self._keywords, self._values[count:], strict=True))
 
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether the module gets it."""
+        return any(one is tensor for one in all_tensors(self._values))
+
     def replace(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Let it get ``function`` of each tensor in its arguments."""
         if self._is_flat:
@@ -136,11 +140,13 @@ class Call:
                 take_history(tensor, alias)
 
 
-def announce_begin(unit: Told, output: Any) -> tuple[Any, bool]:
-    """``output`` that tells ``unit`` when backward comes to it, and whether any of its tensors will."""
-    if not torch.is_grad_enabled():
-        return output, False
+def announce_begin(unit: Told, output: Any, call: Call | None = None) -> tuple[Any, bool]:
+    """``output``, of ``call``, that tells ``unit`` when backward comes to it, and whether any of its tensors will."""
     tensors, takes_all = tensors_requiring_grad(output), not (in_transforms() or in_forward_mode())
+    if not torch.is_grad_enabled():
+        # It may have enabled them inside.
+        tensors = [tensor for tensor in tensors if not (call is None or tensor.is_leaf or call.has(tensor))]
+        takes_all = True
     for tensor in tensors:
         if tensor.is_leaf:
             takes_all = False

@@ -273,15 +273,15 @@ class Unit:
         """Reshard, let the output announce backward."""
         if self.phase is Phase.PRE_BACKWARD:
             return self._cast_output(output)
-        self._leave_call(module)
+        call = self._leave_call(module)
         self._to_run.discard(id(module))
         if self._to_run or self._inside:  # others of the unit's modules have yet to run, or it called itself
             if self._to_run:
-                output, _ = announce_begin(self, output)  # they may not run, or not announce their backward
+                output, _ = announce_begin(self, output, call)  # they may not run, or not announce their backward
             return self._cast_output(output)
         context = self.context
         assert context is not None
-        output = self._leave_forward(context, output)
+        output = self._leave_forward(context, output, call)
         if context.forward_root is self:
             for unit in reversed(context.units):
                 output = unit.complete_forward(output)
@@ -302,22 +302,23 @@ class Unit:
         self._forget_forward()
         context.forward_root = None
 
-    def _leave_call(self, module: nn.Module) -> None:
+    def _leave_call(self, module: nn.Module) -> Call | None:
         for call in reversed(self._inside):
             if call.module == id(module):
                 self._inside.remove(call)
                 call.leave(self)
-                return
+                return call
+        return None
 
     @labelled("FSDP::post_forward ({name})")
-    def _leave_forward(self, context: FSDPCommContext, output: Any) -> Any:
+    def _leave_forward(self, context: FSDPCommContext, output: Any, call: Call | None = None) -> Any:
         if self._lost_writes is not None and self._lost_writes.leave():
             self._lost_writes = None
         output = self.kept(output)
         for group in self.groups:
             if group.options.reshard_after_forward and not self._recomputes:
                 group.reshard(after_forward=True)
-        output, announces = announce_begin(self, output)
+        output, announces = announce_begin(self, output, call)
         if announces and not self._recomputes:
             self._positions.append(context.order.record_for_backward(self.reference))
         if torch.is_grad_enabled() and not announces:
