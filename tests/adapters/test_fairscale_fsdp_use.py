@@ -1062,6 +1062,10 @@ def differing(kind: str) -> nn.Module:
     model: nn.Module = nn.Linear(4, 5 if is_other and kind == "shape" else 4, bias=not (is_other and kind == "number"))
     if kind == "none":
         return nn.Flatten() if is_other else model
+    if kind == "lazy":
+        return nn.LazyLinear(4) if is_other else model
+    if kind == "lazy buffer":
+        return nn.LazyBatchNorm1d(affine=False) if is_other else nn.BatchNorm1d(4, affine=False)
     if kind == "buffer":
         model.register_buffer("mean", torch.zeros(3 if is_other else 2))
     model.weight.requires_grad_(not (is_other and kind == "frozen"))
@@ -1070,7 +1074,9 @@ def differing(kind: str) -> nn.Module:
     return model
 
 
-@on_ranks(2, 3, kind=["shape", "number", "none", "buffer", "frozen", "meta", "float64"], flat=FLAT)
+@on_ranks(
+    2, 3, kind=["shape", "number", "none", "buffer", "frozen", "meta", "float64", "lazy", "lazy buffer"], flat=FLAT
+)
 def test_ranks_with_different_models_are_told(kind: str, flat: bool) -> None:
     with pytest.raises(ValueError, match=r"FullyShardedDataParallel: ranks have different parameters: .* on rank 1"):
         FSDP(differing(kind), flatten_parameters=flat)

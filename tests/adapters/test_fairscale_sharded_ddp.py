@@ -1175,6 +1175,11 @@ def test_what_has_no_shape_yet_is_refused_by_name() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.LazyBatchNorm1d(affine=False))
     with pytest.raises(ValueError, match=r"'1.running_mean' has no shape yet"):
         shard(model)
+    if dist.get_rank() == 0:
+        model[1] = nn.BatchNorm1d(3, affine=False)
+    if dist.get_world_size() > 1:
+        with pytest.raises(ValueError, match=r"ranks have different parameters: .* without a shape yet .* on rank 1"):
+            shard(model)
 
 
 @on_ranks(2)

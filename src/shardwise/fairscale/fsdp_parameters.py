@@ -76,26 +76,28 @@ def own_parameters(module: nn.Module) -> list[tuple[Member, nn.Parameter]]:
     """Parameters of `own_modules` that are not sharded yet.
 
     Raises:
-        ValueError: for one that was joined to others by another instance, and so cannot be shared any more, or that has
-            no shape yet.
+        ValueError: for one that was joined to others by another instance, and so cannot be shared any more.
     """
+    found = _unsharded(module)
+    for parameter, places in found:
+        if successor_of(parameter) is not None:
+            raise ValueError(
+                f"parameter {under(*places[0])!r} is tied to one that another instance has flattened: wrap the modules "
+                "that share it together, or wrap them with flatten_parameters=False and call append_shared_param"
+            )
+    return [
+        (Member(under(*places[0]), tuple(parameter.shape), tuple(places)), parameter) for parameter, places in found
+    ]
+
+
+def _unsharded(module: nn.Module) -> list[tuple[nn.Parameter, list[tuple[str, str]]]]:
+    """Parameters of `own_modules` that are not sharded yet, with the paths of their modules and their names there."""
     found: dict[int, tuple[nn.Parameter, list[tuple[str, str]]]] = {}
     for path, member in own_modules(module):
         for name, parameter in member._parameters.items():
-            if parameter is None or owner_of(parameter) is not None:
-                continue
-            refuse_lazy(f"parameter {under(path, name)!r}", parameter)
-            if successor_of(parameter) is not None:
-                raise ValueError(
-                    f"parameter {under(path, name)!r} is tied to one that another instance has flattened: wrap the "
-                    "modules that share it together, or wrap them with flatten_parameters=False and call "
-                    "append_shared_param"
-                )
-            found.setdefault(id(parameter), (parameter, []))[1].append((path, name))
-    return [
-        (Member(under(*places[0]), tuple(parameter.shape), tuple(places)), parameter)
-        for parameter, places in found.values()
-    ]
+            if parameter is not None and owner_of(parameter) is None:
+                found.setdefault(id(parameter), (parameter, []))[1].append((path, name))
+    return list(found.values())
 
 
 def describe_runs(own: Sequence[tuple[Member, nn.Parameter]], join: bool) -> list[Run]:
@@ -183,20 +185,19 @@ def check_parameters(
             )
 
 
-def check_same_model(
-    module: nn.Module, own: Sequence[tuple[Member, nn.Parameter]], group: Any, device: torch.device
-) -> None:
-    """Compare ``own`` parameters and buffers of `own_modules` over ``group``; a collective. Checks of each rank by
-    itself come afterwards, so that they fail on all ranks alike.
+def check_same_model(module: nn.Module, group: Any, device: torch.device) -> None:
+    """Compare parameters and buffers of `own_modules` over ``group``; a collective. Checks of each rank by itself come
+    afterwards, so that they fail on all ranks alike.
 
     Raises:
         ValueError: naming one whose shape, dtype or requires_grad differs between ranks, or that has no shape yet.
     """
-    for name, buffer in _own_buffers(module):
-        refuse_lazy(f"buffer {name!r}", buffer)
+    named = _named(module)
     if not is_stand_in(group) and group.size() > 1:
-        described = [describe(name, tensor) for name, tensor in _named(module, own)]
+        described = [describe(name, tensor) for name, tensor in named]
         check_same_on_ranks("FullyShardedDataParallel", comm_of(group, device), described, device)
+    for name, tensor in named:
+        refuse_lazy(repr(name), tensor)
 
 
 def _own_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -204,22 +205,20 @@ def _own_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(under(path, name), buffer) for path, one in members for name, buffer in one.named_buffers(recurse=False)]
 
 
-def _named(module: nn.Module, own: Sequence[tuple[Member, nn.Parameter]]) -> list[tuple[str, torch.Tensor]]:
-    return [*((member.name, parameter) for member, parameter in own), *_own_buffers(module)]
+def _named(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*((under(*places[0]), parameter) for parameter, places in _unsharded(module)), *_own_buffers(module)]
 
 
 @torch.no_grad()
-def sync_from_first_rank(
-    module: nn.Module, own: Sequence[tuple[Member, nn.Parameter]], group: Any, device: torch.device
-) -> None:
-    """Give all ranks of ``group`` the first rank's ``own`` parameters, and buffers of `own_modules`; a collective.
+def sync_from_first_rank(module: nn.Module, group: Any, device: torch.device) -> None:
+    """Give all ranks of ``group`` the first rank's parameters and buffers of `own_modules`; a collective.
 
     Raises:
         ValueError: on all ranks, naming a sparse one.
     """
     if is_stand_in(group) or group.size() == 1:
         return
-    named = _named(module, own)
+    named = _named(module)
     refuse_sparse(named)
     tensors = list({id(tensor): tensor.detach() for _, tensor in named if tensor.numel()}.values())
     if not tensors:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from ..core.comm import Comm, MissingComm, SingleComm, comm_for, new_group_like
 from ..core.mesh import DataParallelRanks
@@ -123,7 +124,8 @@ def describe(name: str, tensor: torch.Tensor, *more: str) -> tuple[str, ...]:
     """What has to be the same of a tensor on all ranks, for `check_same_on_ranks`."""
     kind = [type(tensor).__name__] * isinstance(tensor, DTensor) + ["on meta"] * tensor.is_meta
     kind += [str(tensor.layout)] * (tensor.layout is not torch.strided)
-    return name, str(tuple(tensor.shape)), str(tensor.dtype), f"requires_grad={tensor.requires_grad}", *kind, *more
+    shape = "without a shape yet" if is_lazy(tensor) else str(tuple(tensor.shape))
+    return name, shape, str(tensor.dtype), f"requires_grad={tensor.requires_grad}", *kind, *more
 
 
 def refuse_sparse(named: Iterable[tuple[str, torch.Tensor]]) -> None:

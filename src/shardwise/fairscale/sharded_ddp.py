@@ -108,8 +108,6 @@ class ShardedDataParallel(nn.Module):
             raise ValueError(
                 f"ShardedDataParallel(reduce_buffer_size={reduce_buffer_size}): must be 0 or more elements"
             )
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            refuse_lazy(repr(name), tensor)
         self._optimizers = _as_list(sharded_optimizer)
         self._group = _common_group(self._optimizers, process_group)
         devices = {parameter.device for parameter in module.parameters()}
@@ -124,6 +122,8 @@ class ShardedDataParallel(nn.Module):
             mine = self._described()
             device = compute_device_of(self._group, module)
             check_same_on_ranks("ShardedDataParallel", self._comm(device), mine, device)
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            refuse_lazy(repr(name), tensor)
         self.device_type = _only_type(module)
         if self._size > 1 and (syncs or broadcast_buffers):
             refuse_sparse([*module.named_parameters(), *module.named_buffers()])
