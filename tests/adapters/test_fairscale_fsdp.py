@@ -1149,6 +1149,18 @@ def trains_alike(model: Any, plain: nn.Module, *inputs: torch.Tensor) -> None:
         torch.testing.assert_close(model(*inputs), plain(*inputs))
 
 
+@on_ranks(2, flat=FLAT, inside=["self_attn", "linear1", "norm2"])
+def test_evaluates_layers_that_compute_with_the_parameters_of_others(flat: bool, inside: str) -> None:
+    torch.manual_seed(1)
+    plain = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    layer: Any = copy.deepcopy(plain)
+    setattr(layer, inside, FSDP(getattr(layer, inside), flatten_parameters=flat))
+    model, inputs = FSDP(layer, flatten_parameters=flat), torch.randn(2, 3, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(inputs), plain.eval()(inputs))
+    pickle.loads(pickle.dumps(model))
+
+
 @on_ranks(2, flat=FLAT)
 def test_recurrent_modules_and_containers(flat: bool) -> None:
     torch.manual_seed(1)

@@ -142,13 +142,14 @@ class FullyShardedDataParallel(Settings):
         self._appended: list[nn.Parameter] = []
         self._names = {path: tuple(member._parameters) for path, member in own_modules(module)}
         self._runs = describe_runs(own, flatten_parameters)
-        self._watch_state_dicts()
+        self._register_hooks()
         values = dict(own)
         self._start(group, process_group_reduce_scatter, [values[one] for run in self._runs for one in run.members])
 
     # -- Construction
 
-    def _watch_state_dicts(self) -> None:
+    def _register_hooks(self) -> None:
+        self.register_forward_pre_hook(_is_called)
         self.register_state_dict_post_hook(finish_state_dict)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(prepare_load)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(finish_load)  # type: ignore[no-untyped-call]
@@ -735,6 +736,11 @@ def _choose_casts(module: nn.Module, outer: torch.dtype | None) -> None:
         outer = dtype
     for child in module.children():
         _choose_casts(child, outer)
+
+
+def _is_called(instance: nn.Module, args: Any) -> None:
+    """Does nothing: torch's transformer layers call the modules in them if any has a hook. Without gradients they would
+    take parameters out of them instead, which are shards there."""
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:
