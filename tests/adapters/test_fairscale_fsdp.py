@@ -564,6 +564,22 @@ def test_loading_leaves_the_given_dict_alone(flat: bool) -> None:
         model.load_state_dict(state, assign=True)
 
 
+@on_ranks(2, flat=FLAT)
+def test_loads_where_torch_swaps_parameters(flat: bool) -> None:
+    model = wrapped(made(ConvNet), flatten_parameters=flat)
+    optimizer, state = SGD(model.parameters(), lr=0.1), made(ConvNet, seed=5).state_dict()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.load_state_dict(state)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[name])
+    loss_of(model, inputs_for(model.module, seed=1)).backward()
+    optimizer.step()
+    assert not torch.equal(model.state_dict()["head.weight"], state["head.weight"])
+
+
 @on_ranks(2)
 def test_state_dict_options() -> None:
     first = FSDP(made(MLP), state_dict_on_rank_0_only=True)

@@ -485,17 +485,20 @@ class FlatShards(Shards):
 
     # -- Whole values
 
-    def summon(self, *, volatile: bool) -> None:
+    def summon(self, *, volatile: bool, is_loading: bool = False) -> None:
         """Register whole parameters; all ranks call this, between uses.
 
         Args:
             volatile: what is written into them is not to be kept.
+            is_loading: a state dict is written into them, and nothing else is done meanwhile.
         """
         with torch.no_grad(), not_inference():
             for position, slot in enumerate(self.slots):
                 for face in slot.summon(volatile=volatile):
-                    # An optimizer made of them would step tensors that are thrown away.
-                    remember_successor(face, self.reference, position)
+                    # An optimizer made of them would step tensors that are thrown away. While loading nobody makes one,
+                    # and torch may swap them with others, which it does not where they are referred to weakly.
+                    if not is_loading:
+                        remember_successor(face, self.reference, position)
 
     def dismiss(self, *, keep_changes: bool) -> None:
         """Undo `summon`; see `FlatSlot.dismiss`."""

@@ -366,7 +366,7 @@ class FullyShardedDataParallel(Settings):
         finally:
             self._dismiss(opened, volatile)
 
-    def _summon(self, volatile: bool) -> list[FlatShards]:
+    def _summon(self, volatile: bool, is_loading: bool = False) -> list[FlatShards]:
         self._check_idle()
         opened = []
         for group in self._unit.groups:
@@ -375,7 +375,7 @@ class FullyShardedDataParallel(Settings):
             if not shards.is_summoned:
                 group.reshard()
                 group.adopt_registered()
-                shards.summon(volatile=volatile)
+                shards.summon(volatile=volatile, is_loading=is_loading)
                 opened.append(shards)
         if opened:
             restore_order(self.module, self._names)
@@ -445,7 +445,8 @@ class FullyShardedDataParallel(Settings):
 
     def _enter_loading(self, messages: list[str]) -> None:
         """Prepare for a state dict to be loaded; ``messages`` collects what goes wrong."""
-        self._loading = messages, None if self._summons or self._gives_local else self._summon(volatile=False)
+        is_ready = self._summons or self._gives_local
+        self._loading = messages, None if is_ready else self._summon(volatile=False, is_loading=True)
 
     def _leave_loading(self) -> None:
         if (loading := self.__dict__.pop("_loading", None)) is None:
