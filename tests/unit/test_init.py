@@ -471,6 +471,16 @@ def test_an_operator_that_fails_names_the_parameter() -> None:
     assert "in linalg_qr, by which the constructor gave 'odd' its values" in caught.value.__notes__[0]
 
 
+@pytest.mark.parametrize("initialize", [nn.init.normal_, nn.init.trunc_normal_])
+def test_writes_that_torch_refuses_fail_in_the_constructor(initialize: Any) -> None:
+    def build(m: Any) -> None:
+        m.odd = nn.Parameter(torch.randn(3).expand(2, 3))
+        with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
+            initialize(m.odd)
+
+    assert_same(materialize(on_meta(lambda: Built(build))), built(lambda: Built(build)))
+
+
 def test_a_generator_that_was_passed_moves_on() -> None:
     truth, own = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
     values = torch.randn(7, generator=truth)

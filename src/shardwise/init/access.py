@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..core.device import truncated_normal_code
 from ..core.tree import tensors_in
+from .operators import shares_elements
 from .record import View
 from .recorder import Recorder
 
@@ -79,11 +80,12 @@ def _deep_copy(recorder: Recorder, func: Any, tensor: torch.Tensor, memo: dict[A
 
 def _is_meta(recorder: Recorder, func: Any, tensor: torch.Tensor, *_: Any) -> bool:
     """False, but for torch's truncated normal. How much that draws depends on values, so it is recorded as one
-    operator; then it is told that the tensor is on the meta device, where it does nothing."""
+    operator; then it is told that the tensor is on the meta device, where it does nothing. Where torch refuses to write
+    it does so by itself."""
     frame = sys._getframe(2)
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:  # other modes above this one
         frame = frame.f_back
-    if frame.f_code is not truncated_normal_code:
+    if frame.f_code is not truncated_normal_code or shares_elements(tensor):
         return False
     given = frame.f_locals
     arguments = [given[name] for name in ("mean", "std", "a", "b")]
