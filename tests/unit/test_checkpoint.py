@@ -622,7 +622,7 @@ def test_plain_dcp_loads_ours_and_ours_loads_plain_dcp(tmp_path: Path) -> None:
     assert loaded.state_dict() == scheduler.state_dict()
     assert extra["a"] == {"b": 1}
     assert torch.equal(extra["t"], torch.arange(3))
-    with pytest.raises(ValueError, match="the checkpoint has no optimizer; it has 'model', 'scheduler', 'extra'"):
+    with pytest.raises(ValueError, match="theirs has no optimizer; it has 'model', 'scheduler', 'extra'"):
         load(tmp_path / "theirs", model=third, optimizer=AdamW(third.parameters()))
 
 
@@ -1041,12 +1041,13 @@ def test_names_without_wrappers(tmp_path: Path) -> None:
 
 
 def test_misfits_are_listed_together(tmp_path: Path) -> None:
-    save(tmp_path, model=make())
+    path = save(tmp_path, model=make())
     other = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(5, 3, bias=False), nn.Linear(1, 1))
     before = {name: value.clone() for name, value in other.state_dict().items()}
     with pytest.raises(ValueError) as caught:
         load(tmp_path, model=other)
     for part in (
+        f"the checkpoint {path} does not fit the model",
         "the checkpoint does not have '3.weight', '3.bias'",
         "the model does not have '2.bias'",
         "'0.weight' has shape (6, 4), and (5, 4) in the checkpoint",
@@ -1054,6 +1055,10 @@ def test_misfits_are_listed_together(tmp_path: Path) -> None:
     ):
         assert part in str(caught.value)
     assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+    others = [nn.ModuleList([nn.Linear(size, 1) for _ in range(20)]) for size in (2, 3)]
+    path = save(tmp_path / "many", model=others[0])
+    with pytest.raises(ValueError, match=r"'11.weight' has shape .*; and 8 more$"):
+        load(path, model=others[1])
     rounding = make()
     rounding.register_buffer("extra", torch.tensor(0.5))
     path = save(tmp_path / "rounding", model=rounding)

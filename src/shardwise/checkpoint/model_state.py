@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from .objects import tree_of
 from .peers import Peers
 from .reading import StoredData
 from .weights import Weight, weights_of
+
+MOST = 12
+"""Problems that a message lists at most."""
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
@@ -45,11 +49,12 @@ class Misfit:
     other: list[str] = field(default_factory=list)
 
 
-def check_fit(ranks: Peers, own: Misfit, strict: bool) -> None:
+def check_fit(ranks: Peers, path: Path, own: Misfit, strict: bool) -> None:
     """A collective.
 
     Args:
         ranks: that load the checkpoint; a rank may have only a part of the model (a pipeline stage).
+        path: of the checkpoint.
         own: of this rank.
         strict: whether names that only the model or only the checkpoint has are an error.
 
@@ -66,7 +71,8 @@ def check_fit(ranks: Peers, own: Misfit, strict: bool) -> None:
         if strict and missing:
             problems.insert(0, f"the checkpoint does not have {listed(missing)}")
         if problems:
-            raise ValueError("the checkpoint does not fit the model: " + "; ".join(problems[:12]))
+            more = [f"and {len(problems) - MOST} more"] if len(problems) > MOST else []
+            raise ValueError(f"the checkpoint {path} does not fit the model: {'; '.join([*problems[:MOST], *more])}")
 
 
 class SavedModel:
@@ -88,7 +94,7 @@ class SavedModel:
         self._model, self._kinds = loading.with_extra_as_objects(), stored.kinds
         names = list(self._model.tensors) or self._model.names
         is_found = is_given and any(preferred + name in self._kinds for name in names)
-        self.prefix = preferred if is_found else _best_prefix(names, self._kinds, preferred)
+        self.prefix = preferred if is_found else _best_prefix(names, stored, preferred)
         """What stands before its names in the checkpoint."""
         split = {name: stored.below(f"{self.prefix}{name}.") for name in self._model.objects}
         self._split = {name: parts for name, parts in split.items() if parts and self.prefix + name not in self._kinds}
@@ -97,7 +103,8 @@ class SavedModel:
         """Names that the model and the checkpoint both have."""
         if self._model.names and not self.names:
             raise ValueError(
-                f"the checkpoint has no model; it has {stored.tops()}, and {listed(self._model.names)} were looked for"
+                f"the checkpoint {stored.directory} has no model; it has {stored.tops()}, and "
+                f"{listed(self._model.names)} were looked for"
             )
         # Without a prefix, the other keys need not be names of a model.
         parts = {key for parts in self._split.values() for key in parts}
@@ -170,7 +177,7 @@ class SavedModel:
         self._model.load_into_modules(state, strict=strict)
 
 
-def _best_prefix(names: Iterable[str], keys: Iterable[str], preferred: str) -> str:
+def _best_prefix(names: Iterable[str], stored: StoredData, preferred: str) -> str:
     """What stands before a model's names in a checkpoint: the prefix that has most of them; of those that have as many
     ``preferred``, or none, or one below ``preferred`` (for a part of a model).
 
@@ -178,7 +185,7 @@ def _best_prefix(names: Iterable[str], keys: Iterable[str], preferred: str) -> s
         ValueError: if several others have as many.
     """
     known, counts = set(names), Counter({preferred: 0})
-    for key in keys:
+    for key in stored.kinds:
         parts = key.split(".")
         for start in range(len(parts)):
             if ".".join(parts[start:]) in known:
@@ -193,7 +200,8 @@ def _best_prefix(names: Iterable[str], keys: Iterable[str], preferred: str) -> s
         for part in reversed(paths[0].split(".")):
             wrapped = f"nn.ModuleDict({{{part!r}: {wrapped}}})"
         raise ValueError(
-            f"the checkpoint has names of the model under {listed(paths)}: say which, as by load(..., model={wrapped})"
+            f"the checkpoint {stored.directory} has names of the model under {listed(paths)}: say which, as by "
+            f"load(..., model={wrapped})"
         )
     return best[0]
 

@@ -152,9 +152,11 @@ def optimizer_paths(stored: StoredData, preferred: Sequence[str]) -> dict[str, P
     found = {key[: key.index(f"{GROUPS}.")] for key in stored.kinds if f".{GROUPS}." in f".{key}"}
     known = [prefix for prefix in preferred if prefix in found]
     if not found:
-        raise ValueError(f"the checkpoint has no optimizer; it has {stored.tops()}")
+        raise ValueError(f"the checkpoint {stored.directory} has no optimizer; it has {stored.tops()}")
     if not known and len(found) > 1:
-        raise ValueError(f"the checkpoint has optimizers under {listed(found)}, none of them called 'optimizer'")
+        raise ValueError(
+            f"the checkpoint {stored.directory} has optimizers under {listed(found)}, none of them called 'optimizer'"
+        )
     prefix = (known or [*found])[0]
     below = {key: path for key, path in stored.below(prefix).items() if path}
     return {key: path for key, path in below.items() if prefix or _kind(path) in (STATE, GROUPS)}

@@ -61,7 +61,7 @@ class Restoring:
         self._optimizer_paths = self._find_optimizer() if wanted.optimizers else {}
         for name, value in ((SCHEDULER, wanted.scheduler), (EXTRA, wanted.extra)):
             if value is not None and not stored.below(f"{name}."):
-                raise ValueError(f"the checkpoint has no {name}; it has {stored.tops()}")
+                raise ValueError(f"the checkpoint {stored.directory} has no {name}; it has {stored.tops()}")
         self._rng_keys = list(stored.below(f"{RNG}.")) if wanted.rng and self._saved_by is not None else []
         self._read_objects()
         self._optimizer = self._saved_optimizer()

@@ -232,7 +232,7 @@ class SavedDirectory:
         """
         with self._ranks.together():
             saved = self._model(name, model)
-        check_fit(self._ranks, saved.misfit(), strict)
+        check_fit(self._ranks, self._path, saved.misfit(), strict)
 
     def _model(self, name: str, model: nn.Module) -> SavedModel:
         saved = SavedModel(self._stored, model, f"{name}.", is_given=True)
