@@ -301,6 +301,9 @@ def test_what_can_be_given_as_path(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     match = r"neither model\.safetensors nor model\.safetensors\.index\.json; it has blob\.safetensors, other"
     with pytest.raises(FileNotFoundError, match=match):
         loads("cache")
+    (tmp_path / "cache" / "model.safetensors").symlink_to("../blobs/gone")
+    with pytest.raises(FileNotFoundError, match=r"model\.safetensors is a link to \.\./blobs/gone"):
+        loads("cache")
     with pytest.raises(TypeError, match="path_or_dir must be a path, not int"):
         loads(3)
     with pytest.raises(TypeError, match="must be a module"):

@@ -119,6 +119,9 @@ def _weights_in(directory: Path) -> Path:
     for name in (SINGLE, INDEX):
         if (directory / name).exists():
             return directory / name
+    for path in (directory / SINGLE, directory / INDEX):
+        if path.is_symlink():
+            raise FileNotFoundError(f"{path} is a link to {os.readlink(path)}, which does not exist: get it once more")
     others = sorted(entry.name for entry in directory.iterdir() if ".safetensors" in entry.name)
     found = f"; it has {', '.join(others)}: pass the path of the file or index to load" if others else ""
     raise FileNotFoundError(f"{directory} has neither {SINGLE} nor {INDEX}{found}")
