@@ -310,6 +310,33 @@ def test_what_can_be_given_as_path(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         load_safetensors({}, path)  # type: ignore[arg-type]
 
 
+class Expanded(nn.Module):
+    """Has tensors whose elements share memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(1, 3).expand(4, 3))
+        self.register_buffer("mask", torch.randn(1).expand(5))
+
+
+@pytest.mark.parametrize("way", ["safetensors", "checkpoint", "state_dict"])
+def test_expanded_tensors_get_memory_of_their_own(tmp_path: Path, way: str) -> None:
+    model, loaded = Expanded(), Expanded()
+    optimizer = torch.optim.SGD(loaded.parameters(), 1.0)
+    with torch.no_grad():
+        model.scale = nn.Parameter(torch.randn(4, 3))
+    if way == "safetensors":
+        save_safetensors(model, tmp_path)
+        load_safetensors(loaded, tmp_path)
+    elif way == "checkpoint":
+        shardwise.save(tmp_path, model=model)
+        shardwise.load(tmp_path, model=loaded)
+    else:
+        shardwise.load_full_state_dict(loaded, shardwise.full_state_dict(model))
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in loaded.state_dict().items())
+    assert optimizer.param_groups[0]["params"][0] is loaded.scale
+
+
 # -- One rank of many
 
 

@@ -22,6 +22,7 @@ from ..core.mesh import mesh_device
 from ..core.module import unit_of
 from ..core.shards import Shards
 from ..core.slot import Slot
+from ..core.whole import has_repeats
 from ..sites import Site, become, sites_of
 from .names import plain_name
 from .peers import Peers, common_mesh, world_mesh
@@ -161,7 +162,8 @@ class Weight:
     # -- Loading
 
     def prepare_memory(self, device: torch.device) -> None:
-        """Give it memory to be written, if it has none; on ``device``, if no unit manages it.
+        """Give it memory to be written, if it has none of its own for each element (as expanded tensors have not); on
+        ``device``, if it has none at all and no unit manages it.
 
         Until `accept_values` a forward of its unit is refused.
         """
@@ -173,6 +175,9 @@ class Weight:
         elif self.tensor.is_meta or self.extra_of is not None:
             with not_inference():
                 self._fresh = torch.empty_like(self.tensor.detach(), device=device)
+        elif has_repeats(local_of(self.tensor)):
+            with not_inference():
+                self._fresh = torch.empty_like(self.tensor.detach())
 
     def accept_values(self) -> None:
         """Make the values written to `local` the model's, and allow forwards of its unit again."""

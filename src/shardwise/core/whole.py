@@ -178,6 +178,11 @@ def _is_plain(value: torch.Tensor) -> bool:
     return value.is_contiguous() and not (value.is_conj() or value.is_neg())
 
 
+def has_repeats(tensor: torch.Tensor) -> bool:
+    """Whether ``expand`` made several elements of one place in memory, where torch refuses to write."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.size(), strict=True))
+
+
 def without_repeats(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Both without the copies that ``expand`` makes of elements of ``target``: torch writes no element twice."""
     strides = target.stride()

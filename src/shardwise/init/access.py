@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..core.device import truncated_normal_code
 from ..core.tree import tensors_in
-from .operators import shares_elements
+from ..core.whole import has_repeats
 from .record import View
 from .recorder import Recorder
 
@@ -85,7 +85,7 @@ def _is_meta(recorder: Recorder, func: Any, tensor: torch.Tensor, *_: Any) -> bo
     frame = sys._getframe(2)
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:  # other modes above this one
         frame = frame.f_back
-    if frame.f_code is not truncated_normal_code or shares_elements(tensor):
+    if frame.f_code is not truncated_normal_code or has_repeats(tensor):
         return False
     given = frame.f_locals
     arguments = [given[name] for name in ("mean", "std", "a", "b")]

@@ -147,11 +147,6 @@ def has_plain_memory(value: Any) -> bool:
     return value.layout is torch.strided and not value.is_quantized
 
 
-def shares_elements(tensor: torch.Tensor) -> bool:
-    """Whether elements of an expanded tensor lie in the same memory, where torch refuses to write."""
-    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.size(), strict=True))
-
-
 def on_meta(tensor: torch.Tensor) -> torch.Tensor:
     """A meta tensor of the same geometry."""
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")

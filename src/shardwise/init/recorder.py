@@ -17,8 +17,9 @@ import torch
 
 from ..core.device import OperatorMode
 from ..core.tree import map_tensors, tensors_in
+from ..core.whole import has_repeats
 from .hollow import Storages
-from .operators import FRESH, OVERWRITE, UNDEFINED, Call, has_operators, has_plain_memory, on_meta, shares_elements
+from .operators import FRESH, OVERWRITE, UNDEFINED, Call, has_operators, has_plain_memory, on_meta
 from .record import Constant, Explicit, Op, Record, View, leaves_of, replace_leaves
 from .replay import Replay, Sink, States, as_recorded, clear
 from .streams import Position, default_generator, default_generators, leave_mark, marked_position, position_of
@@ -200,7 +201,7 @@ class Recorder(OperatorMode):
     def _is_refused(self, tensor: torch.Tensor) -> bool:
         """Whether writing to ``tensor`` cannot be recorded, or is an error, as where elements share memory, of which
         the meta device knows nothing."""
-        return shares_elements(tensor) or self._storages.number_of(tensor) is None
+        return has_repeats(tensor) or self._storages.number_of(tensor) is None
 
     def _shapes(self, call: Call, twins: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Any:
         """What an operator gives on meta twins of its tensors, which are added to ``twins``."""
