@@ -310,6 +310,20 @@ def test_what_can_be_given_as_path(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         load_safetensors({}, path)  # type: ignore[arg-type]
 
 
+def test_tensors_without_a_shape_are_named(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.ReLU(), nn.LazyLinear(2))
+    state = nn.Sequential(nn.ReLU(), nn.Linear(3, 2)).state_dict()
+    for verb in (
+        lambda: save_safetensors(model, tmp_path),
+        lambda: load_safetensors(model, good(tmp_path / "other")),
+        lambda: shardwise.save(tmp_path, model=model),
+        lambda: shardwise.full_state_dict(model),
+        lambda: shardwise.load_full_state_dict(model, state),
+    ):
+        with pytest.raises(ValueError, match=r"'1\.weight' has no shape yet: run the lazy modules once"):
+            verb()
+
+
 class Expanded(nn.Module):
     """Has tensors whose elements share memory."""
 

@@ -20,6 +20,7 @@ from ..core.flat import refuse_flat
 from ..core.hooks import Unit
 from ..core.mesh import mesh_device
 from ..core.module import unit_of
+from ..core.parameter import refuse_lazy
 from ..core.shards import Shards
 from ..core.slot import Slot
 from ..core.whole import has_repeats
@@ -359,7 +360,7 @@ def weights_of(
 
     Raises:
         TypeError: if it is not a module.
-        ValueError: if it has flat shards.
+        ValueError: if it has flat shards, or naming a tensor of a lazy module that has not run.
     """
     _check_module(model)
     refuse_flat(model, asked_by)
@@ -374,6 +375,7 @@ def weights_of(
     named = {plain_name(model, key) if plain_names else key: key for key in state}
     for name, key in named.items():
         value, extra_of = state[key], _owner_of_extra_state(model, key)
+        refuse_lazy(repr(name), value)
         if not isinstance(value, torch.Tensor):
             objects[name] = extra_of, value
         elif id(value) in weights:
