@@ -310,9 +310,8 @@ class _TrainerStrategy(ProcessesStrategy):
                 result = step(*args, **kwargs)
         else:
             result = unit.run(self.model, step, args, kwargs)
-        if by_hand or name != "training_step":
-            # No backward follows that would reshard, and callbacks or another run expect sharded parameters.
-            show_shards(self.model)
+        # Hooks, also those before the backward, callbacks and another run expect sharded parameters.
+        show_shards(self.model)
         return result
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -703,6 +703,24 @@ def between_steps(directory: Path) -> None:
         states.append([full_state_dict(module, rank0_only=False) for module in (averaged, again)])
     torch.testing.assert_close(states[1], states[0])
 
+    class Teaching(Module):
+        """Moves what teaches it between a training step and its backward."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.teacher = make_net().requires_grad_(False)
+
+        def on_before_zero_grad(self, optimizer: Any) -> None:
+            with torch.no_grad():
+                for mine, own in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                    mine.lerp_(own, 0.3)
+
+        def loss(self, batch: Any) -> torch.Tensor:
+            return super().loss(batch) + F.mse_loss(self(batch[0]), self.teacher(batch[0]))
+
+    for keeping in ({}, {"auto_wrap_policy": {nn.Linear}, "reshard_after_forward": False}):
+        assert_like_one_process(directory, ours(**keeping), Teaching, Teaching)
+
 
 def averages(directory: Path) -> None:
     """Lightning's own averaging callback: sharded, in validation, in checkpoints of both kinds."""
