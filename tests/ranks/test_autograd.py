@@ -2516,6 +2516,30 @@ def test_compiled_training_step() -> None:
 
 
 @on_ranks(2, limit=120.0)
+def test_compiled_use_of_gradients() -> None:
+    """Between backward passes, of parameters that have gradients, and of those themselves."""
+    torch._dynamo.reset()
+
+    @torch.compile(backend="eager")
+    def use(parameters: list[torch.Tensor]) -> torch.Tensor:
+        norm = sum(parameter.grad.square().sum() for parameter in parameters)
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.mul_(0.9)
+                parameter.grad.mul_(0.5)
+        return norm
+
+    def train(model: nn.Module) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]:
+        for step in range(3):
+            model(batch(step, dist.get_rank(), 4, WIDTH)).square().mean().backward()
+            norm = use(list(model.parameters()))
+        return whole(norm), [whole(parameter.grad) for parameter in model.parameters()], state_of(model)
+
+    ours, theirs = map(train, wrapped_pair(lambda: stack(Layer())))
+    torch.testing.assert_close(ours, theirs)
+
+
+@on_ranks(2, limit=120.0)
 def test_compiled_autograd_is_refused() -> None:
     """Nothing would reduce the root's gradients; FSDP2 leaves them unreduced, in silence."""
     from torch._dynamo.compiled_autograd import _enable

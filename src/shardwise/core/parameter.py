@@ -23,6 +23,7 @@ from .device import (
     step_by_foreach,
     untraced,
     without_torch_function,
+    wrap_at_offset,
     wrap_local,
 )
 from .errors import StateError
@@ -73,6 +74,13 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 class TracedParameter(DTensor):
     """The registered parameter while a compiled step of an optimizer writes it: a DTensor that can be traced."""
+
+    def __tensor_flatten__(self) -> Any:
+        """What the tracer copies, before it comes to the gradient."""
+        gradient = self.grad
+        if isinstance(gradient, DTensor) and gradient.storage_offset() != local_of(gradient).storage_offset():
+            self.grad = wrap_at_offset(gradient)
+        return cast(Any, super()).__tensor_flatten__()
 
     @classmethod
     def __tensor_unflatten__(cls, inner: Any, flat: Any, size: Any, stride: Any) -> DTensor:
