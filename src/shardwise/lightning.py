@@ -173,8 +173,10 @@ class _TrainerStrategy(ProcessesStrategy):
         super().setup_environment()
         use_device(self.precision_plugin, self.root_device)
         self.lightning_module._device_mesh = self.device_mesh
-        if self._averages():
-            allow_copies(self.lightning_module)  # which callbacks make before `setup`
+        if self._averages():  # callbacks copy the module before `setup`
+            allow_copies(self.lightning_module)
+            if self.lightning_module.trainer.state.fn == "fit":
+                materialize(self.lightning_module)
 
     def _launcher_class(self) -> Any:
         return self.namespace.of_trainer("strategies.launchers.subprocess_script", "_SubprocessScriptLauncher")

@@ -751,6 +751,12 @@ def averages(directory: Path) -> None:
         torch.testing.assert_close(joined(module.losses + resumed.losses), whole.losses)
         torch.testing.assert_close(used.callback_metrics["val_loss"], expected.callback_metrics["val_loss"])
         assert_same_state(used, whole.state_dict())
+    # Of a module without memory.
+    used = trainer(directory, "shardwise", max_epochs=3, callbacks=[average()])
+    with used.init_module(empty_init=True):
+        empty = Module()
+    used.fit(empty, loader(True), loader(True))
+    assert_same_state(used, whole.state_dict())
     # Of a module that is sharded already; only the callback may copy it.
     for again, shared in ((resumed, True), (whole, False)):
         callbacks = [average(), saving] if shared else [average()]
