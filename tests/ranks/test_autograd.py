@@ -1731,6 +1731,33 @@ def test_tensor_hooks_on_sharded_parameters() -> None:
 
 
 @on_ranks(2)
+def test_tensor_hooks_from_before_sharding() -> None:
+    """They go along to the sharded parameters, and are removed there (FSDP2 drops them, in silence)."""
+    calls: list[tuple[int, ...]] = []
+    handles: list[Any] = []
+
+    def make() -> nn.Module:
+        model = stack(Layer(), Layer())
+        model.layers[0].gate.register_hook(lambda gradient: gradient * 3)
+        handles.append(model.layers[1].gate.register_hook(lambda gradient: gradient * 5))
+        late = model.layers[1].gate.register_post_accumulate_grad_hook(lambda one: calls.append(tuple(one.shape)))
+        handles.append(late)
+        return model
+
+    def run(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        if step == 1:
+            for handle in handles:
+                handle.remove()
+        loss = model(batch(step, rank, 4, WIDTH)).square().mean()
+        loss.backward()
+        return loss
+
+    check(make, run, against_torch=False)
+    size = dist.get_world_size()
+    assert calls == [tuple(Layer().gate.shape)] * (1 + size)  # of the sharded one, and of one process for each rank
+
+
+@on_ranks(2)
 def test_module_hooks() -> None:
     """Users' forward and backward hooks see whole tensors and count once."""
     calls: list[str] = []

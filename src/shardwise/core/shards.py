@@ -45,6 +45,7 @@ from .parameter import (
     owner_of,
     remember_successor,
     retire,
+    take_hooks,
 )
 from .slot import GroupPolicy, ManagedParameter, Slot
 from .step import watch_steps
@@ -358,6 +359,7 @@ class ParameterShards(Shards):
         spec = own if member.parallel is None else member.parallel.sharded
         sharded = make_sharded_parameter(local, spec, member.value.requires_grad, self.reference)
         sharded.__dict__.update(marks_of(member.value))
+        take_hooks(sharded, member.value)
         slot = Slot(member.name, member.places, buffer, index, sharded, member.parallel, member.keeps_dtype)
         self.slots.append(slot)
         for place in member.places:
