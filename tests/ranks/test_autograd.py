@@ -1730,18 +1730,25 @@ def test_tensor_hooks_on_sharded_parameters() -> None:
     check(lambda: stack(Layer(), Layer()), run, against_torch=False)
 
 
-@on_ranks(2)
+@on_ranks(2, 3)
 def test_tensor_hooks_from_before_sharding() -> None:
     """They go along to the sharded parameters, and are removed there (FSDP2 drops them, in silence)."""
     calls: list[tuple[int, ...]] = []
     handles: list[Any] = []
 
+    def note(parameter: torch.Tensor, mask: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        calls.append(tuple((parameter.grad * mask).shape))
+
     def make() -> nn.Module:
         model = stack(Layer(), Layer())
-        model.layers[0].gate.register_hook(lambda gradient: gradient * 3)
-        handles.append(model.layers[1].gate.register_hook(lambda gradient: gradient * 5))
-        late = model.layers[1].gate.register_post_accumulate_grad_hook(lambda one: calls.append(tuple(one.shape)))
-        handles.append(late)
+        first, second = model.layers[0], model.layers[1]
+        first.gate.register_hook(lambda gradient: gradient * 3)
+        mask = torch.arange(first.linear.weight.numel()).view_as(first.linear.weight) % 3
+        first.linear.weight.register_hook(lambda gradient: gradient * mask)
+        handles.append(second.gate.register_hook(lambda gradient: gradient * 5))
+        half = torch.full(second.gate.shape, 0.5)
+        handles.append(second.gate.register_post_accumulate_grad_hook(lambda one: note(one, half)))
         return model
 
     def run(model: nn.Module, step: int, rank: int) -> torch.Tensor:

@@ -394,24 +394,37 @@ def run_tensor_hooks(parameters: Sequence[torch.Tensor], gradients: Sequence[tor
     if not any(hooks):
         return gradients
     changed = [*gradients]
-    for index, own in enumerate(hooks):
-        for hook in tuple(own.values()) if own else ():
-            given = hook(changed[index])
-            changed[index] = changed[index] if given is None else given
+    with _plain_as_replicated():
+        for index, own in enumerate(hooks):
+            for hook in tuple(own.values()) if own else ():
+                given = hook(changed[index])
+                changed[index] = changed[index] if given is None else given
     return changed
 
 
-def post_accumulate_grad_hooks(
-    parameters: Sequence[torch.Tensor],
-) -> list[tuple[Callable[[torch.Tensor], None], torch.Tensor]]:
-    """Hooks that the user registered to run when the gradient of a parameter is ready, each with its parameter."""
+def run_late_hooks(parameters: Sequence[torch.Tensor]) -> None:
+    """Call what the user registered to run when the gradient of each of ``parameters`` is ready."""
     with without_torch_function():
         found = [*map(_get_late_hooks, parameters)]
-    if not any(found):
-        return []
-    return [
-        (hook, parameter) for parameter, hooks in zip(parameters, found, strict=True) for hook in (hooks or {}).values()
-    ]
+    if any(found):
+        with _plain_as_replicated():
+            for parameter, hooks in zip(parameters, found, strict=True):
+                for hook in tuple(hooks.values()) if hooks else ():
+                    hook(parameter)
+
+
+@contextlib.contextmanager
+def _plain_as_replicated() -> Iterator[None]:
+    """Operators on DTensors take a plain tensor, such as the mask of a whole gradient, for the same one on every rank.
+
+    torch's own ``implicit_replication`` would end one of the user's around it.
+    """
+    dispatcher: Any = DTensor._op_dispatcher
+    before, dispatcher._allow_implicit_replication = dispatcher._allow_implicit_replication, True
+    try:
+        yield
+    finally:
+        dispatcher._allow_implicit_replication = before
 
 
 # -- Autograd ---------------------------------------------------------------------------------------------------

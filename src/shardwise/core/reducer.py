@@ -14,7 +14,7 @@ from .device import (
     add_each,
     is_elsewhere,
     local_of,
-    post_accumulate_grad_hooks,
+    run_late_hooks,
     run_tensor_hooks,
     spec_of,
     without_torch_function,
@@ -283,8 +283,7 @@ class GradientReducer:
                     new.append(local_of(gradient))
             if old:
                 add_each(old, new)
-        for hook, reached in post_accumulate_grad_hooks(parameters):
-            hook(reached)
+        run_late_hooks(parameters)
 
 
 def _held_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
