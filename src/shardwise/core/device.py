@@ -606,7 +606,8 @@ def apply_to_gradients(function: type[torch.autograd.Function], *args: Any) -> A
     batched = [torch._C._functorch.is_legacy_batchedtensor(one) for one in args if isinstance(one, torch.Tensor)]
     if not any(batched):
         return apply_function(function, *args)
-    level = torch._C._vmapmode_increment_nesting() - 1
+    # Autograd's thread for an accelerator does not know it; there it is that of the one call of `torch.autograd.grad`.
+    level = max(torch._C._vmapmode_increment_nesting() - 1, 1)
     torch._C._vmapmode_decrement_nesting()
     others, gradients = args[: -len(batched)], args[-len(batched) :]
     pairs = zip(gradients, batched, strict=True)
