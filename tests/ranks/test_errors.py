@@ -585,6 +585,14 @@ def test_writes_after_unshard() -> None:
             with told:
                 uses()
             uses()
+        loss = model(x).sum()
+        for uses in (loss.backward, model.reshard):
+            with torch.no_grad():
+                model.bias.zero_()
+            with told:
+                model.unshard()  # again
+            uses()
+            model.unshard()
 
 
 class Moves(nn.Linear):

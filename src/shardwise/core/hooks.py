@@ -649,8 +649,9 @@ class Unit:
             group.wait_for_unshard()
 
     def watch_writes(self) -> None:
-        """The user gathered its parameters: what is written to those is lost."""
-        self._lost_writes = LostWrites(self.groups)
+        """The user gathered its parameters, or they were gathered already: what is written to those is lost."""
+        if self._lost_writes is None:
+            self._lost_writes = LostWrites(self.groups)
         self._lost_writes.enter()
 
     def reshard(self) -> None:
