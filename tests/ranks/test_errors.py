@@ -595,6 +595,20 @@ def test_writes_after_unshard() -> None:
             model.unshard()
 
 
+@on_ranks(2)
+def test_gathered_parameters_that_are_made_anew_after_writes() -> None:
+    """Nobody wrote to those."""
+    model, tokens = Bounded(), torch.arange(6)
+    fully_shard(model)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.warns(UserWarning, match="forward wrote to 'embed.weight'"):
+            model(tokens)
+        model.embed.max_norm = None
+        model.to(torch.float64)
+        model(tokens)
+
+
 class Moves(nn.Linear):
     """Moves its weight to other memory."""
 

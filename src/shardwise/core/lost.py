@@ -50,11 +50,11 @@ class LostWrites:
         they were gathered, or since forward."""
         before, self._before = self._before, {}
         kept = {slot for group in self._groups if group.is_unsharded for slot in group.slots} if before else set()
-        # Versions alone: users may have freed and gathered them since.
+        # Versions alone: users may have freed and gathered them since. Those of faces made anew are not higher.
         written = [
             slot
             for slot, stamp in (self._stamps() if kept else {}).items()
-            if slot in kept and [*map(_version, stamp)] != [*map(_version, before.get(slot, stamp))]
+            if slot in kept and [*map(_version, stamp)] > [*map(_version, before.get(slot, stamp))]
         ]
         self._warn("something wrote, while they were gathered, to", written)
 
