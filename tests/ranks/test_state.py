@@ -289,6 +289,24 @@ def test_what_replaces_a_parameter_inside_a_unit_counts(how: str, preset: str) -
             torch.testing.assert_close(whole(ours), truth.detach())
 
 
+def replace_local(parameter: Any, value: Any) -> None:
+    parameter._local_tensor = value._local_tensor
+
+
+@on_ranks(2, replaces=[torch.utils.swap_tensors, replace_local], preset=["zero2", "zero3"])
+def test_shards_that_are_replaced_while_parameters_stay_gathered(replaces: Any, preset: str) -> None:
+    model = nn.Linear(4, 4, bias=False)
+    shardwise.fully_shard(model, placements=getattr(Placements, preset), reshard_after_forward=False)
+    held, x = model.weight, torch.eye(4)
+    with torch.no_grad():
+        for _ in range(3):
+            before = model(x)
+            replaces(held, nn.Parameter(held.detach() * 0.5))
+            torch.testing.assert_close(model(x), before * 0.5)
+            held.to_local().mul_(0.5)
+            torch.testing.assert_close(model(x), before * 0.25)
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()

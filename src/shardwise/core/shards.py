@@ -86,8 +86,6 @@ class Shards(ABC):
         self._trained: list[tuple[bool, bool]] = []
         """What `_trainable` was found from."""
         self._versions: list[int] | None = None
-        self._written_through: Sequence[torch.Tensor] = ()
-        """All that they can be written through; made again when they are others."""
 
     @property
     @abstractmethod
@@ -234,7 +232,6 @@ class Shards(ABC):
     def mark_stale(self) -> None:
         """They may have changed: kept unsharded ones must be gathered again."""
         self._writes += 1
-        self._written_through = ()
 
     def note_write(self) -> None:
         """One of them is about to be written."""
@@ -272,12 +269,11 @@ class Shards(ABC):
 
     def _written(self) -> list[int]:
         """Version counters of all that they can be written through."""
+        # Not from a list made once: others may replace local tensors, and swap parameters.
         with without_torch_function():  # otherwise each look at a sharded parameter is a call into Python
-            if not self._written_through:
-                shards = [slot.sharded for slot in self.slots]
-                memory = [one for buffer in self.buffers for one in buffer.local_memory]
-                self._written_through = [*shards, *map(local_of, shards), *memory]
-            return [*map(get_version, self._written_through)]
+            shards = [slot.sharded for slot in self.slots]
+            memory = [one for buffer in self.buffers for one in buffer.local_memory]
+            return [*map(get_version, [*shards, *map(local_of, shards), *memory])]
 
 
 class ParameterShards(Shards):
