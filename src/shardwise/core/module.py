@@ -111,7 +111,7 @@ class FSDPModule(_TorchModule):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """For `copy.copy`, which gets what it always did; whoever pickles it gets an error."""
         made = super().__reduce_ex__(protocol)
-        if isinstance(made, tuple) and type(self) in made[1]:  # and not by a class that says how it is pickled
+        if isinstance(made, tuple) and any(one is type(self) for one in made[1]):  # a class may say how it is pickled
             made = _NotPickled(made[0], self._unit), *made[1:]
         return made
 
