@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from operator import itemgetter
 
 import torch
 from torch import nn
@@ -34,11 +33,11 @@ class LostWrites:
     def enter(self) -> None:
         """Forward begins, with gathered parameters."""
         self.check()
-        self._before = self._stamps()
+        self._before = self._stamps(self._groups)
 
     def leave(self) -> bool:
         """Forward is over; gives whether that is enough."""
-        after = self._stamps()
+        after = self._stamps(self._groups)
         written = [slot for slot, stamp in self._before.items() if after.get(slot, stamp) != stamp]
         self._warn("forward wrote to", written)
         self._before = after
@@ -49,13 +48,9 @@ class LostWrites:
         """Forward or backward begins, or parameters are about to be freed: nobody should have written to them since
         they were gathered, or since forward."""
         before, self._before = self._before, {}
-        kept = {slot for group in self._groups if group.is_unsharded for slot in group.slots} if before else set()
+        now = self._stamps([group for group in self._groups if group.is_unsharded]) if before else {}
         # Versions alone: users may have freed and gathered them since. Those of faces made anew are not higher.
-        written = [
-            slot
-            for slot, stamp in (self._stamps() if kept else {}).items()
-            if slot in kept and [*map(_version, stamp)] > [*map(_version, before.get(slot, stamp))]
-        ]
+        written = [slot for slot, stamp in now.items() if _versions(stamp) > _versions(before.get(slot, stamp))]
         self._warn("something wrote, while they were gathered, to", written)
 
     def _warn(self, who: str, written: Sequence[Slot]) -> None:
@@ -68,18 +63,19 @@ class LostWrites:
                 stacklevel=2,
             )
 
-    def _stamps(self) -> dict[Slot, list[tuple[int, int]]]:
+    @staticmethod
+    def _stamps(groups: Sequence[ParamGroup]) -> dict[Slot, list[tuple[int, int]]]:
         with without_torch_function():
             return {
                 slot: [(face._version, _address(face)) for face in slot.faces]
-                for group in self._groups
+                for group in groups
                 for slot in group.slots
                 if not slot.buffer.is_identity and not any(face.is_inference() for face in slot.faces)
             }
 
 
-_version = itemgetter(0)
-"""Of a stamp."""
+def _versions(stamp: Sequence[tuple[int, int]]) -> list[int]:
+    return [version for version, _ in stamp]
 
 
 def _address(face: torch.Tensor) -> int:
