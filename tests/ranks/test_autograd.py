@@ -659,6 +659,16 @@ class EnablesGradients(Layer):
             return {"given": x, "made": super().forward(x)}
 
 
+class EnablesGradientsOfArguments(Layer):
+    """Gives what it makes to a container, or changes what it is given."""
+
+    def forward(self, x: torch.Tensor, made: dict[str, torch.Tensor]) -> torch.Tensor:
+        with torch.enable_grad():
+            made["made"] = super().forward(x)
+            made["changed"].mul_(self.gate.sum())
+        return made["made"]
+
+
 class DisablesGradients(Stack):
     """Trains its layers alone, and those by what gradients they enable."""
 
@@ -682,8 +692,22 @@ def test_gradients_that_forward_enables_itself(reshard: bool) -> None:
 
     layers = lambda: DisablesGradients([EnablesGradients(), EnablesGradients()], WIDTH)  # noqa: E731
     check(layers, against_torch=False, reshard_after_forward=reshard)
+
+    def of_argument(name: str) -> Callable[[nn.Module, int, int], torch.Tensor]:
+        def run(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+            made = {"changed": batch(step, rank, 4, WIDTH)}
+            with torch.no_grad():
+                model(batch(step, rank, 4, WIDTH), made)
+            loss = made[name].square().mean()
+            loss.backward()
+            return loss
+
+        return run
+
     wrapping = lambda model, verb: verb(model, reshard_after_forward=reshard)  # noqa: E731
     check(EnablesGradients, of_root, against_torch=False, wrapping=wrapping)
+    for name in ("made", "changed"):
+        check(EnablesGradientsOfArguments, of_argument(name), against_torch=False, wrapping=wrapping)
     model = wrap(stack(EnablesGradients()), shardwise.fully_shard).layers[0]
     given = batch(0, 0, 4, WIDTH).requires_grad_().exp()
     with torch.no_grad():

@@ -83,9 +83,9 @@ class Call:
         count = len(self._values) - len(self._keywords)
         return self._values[:count], dict(zip(self._keywords, self._values[count:], strict=True))
 
-    def has(self, tensor: torch.Tensor) -> bool:
-        """Whether the module gets it."""
-        return any(one is tensor for one in all_tensors(self._values))
+    def got(self, tensor: torch.Tensor) -> bool:
+        """Whether the module got it, without gradients, and left it as it was."""
+        return any(one is tensor and one.grad_fn is history for one, history in self._histories)
 
     def replace(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Let it get ``function`` of each tensor in its arguments."""
@@ -110,7 +110,7 @@ class Call:
     def watch(self) -> None:
         """Note what it gets: what it adds to containers, and what it changes in place, are outputs."""
         passed_all = self._is_flat and len(self._passed) == len(self._values)
-        if torch.is_grad_enabled() and not passed_all:
+        if not passed_all:
             passed = {id(alias) for _, alias, _ in self._passed}
             others = (tensor for tensor in all_tensors(self._values) if id(tensor) not in passed)
             self._histories = [(tensor, tensor.grad_fn) for tensor in others]
@@ -124,12 +124,12 @@ class Call:
             StateError: if that is a tensor that was given several times, or with a view of it.
         """
         if self._additions is not None:
-            self._additions.replace(lambda output: announce_begin(unit, unit.kept(output))[0])
+            self._additions.replace(lambda output: announce_begin(unit, unit.kept(output), self)[0])
         for replacement in reversed(self._replacements):
             replacement.give_back()
         for tensor, history in self._histories:
             if tensor.grad_fn is not history and not tensor.is_leaf:
-                announce_begin(unit, tensor)
+                announce_begin(unit, tensor, self)
         # Not by versions, which changes without a history count too, and those that the caller's tensor saw itself.
         for tensor, alias, history in self._passed:
             if alias.requires_grad and alias.grad_fn is not history:
@@ -145,7 +145,7 @@ def announce_begin(unit: Told, output: Any, call: Call | None = None) -> tuple[A
     tensors, takes_all = tensors_requiring_grad(output), not (in_transforms() or in_forward_mode())
     if not torch.is_grad_enabled():
         # It may have enabled them inside.
-        tensors = [tensor for tensor in tensors if not (call is None or tensor.is_leaf or call.has(tensor))]
+        tensors = [tensor for tensor in tensors if not (call is None or tensor.is_leaf or call.got(tensor))]
         takes_all = True
     for tensor in tensors:
         if tensor.is_leaf:
