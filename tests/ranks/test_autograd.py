@@ -1770,6 +1770,8 @@ def test_tensor_hooks_from_before_sharding() -> None:
         first.gate.register_hook(lambda gradient: gradient * 3)
         mask = torch.arange(first.linear.weight.numel()).view_as(first.linear.weight) % 3
         first.linear.weight.register_hook(lambda gradient: gradient * mask)
+        rising = torch.arange(first.linear.bias.numel(), dtype=first.linear.bias.dtype)
+        first.linear.bias.register_hook(lambda gradient: rising)
         handles.append(second.gate.register_hook(lambda gradient: gradient * 5))
         half = torch.full(second.gate.shape, 0.5)
         handles.append(second.gate.register_post_accumulate_grad_hook(lambda one: note(one, half)))

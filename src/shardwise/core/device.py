@@ -388,7 +388,8 @@ _get_hooks, _get_late_hooks = attrgetter("_backward_hooks"), attrgetter("_post_a
 
 
 def run_tensor_hooks(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """``gradients[i]`` after the hooks that the user registered by ``parameters[i].register_hook``."""
+    """``gradients[i]`` after the hooks that the user registered by ``parameters[i].register_hook``, which may give
+    whole plain tensors, the same on every rank."""
     with without_torch_function():
         hooks = [*map(_get_hooks, parameters)]
     if not any(hooks):
@@ -397,8 +398,12 @@ def run_tensor_hooks(parameters: Sequence[torch.Tensor], gradients: Sequence[tor
     with _plain_as_replicated():
         for index, own in enumerate(hooks):
             for hook in tuple(own.values()) if own else ():
-                given = hook(changed[index])
-                changed[index] = changed[index] if given is None else given
+                old, given = changed[index], hook(changed[index])
+                if given is None:
+                    continue
+                if isinstance(old, DTensor) and not isinstance(given, DTensor) and given.shape == old.shape:
+                    given = shard_like(given, old)
+                changed[index] = given
     return changed
 
 
