@@ -157,6 +157,8 @@ class ParamGroup:
         if self._is_kept and not self.shards.changed():
             self._gather = None, ()
             return
+        if self.state is ShardState.SHARDED and self.policy.reshard_to is not None and self.shards.changed():
+            self._drop_resharded()
         self.shards.check_materialized()
         self._submit_gather(lane)
 
@@ -238,8 +240,7 @@ class ParamGroup:
             keeps = self._keeps_unsharded or not self.options.reshard_after_forward
             self.shards.note_gathered(keeps=keeps)
         self.shards.put_unsharded()
-        if self.state is ShardState.RESHARDED:
-            self._drop_resharded()
+        self._drop_resharded()
         self.state = ShardState.UNSHARDED
 
     def _free(self) -> None:
@@ -255,23 +256,24 @@ class ParamGroup:
 
         Args:
             after_forward: reshard to the smaller world, where the policy has one.
-            keep: do not free the gathered ones; the next `unshard` gathers only if the shards were written. Frees them
-                all the same where writes may go unnoticed.
+            keep: do not free the gathered ones, nor what was cut over the smaller world; the next `unshard` gathers
+                from the shards only if those were written. Frees them all the same where writes may go unnoticed.
         """
-        # What was cut over a smaller world freed the gathered memory already.
-        keep = keep and self.shards.sees_writes and self.state is not ShardState.RESHARDED
+        keep = keep and self.shards.sees_writes
         if self._gather is not None:
             self.wait_for_unshard()
         if after_forward and self.policy.reshard_to is not None and self.is_unsharded:
             self._reshard_to(self.policy.reshard_to)
             return
+        if not keep:
+            self._drop_resharded()
         if self.state is ShardState.SHARDED and (keep or not (self._is_kept or self._prepared)):
             return
         self._prepared = None
         self.shards.put_sharded()
-        if self.state is ShardState.RESHARDED:
-            self._drop_resharded()
-        self.state = ShardState.SHARDED
+        was_resharded, self.state = self.state is ShardState.RESHARDED, ShardState.SHARDED
+        if was_resharded:
+            return  # which freed the gathered ones
         self._is_kept = keep or self._keeps_unsharded
         if self._is_kept:
             self.shards.watch()
