@@ -248,8 +248,9 @@ class ParamGroup:
             buffer.free()
 
     def _drop_resharded(self) -> None:
-        for buffer in self.shards.buffers:
-            buffer.drop_resharded()
+        if self.policy.reshard_to is not None:
+            for buffer in self.shards.buffers:
+                buffer.drop_resharded()
 
     def reshard(self, *, after_forward: bool = False, keep: bool = False) -> None:
         """Register the sharded parameters and free the gathered ones, unless the strategy keeps them.
@@ -309,7 +310,8 @@ class ParamGroup:
 def kept(output: torch.Tensor, groups: Sequence[ParamGroup]) -> torch.Tensor:
     """``output``, or a copy if resharding one of ``groups`` frees its memory."""
     own = unwrapped(local_of(output))
-    is_strided = type(own) in (torch.Tensor, nn.Parameter) and own.layout is torch.strided
-    if is_strided and any(group.frees(own) for group in groups):
-        return annotated_like(output.clone(), output)
+    if type(own) in (torch.Tensor, nn.Parameter) and own.layout is torch.strided:
+        for group in groups:
+            if group.frees(own):
+                return annotated_like(output.clone(), output)
     return output

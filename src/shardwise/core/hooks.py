@@ -338,7 +338,7 @@ class Unit:
         # The root may hand out those of units within, which stay gathered until their backward.
         units = self.context.units if self.context.forward_root is self else (self,)
         groups = [group for unit in units for group in unit.groups if group.is_unsharded]
-        return map_tensors(output, functools.partial(kept, groups=groups)) if groups else output
+        return map_tensors(output, lambda tensor: kept(tensor, groups)) if groups else output
 
     def _refuse_opaque(self, output: Any) -> None:
         """Tensors that are not found cannot announce backward, whose parameters would be gone."""
