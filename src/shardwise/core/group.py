@@ -90,6 +90,8 @@ class ParamGroup:
         """Whether the user started the gather, and nobody waited for it: not whether the handle exists still, of which
         ranks may differ."""
         self._is_kept = self._keeps_unsharded = self.mesh.strategy.keeps_unsharded
+        self._is_cut = False
+        """Whether chunks over the smaller world are there, which the next gather takes."""
 
     @property
     def mesh(self) -> DataParallelRanks:
@@ -157,7 +159,7 @@ class ParamGroup:
         if self._is_kept and not self.shards.changed():
             self._gather = None, ()
             return
-        if self.state is ShardState.SHARDED and self.policy.reshard_to is not None and self.shards.changed():
+        if self._is_cut and self.state is ShardState.SHARDED and self.shards.changed():
             self._drop_resharded()
         self.shards.check_materialized()
         self._submit_gather(lane)
@@ -186,6 +188,7 @@ class ParamGroup:
         if any(buffer.computes_first for buffer in self.shards.buffers):
             return  # of shards that may be written until the computation comes to the gather
         if self._gather is None and self.state is ShardState.SHARDED and self.shards.is_adopted:
+            self._drop_resharded()  # shards may be written until the computation comes to the gather, which reads those
             self.shards.check_materialized()
             gathers = self._start_gathers(lane)
             self._prepared = _Prepared(gathers, (event, mark()), self.shards.stamp())
@@ -248,7 +251,8 @@ class ParamGroup:
             buffer.free()
 
     def _drop_resharded(self) -> None:
-        if self.policy.reshard_to is not None:
+        if self._is_cut:
+            self._is_cut = False
             for buffer in self.shards.buffers:
                 buffer.drop_resharded()
 
@@ -283,7 +287,7 @@ class ParamGroup:
 
     @outside_transforms
     def _reshard_to(self, smaller: DataParallelMesh) -> None:
-        self.state = ShardState.RESHARDED  # from the first buffer on, whatever comes
+        self.state, self._is_cut = ShardState.RESHARDED, True  # from the first buffer on, whatever comes
         self.shards.watch()
         for buffer in self.shards.buffers:
             slots = [(position, slot) for position, slot in enumerate(self.slots) if slot.buffer is buffer]
