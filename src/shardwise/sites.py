@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .core.device import without_torch_function
+from .core.device import share_hooks
 from .core.parameter import Place
 
 
@@ -53,11 +53,7 @@ def become(tensor: torch.Tensor, value: torch.Tensor, sites: Sequence[Site]) -> 
     """
     value.__class__ = type(tensor)
     value.__dict__.update(tensor.__dict__)
-    with without_torch_function():  # a swap leaves behind what makes autograd call the hooks
-        if tensor._backward_hooks is not None:
-            value._backward_hooks = tensor._backward_hooks
-        if tensor._post_accumulate_grad_hooks is not None:
-            value._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
+    share_hooks(value, tensor)  # a swap leaves behind what makes autograd call them
     try:
         torch.utils.swap_tensors(tensor, value)
         return tensor

@@ -387,6 +387,22 @@ call_without_torch_function: Callable[[Any, Any, Any, Any], Any] = torch._C._dis
 _get_hooks, _get_late_hooks = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 
 
+def share_hooks(new: torch.Tensor, old: torch.Tensor) -> None:
+    """Let ``new`` have the hooks that users registered on ``old``; the handles that they hold remove them from both."""
+    with without_torch_function():
+        if old._backward_hooks is not None:
+            new._backward_hooks = old._backward_hooks
+        if old._post_accumulate_grad_hooks is not None:
+            new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
+
+
+def take_hooks(new: torch.Tensor, old: torch.Tensor) -> None:
+    """`share_hooks`; what is registered to run after the accumulation into ``old`` from now on is its alone."""
+    share_hooks(new, old)
+    with without_torch_function():
+        cast(Any, old)._post_accumulate_grad_hooks = None
+
+
 def run_tensor_hooks(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """``gradients[i]`` after the hooks that the user registered by ``parameters[i].register_hook``, which may give
     whole plain tensors, the same on every rank."""
@@ -398,13 +414,16 @@ def run_tensor_hooks(parameters: Sequence[torch.Tensor], gradients: Sequence[tor
     with _plain_as_replicated():
         for index, own in enumerate(hooks):
             for hook in tuple(own.values()) if own else ():
-                old, given = changed[index], hook(changed[index])
-                if given is None:
-                    continue
-                if isinstance(old, DTensor) and not isinstance(given, DTensor) and given.shape == old.shape:
-                    given = shard_like(given, old)
-                changed[index] = given
+                changed[index] = _changed_by(hook, changed[index])
     return changed
+
+
+def _changed_by(hook: Callable[[torch.Tensor], torch.Tensor | None], gradient: torch.Tensor) -> torch.Tensor:
+    if (given := hook(gradient)) is None:
+        return gradient
+    if isinstance(gradient, DTensor) and not isinstance(given, DTensor) and given.shape == gradient.shape:
+        return shard_like(given, gradient)
+    return given
 
 
 def run_late_hooks(parameters: Sequence[torch.Tensor]) -> None:

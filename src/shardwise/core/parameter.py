@@ -320,16 +320,6 @@ def marks_of(parameter: torch.Tensor) -> dict[str, Any]:
     return {name: value for name, value in parameter.__dict__.items() if name[:1] != "_"}
 
 
-def take_hooks(successor: nn.Parameter, original: torch.Tensor) -> None:
-    """Let ``successor`` have the hooks that users registered on ``original``; what they hold removes them there."""
-    with without_torch_function():
-        if original._backward_hooks is not None:
-            successor._backward_hooks = original._backward_hooks
-        if original._post_accumulate_grad_hooks is not None:
-            successor._post_accumulate_grad_hooks = original._post_accumulate_grad_hooks
-            cast(Any, original)._post_accumulate_grad_hooks = None  # `retire` gives it one of its own
-
-
 def make_sharded_parameter(
     local: torch.Tensor, spec: Any, requires_grad: bool, owner: weakref.ref[Any]
 ) -> nn.Parameter:

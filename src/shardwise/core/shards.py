@@ -27,6 +27,7 @@ from .device import (
     set_local,
     shares_storage,
     spec_of,
+    take_hooks,
     without_torch_function,
 )
 from .errors import StateError
@@ -45,7 +46,6 @@ from .parameter import (
     owner_of,
     remember_successor,
     retire,
-    take_hooks,
 )
 from .slot import GroupPolicy, ManagedParameter, Slot
 from .step import watch_steps
