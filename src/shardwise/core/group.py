@@ -276,10 +276,9 @@ class ParamGroup:
             return
         self._prepared = None
         self.shards.put_sharded()
-        was_resharded, self.state = self.state is ShardState.RESHARDED, ShardState.SHARDED
-        if was_resharded:
-            return  # which freed the gathered ones
-        self._is_kept = keep or self._keeps_unsharded
+        # What is cut over the smaller world freed the gathered ones.
+        self._is_kept = (keep and self.is_unsharded) or self._keeps_unsharded
+        self.state = ShardState.SHARDED
         if self._is_kept:
             self.shards.watch()
         if not (self._is_kept or self.options.keeps_memory):
