@@ -37,6 +37,7 @@ from .fsdp_parameters import (
     clean,
     describe_runs,
     flat_runs,
+    named_tensors,
     own_modules,
     own_parameters,
     restore_order,
@@ -134,10 +135,10 @@ class FullyShardedDataParallel(Settings):
         self.state_dict_on_rank_0_only, self.allow_reset_parameters = state_dict_on_rank_0_only, allow_reset_parameters
         self._check_settings(process_group_reduce_scatter)
         self._choose_divisors(gradient_predivide_factor)
-        check_same_model(module, group, self.compute_device)
+        check_same_model(named := named_tensors(module), group, self.compute_device)
         own = own_parameters(module)
         check_parameters(module, own, mixed_precision, self.compute_dtype)
-        sync_from_first_rank(module, group, self.compute_device)
+        sync_from_first_rank(named, group, self.compute_device)
         self._modules[INNER] = module
         self._appended: list[nn.Parameter] = []
         self._names = {path: tuple(member._parameters) for path, member in own_modules(module)}

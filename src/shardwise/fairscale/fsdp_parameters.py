@@ -185,14 +185,13 @@ def check_parameters(
             )
 
 
-def check_same_model(module: nn.Module, group: Any, device: torch.device) -> None:
-    """Compare parameters and buffers of `own_modules` over ``group``; a collective. Checks of each rank by itself come
-    afterwards, so that they fail on all ranks alike.
+def check_same_model(named: Sequence[tuple[str, torch.Tensor]], group: Any, device: torch.device) -> None:
+    """Compare `named_tensors` over ``group``; a collective. Checks of each rank by itself come afterwards, so that they
+    fail on all ranks alike.
 
     Raises:
         ValueError: naming one whose shape, dtype or requires_grad differs between ranks, or that has no shape yet.
     """
-    named = _named(module)
     if not is_stand_in(group) and group.size() > 1:
         described = [describe(name, tensor) for name, tensor in named]
         check_same_on_ranks("FullyShardedDataParallel", comm_of(group, device), described, device)
@@ -205,20 +204,20 @@ def _own_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(under(path, name), buffer) for path, one in members for name, buffer in one.named_buffers(recurse=False)]
 
 
-def _named(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+def named_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Parameters of `own_modules` that are not sharded yet, and buffers."""
     return [*((under(*places[0]), parameter) for parameter, places in _unsharded(module)), *_own_buffers(module)]
 
 
 @torch.no_grad()
-def sync_from_first_rank(module: nn.Module, group: Any, device: torch.device) -> None:
-    """Give all ranks of ``group`` the first rank's parameters and buffers of `own_modules`; a collective.
+def sync_from_first_rank(named: Sequence[tuple[str, torch.Tensor]], group: Any, device: torch.device) -> None:
+    """Give all ranks of ``group`` the first rank's `named_tensors`; a collective.
 
     Raises:
         ValueError: on all ranks, naming a sparse one.
     """
     if is_stand_in(group) or group.size() == 1:
         return
-    named = _named(module)
     refuse_sparse(named)
     tensors = list({id(tensor): tensor.detach() for _, tensor in named if tensor.numel()}.values())
     if not tensors:
