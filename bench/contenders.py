@@ -80,13 +80,15 @@ def make_contender(
     mesh: DeviceMesh | None = None,
 ) -> Contender:
     """Build and wrap a model on ``device``, sharded over ``mesh`` (all ranks if not given); all contenders start from
-    the same parameters."""
+    the same parameters. That without sharding is whole in the dtype that ``precision`` gives parameters."""
     torch.manual_seed(1)
     model: nn.Module = Transformer(shape).to(device)
     if name in (SHARDWISE, FLAT, FSDP2):
         verb = torch_fully_shard if name == FSDP2 else shardwise.fully_shard
         options = {} if precision is None else {"mp_policy": precision}
         wrap(model, verb, mesh or init_device_mesh(device, (dist.get_world_size(),)), options)
+    elif precision is not None and name == UNSHARDED:
+        model.to(precision.param_dtype)
     elif precision is not None:
         raise ValueError(f"{name} has no setting for {precision}")
     elif name == DDP:

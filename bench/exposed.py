@@ -49,8 +49,8 @@ ON_CPU = Setting(
     Shape(blocks=8, width=512, batch=1, length=128), (Network(50e-6, 2e9), Network(50e-6, 1e9), Network(1e-3, 0.5e9))
 )
 ON_CUDA = Setting(
-    Shape(blocks=16, width=2048, batch=4, length=1024),
-    (Network(20e-6, 100e9), Network(50e-6, 25e9), Network(200e-6, 12.5e9)),
+    Shape(blocks=16, width=2048, batch=2, length=1024),
+    (Network(20e-6, 200e9), Network(50e-6, 50e9), Network(200e-6, 25e9)),
 )
 
 
@@ -398,7 +398,7 @@ def exposed_tables(quick: bool) -> list[Table]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     setting = ON_CPU if device == "cpu" else ON_CUDA
     engines = [name for name in ENGINES if device == "cpu" or name != FSDP2_ASYNC]
-    rounds = 3 if quick else 9
+    rounds = 3 if quick else 9 if device == "cpu" else 6
     tables = []
     for world_size in WORLD_SIZES:
         runs = run_on_fake(world_size, LIMIT, measure, setting, device, engines, 2, rounds)

@@ -6,25 +6,56 @@ import functools
 import gc
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.profiler import ProfilerActivity, profile
 
-from .contenders import FSDP2, SHARDWISE, UNSHARDED, Contender, make_contender
+from .contenders import FSDP2, MIXED_PRECISION, SHARDWISE, UNSHARDED, Contender, make_contender
 from .model import Shape
 from .ranks import run_on_fake
 from .report import NONE, Table, mebibytes, number, ratio
 from .timing import interleave, median, spread
 
 WORLD_SIZE = 8
-HOST_BOUND = Shape(blocks=32, width=64, batch=1, length=4)
-COMPUTE_BOUND = Shape(blocks=16, width=2048, batch=4, length=1024)
 ENGINES = (UNSHARDED, SHARDWISE, FSDP2)
 LIMIT = 240.0
 WARM_UP = 3
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel")
 COPIES = ("cudaMemcpy", "cudaMemset")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What all contenders do.
+
+    Args:
+        shape: of the model and its batch.
+        precision: that engines compute and reduce in; without sharding, the model is in that of the parameters.
+        rounds: timed.
+    """
+
+    shape: Shape
+    precision: MixedPrecisionPolicy | None
+    rounds: int
+
+    def __str__(self) -> str:
+        return f"{self.shape}, {'fp32' if self.precision is None else 'parameters bf16, reductions fp32'}"
+
+    def contender(self, name: str) -> Contender:
+        """One, on the GPU."""
+        return make_contender(name, self.shape, self.precision, device="cuda")
+
+
+HOST_BOUND, COMPUTE_BOUND = Shape(32, 64, batch=1, length=4), Shape(16, 2048, batch=4, length=1024)
+WORKS = (
+    Work(HOST_BOUND, None, 60),
+    Work(HOST_BOUND, MIXED_PRECISION, 60),
+    Work(COMPUTE_BOUND, None, 12),
+    Work(COMPUTE_BOUND, MIXED_PRECISION, 30),
+)
 
 
 @dataclass(frozen=True)
@@ -49,17 +80,17 @@ class Footprint:
 
 
 def gpu_tables(quick: bool) -> list[Table]:
-    """Two tables for each size."""
+    """Two tables for each work."""
     if not torch.cuda.is_available():
         return [Table("One GPU under a fake process group", ["not measured"], [["needs a GPU"]])]
-    rounds = 10 if quick else 60
-    return [table for shape in (HOST_BOUND, COMPUTE_BOUND) for table in (_times(shape, rounds), _footprints(shape))]
+    works = [replace(work, rounds=5) for work in WORKS] if quick else WORKS
+    return [table for work in works for table in (_times(work), _footprints(work))]
 
 
-def _times(shape: Shape, rounds: int) -> Table:
-    runs: dict[str, list[tuple[float, float]]] = run_on_fake(WORLD_SIZE, LIMIT, measure, shape, WARM_UP, rounds)
+def _times(work: Work) -> Table:
+    runs: dict[str, list[tuple[float, float]]] = run_on_fake(WORLD_SIZE, LIMIT, measure, work, WARM_UP)
     columns = ["contender", "host ms", "step ms", "± ms", "overhead ms", "overhead / FSDP2's"]
-    table = Table(f"Forward + backward on one GPU, fake group of {WORLD_SIZE}: {shape}", columns)
+    table = Table(f"Forward + backward on one GPU, fake group of {WORLD_SIZE}: {work}", columns)
     steps = {name: [step for _, step in found] for name, found in runs.items()}
     middle = {name: median(found) for name, found in steps.items()}
     for name, found in runs.items():
@@ -69,7 +100,7 @@ def _times(shape: Shape, rounds: int) -> Table:
         cells = [name, *(number(1e3 * value, 2) for value in seconds)]
         table.rows.append([*cells, *([NONE, NONE] if name == UNSHARDED else compared)])
     table.notes = (
-        f"{rounds} rounds after {WARM_UP} of warm-up. Collectives are copies on this GPU.",
+        f"{work.rounds} rounds after {WARM_UP} of warm-up. Collectives are copies on this GPU.",
         "host: until everything is queued. step: until everything is done.",
         "overhead: a contender's step minus that without sharding.",
     )
@@ -77,13 +108,16 @@ def _times(shape: Shape, rounds: int) -> Table:
     return table
 
 
-def _footprints(shape: Shape) -> Table:
+def _footprints(work: Work) -> Table:
     columns = ["contender", "kernels/unit", "copies/unit", "resident MiB", "peak MiB", "reserved MiB"]
     columns += ["reserved / peak", "free between others MiB"]
-    table = Table(f"Kernels and memory of a step on one GPU, fake group of {WORLD_SIZE}: {shape}", columns)
-    units = shape.blocks + 1
-    for name in ENGINES:
-        found: Footprint = run_on_fake(WORLD_SIZE, LIMIT, measure_footprint, name, shape)
+    table = Table(f"Kernels and memory of a step on one GPU, fake group of {WORLD_SIZE}: {work}", columns)
+    units = work.shape.blocks + 1
+    with ThreadPoolExecutor(len(ENGINES)) as beside:
+        footprints = list(
+            beside.map(lambda name: run_on_fake(WORLD_SIZE, LIMIT, measure_footprint, name, work), ENGINES)
+        )
+    for name, found in zip(ENGINES, footprints, strict=True):
         row = [name, number(found.launches / units), number(found.copies / units)]
         row += map(mebibytes, (found.resident, found.allocated, found.reserved))
         table.rows.append([*row, ratio(found.reserved, found.allocated), mebibytes(found.split)])
@@ -97,14 +131,14 @@ def _footprints(shape: Shape) -> Table:
     return table
 
 
-def measure(shape: Shape, warm_up: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
+def measure(work: Work, warm_up: int) -> dict[str, list[tuple[float, float]]]:
     """In one process: seconds of the host and of the whole, of each contender's runs."""
     actions: dict[str, Callable[[], tuple[float, float]]] = {}
     for name in ENGINES:
-        actions[name] = functools.partial(_timed_run, make_contender(name, shape, device="cuda"))
+        actions[name] = functools.partial(_timed_run, work.contender(name))
     gc.collect()
     gc.freeze()
-    return interleave(actions, warm_up, rounds)
+    return interleave(actions, warm_up, work.rounds)
 
 
 def _timed_run(contender: Contender) -> tuple[float, float]:
@@ -118,9 +152,9 @@ def _timed_run(contender: Contender) -> tuple[float, float]:
     return queued - start, end - start
 
 
-def measure_footprint(name: str, shape: Shape) -> Footprint:
+def measure_footprint(name: str, work: Work) -> Footprint:
     """In a process of its own: one contender's."""
-    contender = make_contender(name, shape, device="cuda")
+    contender = work.contender(name)
     for _ in range(WARM_UP):
         contender.step()
     gc.collect()

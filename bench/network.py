@@ -25,7 +25,18 @@ NAME = "modelled"
 DEVICES = ("cpu", "cuda")
 SPIN_SECONDS = 200e-6
 """Of a wait's end: a sleep ends up to so much late."""
-CALIBRATION_CYCLES = 20_000_000
+OCCUPY = r"""
+__device__ unsigned long long now() {
+    unsigned long long time;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
+    return time;
+}
+
+extern "C" __global__ void occupy(int nanoseconds) {
+    unsigned long long start = now();
+    while (now() - start < nanoseconds) {}
+}
+"""
 
 GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 EXCHANGE, MESSAGE = "exchange", "message"
@@ -178,23 +189,18 @@ class StreamLink:
         if self._last is not None:
             stream.wait_event(self._last)
         if seconds > 0:
-            torch.cuda._sleep(round(seconds * cycles_per_second(torch.cuda.current_device())))
+            occupying_kernel(torch.cuda.current_device())(args=[round(1e9 * seconds)])
         move()
         self._last = stream.record_event()
         return Transfer(kind, sent, seconds), StreamWork(self._last)
 
 
 @functools.lru_cache
-def cycles_per_second(device: int) -> float:
-    """Of the clock that `torch.cuda._sleep` counts by, at the speed that it has under load."""
+def occupying_kernel(device: int) -> Any:
+    """Takes as many nanoseconds as it is told. By the time of day of the GPU, not by `torch.cuda._sleep`, which counts
+    cycles: there are fewer of them in a second when the GPU computes."""
     with torch.cuda.device(device):
-        torch.cuda._sleep(CALIBRATION_CYCLES)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        torch.cuda._sleep(CALIBRATION_CYCLES)
-        end.record()
-        end.synchronize()
-        return 1e3 * CALIBRATION_CYCLES / start.elapsed_time(end)
+        return torch.cuda._compile_kernel(OCCUPY, "occupy")
 
 
 class TimerWork(dist.Work):
