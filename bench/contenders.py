@@ -82,7 +82,8 @@ def make_contender(
     """Build and wrap a model on ``device``, sharded over ``mesh`` (all ranks if not given); all contenders start from
     the same parameters. That without sharding is whole in the dtype that ``precision`` gives parameters."""
     torch.manual_seed(1)
-    model: nn.Module = Transformer(shape).to(device)
+    with torch.device(device):
+        model: nn.Module = Transformer(shape)
     if name in (SHARDWISE, FLAT, FSDP2):
         verb = torch_fully_shard if name == FSDP2 else shardwise.fully_shard
         options = {} if precision is None else {"mp_policy": precision}

@@ -367,9 +367,7 @@ def measure(
     setting: Setting, device: str, engines: Sequence[str], warm_up: int, rounds: int, clock: Clock | None = None
 ) -> Runs:
     """In one process: every engine on every network, on an instant one, and the unsharded step."""
-    world_size = dist.get_world_size()
-    dist.destroy_process_group()
-    with modelled_network(world_size, clock=clock) as wires:
+    with modelled_network(dist.get_world_size(), clock=clock) as wires:
         actions: dict[tuple[str, Network], Callable[[], Run]] = {}
         for name in (UNSHARDED, *engines):
             stepper = make_stepper(name, setting.shape, device, wires.clock)

@@ -1,4 +1,7 @@
-"""One GPU under a fake process group of 8: time of forward and backward, kernels launched, memory of a step."""
+"""One GPU as one of 8 ranks: time of forward and backward, kernels launched, memory of a step.
+
+Collectives are copies on this GPU, queued as NCCL's kernels are: the modelled network, one that takes no time.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from .contenders import FSDP2, MIXED_PRECISION, SHARDWISE, UNSHARDED, Contender, make_contender
 from .model import Shape
+from .network import modelled_network
 from .ranks import run_on_fake
 from .report import NONE, Table, mebibytes, number, ratio
 from .timing import interleave, median, spread
@@ -49,13 +53,8 @@ class Work:
         return make_contender(name, self.shape, self.precision, device="cuda")
 
 
-HOST_BOUND, COMPUTE_BOUND = Shape(32, 64, batch=1, length=4), Shape(16, 2048, batch=4, length=1024)
-WORKS = (
-    Work(HOST_BOUND, None, 60),
-    Work(HOST_BOUND, MIXED_PRECISION, 60),
-    Work(COMPUTE_BOUND, None, 12),
-    Work(COMPUTE_BOUND, MIXED_PRECISION, 30),
-)
+HOST_BOUND, COMPUTE_BOUND = Shape(32, 64, batch=1, length=4), Shape(16, 2048, batch=8, length=1024)
+WORKS = (Work(HOST_BOUND, None, 20), Work(COMPUTE_BOUND, MIXED_PRECISION, 20))
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class Footprint:
 def gpu_tables(quick: bool) -> list[Table]:
     """Two tables for each work."""
     if not torch.cuda.is_available():
-        return [Table("One GPU under a fake process group", ["not measured"], [["needs a GPU"]])]
+        return [Table("One GPU", ["not measured"], [["needs a GPU"]])]
     works = [replace(work, rounds=5) for work in WORKS] if quick else WORKS
     return [table for work in works for table in (_times(work), _footprints(work))]
 
@@ -90,7 +89,7 @@ def gpu_tables(quick: bool) -> list[Table]:
 def _times(work: Work) -> Table:
     runs: dict[str, list[tuple[float, float]]] = run_on_fake(WORLD_SIZE, LIMIT, measure, work, WARM_UP)
     columns = ["contender", "host ms", "step ms", "± ms", "overhead ms", "overhead / FSDP2's"]
-    table = Table(f"Forward + backward on one GPU, fake group of {WORLD_SIZE}: {work}", columns)
+    table = Table(f"Forward + backward on one GPU, one of {WORLD_SIZE} ranks: {work}", columns)
     steps = {name: [step for _, step in found] for name, found in runs.items()}
     middle = {name: median(found) for name, found in steps.items()}
     for name, found in runs.items():
@@ -100,7 +99,7 @@ def _times(work: Work) -> Table:
         cells = [name, *(number(1e3 * value, 2) for value in seconds)]
         table.rows.append([*cells, *([NONE, NONE] if name == UNSHARDED else compared)])
     table.notes = (
-        f"{work.rounds} rounds after {WARM_UP} of warm-up. Collectives are copies on this GPU.",
+        f"{work.rounds} rounds after {WARM_UP} of warm-up. Collectives are copies on this GPU, one for each tensor.",
         "host: until everything is queued. step: until everything is done.",
         "overhead: a contender's step minus that without sharding.",
     )
@@ -111,7 +110,7 @@ def _times(work: Work) -> Table:
 def _footprints(work: Work) -> Table:
     columns = ["contender", "kernels/unit", "copies/unit", "resident MiB", "peak MiB", "reserved MiB"]
     columns += ["reserved / peak", "free between others MiB"]
-    table = Table(f"Kernels and memory of a step on one GPU, fake group of {WORLD_SIZE}: {work}", columns)
+    table = Table(f"Kernels and memory of a step on one GPU, one of {WORLD_SIZE} ranks: {work}", columns)
     units = work.shape.blocks + 1
     with ThreadPoolExecutor(len(ENGINES)) as beside:
         footprints = list(
@@ -133,12 +132,13 @@ def _footprints(work: Work) -> Table:
 
 def measure(work: Work, warm_up: int) -> dict[str, list[tuple[float, float]]]:
     """In one process: seconds of the host and of the whole, of each contender's runs."""
-    actions: dict[str, Callable[[], tuple[float, float]]] = {}
-    for name in ENGINES:
-        actions[name] = functools.partial(_timed_run, work.contender(name))
-    gc.collect()
-    gc.freeze()
-    return interleave(actions, warm_up, work.rounds)
+    with modelled_network(WORLD_SIZE):
+        actions: dict[str, Callable[[], tuple[float, float]]] = {}
+        for name in ENGINES:
+            actions[name] = functools.partial(_timed_run, work.contender(name))
+        gc.collect()
+        gc.freeze()
+        return interleave(actions, warm_up, work.rounds)
 
 
 def _timed_run(contender: Contender) -> tuple[float, float]:
@@ -154,17 +154,18 @@ def _timed_run(contender: Contender) -> tuple[float, float]:
 
 def measure_footprint(name: str, work: Work) -> Footprint:
     """In a process of its own: one contender's."""
-    contender = work.contender(name)
-    for _ in range(WARM_UP):
+    with modelled_network(WORLD_SIZE):
+        contender = work.contender(name)
+        for _ in range(WARM_UP):
+            contender.step()
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
         contender.step()
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    contender.step()
-    torch.cuda.synchronize()
-    stats = torch.cuda.memory_stats()
-    peaks = (int(stats[f"{kind}_bytes.all.peak"]) for kind in ("allocated", "reserved", "inactive_split"))
-    return Footprint(*_launched(contender), contender.resident_bytes(), *peaks)
+        torch.cuda.synchronize()
+        stats = torch.cuda.memory_stats()
+        peaks = (int(stats[f"{kind}_bytes.all.peak"]) for kind in ("allocated", "reserved", "inactive_split"))
+        return Footprint(*_launched(contender), contender.resident_bytes(), *peaks)
 
 
 def _launched(contender: Contender) -> tuple[int, int]:

@@ -3,7 +3,8 @@
 Values are a fake group's: this process is rank 0, and the other ranks have what it has. The time is a link's, which
 carries one collective after the other: latency + bytes / bandwidth each, with the bytes of a ring. On the CPU a
 collective is done at a deadline, for which `Work.wait` sleeps; on CUDA it occupies the stream that it is called on, as
-a kernel does. The copies on this machine come on top: the calling thread makes them on the CPU, the stream on CUDA.
+a kernel does. The copies on this machine come on top: the calling thread makes them on the CPU, the stream on CUDA, by
+one kernel for each tensor, about what a tensor costs in a call of NCCL. (A fake group takes one for each rank's part.)
 """
 
 from __future__ import annotations
@@ -304,11 +305,46 @@ def _carried(name: str, kind: str, position: int) -> Callable[..., dist.Work]:
         # An empty list has no device, and nothing to carry.
         device = tensors[0].device.type if tensors else "cpu"
         payload = sum(tensor.nbytes for tensor in tensors)
-        move = functools.partial(getattr(self.local, name), *args, **kwargs)
+        if name in MOVES:
+            move = functools.partial(MOVES[name], self, *values[:2])
+        else:
+            move = functools.partial(getattr(self.local, name), *args, **kwargs)
         return self.wires.carry(self.ranks, device, kind, payload, move)
 
     run.__name__ = name
     return run
+
+
+def _gather(group: ModelledGroup, outputs: Any, inputs: Any) -> None:
+    """All ranks have what this one has."""
+    rank, size = group.rank(), group.size()
+    # As NCCL's kernels: autograd does not see what is written.
+    with torch._C._AutoDispatchBelowAutograd():
+        for output, own in zip(_tensors(outputs), _tensors(inputs), strict=True):
+            rows = output.view(size, own.numel())
+            is_there = rows[rank].data_ptr() == own.data_ptr()
+            for others in (rows[:rank], rows[rank + 1 :]) if is_there else (rows,):
+                others.copy_(own.view(-1))
+
+
+def _reduce_scatter(group: ModelledGroup, outputs: Any, inputs: Any) -> None:
+    """The other ranks' terms are zeros."""
+    with torch._C._AutoDispatchBelowAutograd():
+        for output, whole in zip(_tensors(outputs), _tensors(inputs), strict=True):
+            output.view(-1).copy_(whole.view(group.size(), output.numel())[group.rank()])
+
+
+MOVES: dict[str, Callable[[ModelledGroup, Any, Any], None]] = {
+    "_allgather_base": _gather,
+    "all_gather_single": _gather,
+    "all_gather_single_coalesced": _gather,
+    "allgather_into_tensor_coalesced": _gather,
+    "_reduce_scatter_base": _reduce_scatter,
+    "reduce_scatter_single": _reduce_scatter,
+    "reduce_scatter_single_coalesced": _reduce_scatter,
+    "reduce_scatter_tensor_coalesced": _reduce_scatter,
+}
+"""Of tensors that hold all ranks' parts, by method; others are a fake group's."""
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -340,13 +376,15 @@ def _make_group(wires: Wires, options: Any, _: Any) -> ModelledGroup:
 
 @contextmanager
 def modelled_network(world_size: int, network: Network = INSTANT, clock: Clock | None = None) -> Iterator[Wires]:
-    """Make this process rank 0 of ``world_size`` ranks on a modelled network; its links are given.
+    """Make this process rank 0 of ``world_size`` ranks on a modelled network, and of no others; its links are given.
 
     Args:
         world_size: ranks of the default process group.
         network: what the links are like at first.
         clock: for the links on the host, if not this machine's.
     """
+    if dist.is_initialized():
+        dist.destroy_process_group()
     wires = Wires(network, clock or HostClock())
     make = functools.partial(_make_group, wires)
     dist.Backend.register_backend(NAME, make, extended_api=True, devices=list(DEVICES))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,8 @@ NOT_SIMULATED = ("buffers", "ConvNet", "process_group_memory", "symmetric_memory
 
 CAN_BUILD = shutil.which("c++") is not None
 
+if DEVICE == "cuda" and os.environ.get("SHARDWISE_NCCL"):
+    harness.BACKEND = BACKENDS[DEVICE]
 if DEVICE == "simulated" and CAN_BUILD:
     from . import simulated
 

@@ -94,7 +94,8 @@ def collectives(device: str) -> dict[str, torch.Tensor]:
     results: dict[str, torch.Tensor] = {}
     for dtype in (torch.float32, torch.bfloat16):
         for sizes in ((3,), (5, 1, 64), (100_000, 2)):
-            own = [torch.arange(size, dtype=dtype, device=device).sub_(ranks.rank) for size in sizes]
+            # Made on the CPU: where bfloat16 has no such number, each device rounds in its own way.
+            own = [torch.arange(size, dtype=dtype).sub_(ranks.rank).to(device) for size in sizes]
             whole = [tensor.repeat(ranks.size) for tensor in own]
             gathered = [torch.empty_like(tensor) for tensor in whole]
             outputs, works = {"gathered": gathered}, list(ranks.all_gather(gathered, own))

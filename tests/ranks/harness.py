@@ -61,6 +61,8 @@ def _use_one_gloo_thread() -> None:
 
 def _serve(connection: Connection, rank: int, world_size: int, backend: str, modules: Sequence[str]) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    # NCCL connects no two ranks on one GPU, unless it takes them for two machines'.
+    os.environ.update(NCCL_HOSTID=f"rank {rank}", NCCL_SOCKET_IFNAME="lo")
     import torch
     import torch.distributed as dist
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear_what_dtensors_keep
