@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,12 +22,11 @@ NOT_SIMULATED = ("buffers", "ConvNet", "process_group_memory", "symmetric_memory
 
 CAN_BUILD = shutil.which("c++") is not None
 
-if DEVICE == "cuda" and os.environ.get("SHARDWISE_NCCL"):
-    harness.BACKEND = BACKENDS[DEVICE]
 if DEVICE == "simulated" and CAN_BUILD:
     from . import simulated
 
     harness.PRELOADED.append(simulated.__name__)
+if DEVICE == "cuda" or (DEVICE == "simulated" and CAN_BUILD):
     harness.BACKEND = BACKENDS[DEVICE]
 
 HERE = Path(__file__).parent

@@ -87,6 +87,7 @@ def test_bytes_between_steps(world: World, preset: str, precision: str) -> None:
 @pytest.mark.parametrize("preset", ["zero3", "hsdp"])
 def test_bytes_of_evaluation(world: World, preset: str) -> None:
     world(RANKS)
+    gc.collect()
     before = allocated()
     model = build(DEVICE, case_of(preset, reshard_after_forward=True))
     with torch.no_grad():
@@ -98,6 +99,7 @@ def test_bytes_of_evaluation(world: World, preset: str) -> None:
 
 def test_offloaded_state_takes_no_memory(world: World) -> None:
     world(RANKS)
+    gc.collect()
     before = allocated()
     model = build(DEVICE, case_of("zero3", **OFFLOAD))
     backward(model)
