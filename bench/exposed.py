@@ -392,11 +392,12 @@ def plan_of(run: Run, network: Network) -> Plan:
 
 
 def exposed_tables(quick: bool) -> list[Table]:
+    """One table for each number of ranks, on the CPU."""
+    return tables_on("cpu", ON_CPU, ENGINES, 3 if quick else 9)
+
+
+def tables_on(device: str, setting: Setting, engines: Sequence[str], rounds: int) -> list[Table]:
     """One table for each number of ranks."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    setting = ON_CPU if device == "cpu" else ON_CUDA
-    engines = [name for name in ENGINES if device == "cpu" or name != FSDP2_ASYNC]
-    rounds = 3 if quick else 9 if device == "cpu" else 6
     tables = []
     for world_size in WORLD_SIZES:
         runs = run_on_fake(world_size, LIMIT, measure, setting, device, engines, 2, rounds)

@@ -1,6 +1,8 @@
-"""One GPU as one of 8 ranks: time of forward and backward, kernels launched, memory of a step.
+"""One GPU as one of 8 ranks: time of forward and backward, kernels launched, memory of a step; and as one of up to 1024
+on a modelled network, communication that a step does not hide.
 
-Collectives are copies on this GPU, queued as NCCL's kernels are: the modelled network, one that takes no time.
+Collectives are copies on this GPU, queued as NCCL's kernels are: those of the modelled network, at first one that takes
+no time.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.profiler import ProfilerActivity, profile
 
 from .contenders import FSDP2, MIXED_PRECISION, SHARDWISE, UNSHARDED, Contender, make_contender
+from .exposed import ON_CUDA, tables_on
 from .model import Shape
 from .network import modelled_network
 from .ranks import run_on_fake
@@ -79,11 +82,12 @@ class Footprint:
 
 
 def gpu_tables(quick: bool) -> list[Table]:
-    """Two tables for each work."""
+    """Two tables for each work, and one for each number of ranks."""
     if not torch.cuda.is_available():
         return [Table("One GPU", ["not measured"], [["needs a GPU"]])]
     works = [replace(work, rounds=5) for work in WORKS] if quick else WORKS
-    return [table for work in works for table in (_times(work), _footprints(work))]
+    tables = [table for work in works for table in (_times(work), _footprints(work))]
+    return tables + tables_on("cuda", ON_CUDA, (SHARDWISE, FSDP2), 3 if quick else 5)
 
 
 def _times(work: Work) -> Table:
