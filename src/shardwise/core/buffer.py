@@ -68,6 +68,8 @@ class GatherPlan:
         if all(tensor.is_contiguous_cut for tensor, _ in self._packed):
             self._splitter = RowSplitter([target.view(layout.world_size, -1) for _, target in self._packed])
         self._outputs = [target for _, target in self._direct]
+        self._own = [target.view(layout.world_size, -1)[rank] for target in self._outputs]
+        """Where a cast puts this rank's part of each of them."""
         self._source: torch.Tensor | None = None
         self._inputs: list[torch.Tensor] = []
         self._own_rows: list[torch.Tensor] = []
@@ -101,7 +103,9 @@ class GatherPlan:
             outputs = [staging, *outputs]
         inputs, prepare = self._inputs if source is self._source else self._runs(source), None
         if casts:
-            own = [output.view(self.layout.world_size, -1)[self.rank] for output in outputs]
+            own = self._own
+            if staging is not None:
+                own = [staging.view(self.layout.world_size, -1)[self.rank], *own]
             inputs, prepare = own, functools.partial(self._prepare, source, own, inputs)
         elif self._thin is not None:
             prepare = functools.partial(self._prepare, source)

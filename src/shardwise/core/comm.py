@@ -91,7 +91,7 @@ class Comm:
 
     def all_gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[Waitable]:
         """Fill ``outputs[i]`` (size x n_i elements) with all ranks' ``inputs[i]`` (n_i elements), in rank order."""
-        outputs, inputs = [*map(_real, outputs)], [*map(_real, inputs)]
+        outputs, inputs = _reals(outputs), _reals(inputs)
         if len(inputs) == 1:
             return _started(_all_gather_single(outputs[0], inputs[0], self.group, self.is_asynchronous))
         options = _options(AllgatherOptions, asynchronous=self.is_asynchronous)
@@ -102,7 +102,7 @@ class Comm:
     ) -> list[Waitable]:
         """Fill ``outputs[i]`` (n_i elements) with the sum (``mean``: the mean) over ranks of their part of
         ``inputs[i]`` (size x n_i elements)."""
-        outputs, inputs = [*map(_real, outputs)], [*map(_real, inputs)]
+        outputs, inputs = _reals(outputs), _reals(inputs)
         if len(inputs) == 1:
             work = _reduce_scatter_single(outputs[0], inputs[0], self.group, reduce_op(mean), self.is_asynchronous)
             return _started(work)
@@ -496,6 +496,11 @@ def reduce_op(mean: bool) -> Any:
 def _real(tensor: torch.Tensor) -> torch.Tensor:
     """A complex tensor, which NCCL does not know, as its real and imaginary parts."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+
+
+def _reals(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    # Hardly ever there are complex ones, and a unit may have many tensors.
+    return [*map(_real, tensors)] if any(map(torch.Tensor.is_complex, tensors)) else [*tensors]
 
 
 def _started(*works: Waitable | None) -> list[Waitable]:
