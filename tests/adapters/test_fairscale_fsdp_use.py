@@ -1080,3 +1080,29 @@ def differing(kind: str) -> nn.Module:
 def test_ranks_with_different_models_are_told(kind: str, flat: bool) -> None:
     with pytest.raises(ValueError, match=r"FullyShardedDataParallel: ranks have different parameters: .* on rank 1"):
         FSDP(differing(kind), flatten_parameters=flat)
+
+
+OTHER_SETTINGS: dict[str, dict[str, Any]] = {
+    "flatten_parameters": {"flatten_parameters": False},
+    "mixed_precision": {"mixed_precision": True, "compute_dtype": torch.float32},
+    "fp32_reduce_scatter": {"mixed_precision": True, "fp32_reduce_scatter": True},
+    "compute_dtype": {"mixed_precision": True, "compute_dtype": torch.bfloat16},
+    "reshard_after_forward": {"reshard_after_forward": False},
+    "disable_reshard_on_root": {"disable_reshard_on_root": False},
+    "no_broadcast_optim_state": {"no_broadcast_optim_state": True},
+    "gradient_predivide_factor": {"gradient_predivide_factor": 4.0},
+    "process_group_reduce_scatter": {"process_group_reduce_scatter": "reduce_scatter"},
+}
+
+
+@on_ranks(2, 3, name=tuple(OTHER_SETTINGS))
+def test_ranks_with_different_settings_are_told(name: str) -> None:
+    """They would send other numbers of bytes, at other times: gloo ends the process then, or both wait for ever."""
+    other = OTHER_SETTINGS[name]
+    mixed = {"mixed_precision": True} if name in ("fp32_reduce_scatter", "compute_dtype") else {}
+    with pytest.raises(ValueError, match=rf"setting {name}=.* on rank 0, setting {name}=.* on rank 1 of the group"):
+        FSDP(nn.Linear(3, 3), **(other if dist.get_rank() == 1 else mixed))
+    # What means the same may be said in other ways.
+    same: dict[str, Any] = {"compute_dtype": torch.float32, "process_group_reduce_scatter": "default"}
+    model = FSDP(nn.Linear(3, 3), **(same if dist.get_rank() == 1 else {"process_group": dist.group.WORLD}))
+    model(torch.ones(2, 3)).sum().backward()

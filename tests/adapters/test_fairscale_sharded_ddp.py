@@ -1170,6 +1170,15 @@ def test_ranks_with_other_parameters_are_told() -> None:
         ShardedDDP(model, oss)
 
 
+@on_ranks(2, other=({"reduce_fp16": True}, {"reduce_buffer_size": 0}, {"broadcast_buffers": False}))
+def test_ranks_with_other_settings_are_told(other: dict[str, Any]) -> None:
+    """They would send other numbers of bytes: gloo ends the process then, or both wait for ever."""
+    model, (name,) = MLP(), other
+    oss = OSS(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=rf"setting {name}=.* on rank 0, setting {name}=.* on rank 1 of the group"):
+        ShardedDDP(model, oss, **(other if dist.get_rank() == 1 else {}))
+
+
 @on_ranks(1, 2)
 def test_what_has_no_shape_yet_is_refused_by_name() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.LazyBatchNorm1d(affine=False))

@@ -82,7 +82,8 @@ class FullyShardedDataParallel(Settings):
         world_size: ranks of ``process_group``.
 
     Raises:
-        ValueError: for parameters that cannot be sharded so, or settings that exclude each other.
+        ValueError: for parameters that cannot be sharded so, or settings that exclude each other, and on all ranks if
+            these have different ones.
         TypeError: for an argument of a wrong type.
         RuntimeError: if there is no process group.
     """
@@ -135,7 +136,8 @@ class FullyShardedDataParallel(Settings):
         self.state_dict_on_rank_0_only, self.allow_reset_parameters = state_dict_on_rank_0_only, allow_reset_parameters
         self._check_settings(process_group_reduce_scatter)
         self._choose_divisors(gradient_predivide_factor)
-        check_same_model(named := named_tensors(module), group, self.compute_device)
+        settings = self._shared_settings(process_group_reduce_scatter)
+        check_same_model(named := named_tensors(module), settings, group, self.compute_device)
         own = own_parameters(module)
         check_parameters(module, own, mixed_precision, self.compute_dtype)
         sync_from_first_rank(named, group, self.compute_device)

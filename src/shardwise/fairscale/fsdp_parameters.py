@@ -17,7 +17,7 @@ from ..core.parameter import Place, owner_of, refuse_lazy, successor_of
 from ..core.root import managed_modules
 from ..core.whole import WholeBroadcast
 from .flat_parameter import FlatParameter
-from .ranks import check_same_on_ranks, comm_of, describe, is_stand_in, refuse_sparse
+from .ranks import check_same_on_ranks, comm_of, describe, describe_settings, is_stand_in, refuse_sparse
 
 INNER = "_fsdp_wrapped_module"
 """Name of the wrapped module in its wrapper, FairScale's."""
@@ -185,15 +185,18 @@ def check_parameters(
             )
 
 
-def check_same_model(named: Sequence[tuple[str, torch.Tensor]], group: Any, device: torch.device) -> None:
-    """Compare `named_tensors` over ``group``; a collective. Checks of each rank by itself come afterwards, so that they
-    fail on all ranks alike.
+def check_same_model(
+    named: Sequence[tuple[str, torch.Tensor]], settings: Mapping[str, object], group: Any, device: torch.device
+) -> None:
+    """Compare `named_tensors`, and settings, over ``group``; a collective. Checks of each rank by itself come
+    afterwards, so that they fail on all ranks alike.
 
     Raises:
-        ValueError: naming one whose shape, dtype or requires_grad differs between ranks, or that has no shape yet.
+        ValueError: naming a setting that differs between ranks, a tensor whose shape, dtype or requires_grad does, or
+            one that has no shape yet.
     """
     if not is_stand_in(group) and group.size() > 1:
-        described = [describe(name, tensor) for name, tensor in named]
+        described = [*describe_settings(settings), *(describe(name, tensor) for name, tensor in named)]
         check_same_on_ranks("FullyShardedDataParallel", comm_of(group, device), described, device)
     for name, tensor in named:
         refuse_lazy(repr(name), tensor)

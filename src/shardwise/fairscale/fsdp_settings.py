@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from ..core.group import ParamGroup
 from ..core.hooks import Unit
 from ..core.module import unit_of
-from .ranks import check_reduce_group, given_group, ranks_of, reduce_comm_of
+from .ranks import check_reduce_group, given_group, name_of_reduce_group, ranks_of, reduce_comm_of
 
 
 class Settings(nn.Module):
@@ -24,6 +24,8 @@ class Settings(nn.Module):
     compute_device: torch.device
     move_params_to_cpu: bool
     move_grads_to_cpu: bool
+    flatten_parameters: bool
+    no_broadcast_optim_state: bool
     _own: ParamGroup | None
     _process_group: Any
     _reduce_group: Any
@@ -61,6 +63,23 @@ class Settings(nn.Module):
         self._own_divisors, before = before is not None, self._predivide_factor() if before is None else before
         _check_divisors(gradient_predivide_factor=before)
         self._divisors: tuple[float, float] = before, self.world_size / before
+
+    def _shared_settings(self, reduce_group: Any) -> dict[str, object]:
+        """By what ranks communicate; others than theirs would crash or hang a rank, or give it other numbers."""
+        flags = {
+            "flatten_parameters": self.flatten_parameters,
+            "mixed_precision": self._mixed_precision,
+            "fp32_reduce_scatter": self._fp32_reduce_scatter,
+            "reshard_after_forward": self._reshards,
+            "disable_reshard_on_root": self._disable_reshard_on_root,
+            "no_broadcast_optim_state": self.no_broadcast_optim_state,
+        }
+        return {
+            **{name: bool(flag) for name, flag in flags.items()},
+            "compute_dtype": self._compute_dtype,
+            "gradient_predivide_factor": float(self._divisors[0]),
+            "process_group_reduce_scatter": name_of_reduce_group(reduce_group),
+        }
 
     # -- Afterwards
 

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,12 @@ def check_reduce_group(given: Any) -> None:
         raise TypeError(
             f"process_group_reduce_scatter must be a process group, 'default', 'reduce_scatter' or None, not {given!r}"
         )
+
+
+def name_of_reduce_group(given: Any) -> str:
+    """What all ranks have to give alike of what `check_reduce_group` accepts."""
+    name = getattr(given, "value", given)
+    return "default" if name is None else name if isinstance(name, str) else f"a group of {given.size()} ranks"
 
 
 def is_stand_in(group: Any) -> bool:
@@ -128,6 +134,11 @@ def describe(name: str, tensor: torch.Tensor, *more: str) -> tuple[str, ...]:
     return name, shape, str(tensor.dtype), f"requires_grad={tensor.requires_grad}", *kind, *more
 
 
+def describe_settings(settings: Mapping[str, object]) -> list[tuple[str, ...]]:
+    """What has to be the same of ``settings`` on all ranks, for `check_same_on_ranks`."""
+    return [("setting", f"{name}={value}") for name, value in settings.items()]
+
+
 def refuse_sparse(named: Iterable[tuple[str, torch.Tensor]]) -> None:
     """
     Raises:
@@ -157,7 +168,7 @@ def check_same_on_ranks(wrapper: str, comm: Comm, described: Sequence[tuple[str,
             if first != other:
                 raise ValueError(
                     f"{wrapper}: ranks have different parameters: {_shown(first)} on rank 0, {_shown(other)} on rank "
-                    f"{rank} of the group; build the same model and optimizers on all ranks"
+                    f"{rank} of the group; build the same model and optimizers, with the same settings, on all ranks"
                 )
 
 

@@ -32,7 +32,7 @@ from ..core.step import parameters_of
 from ..core.tree import map_tensors, tensors_requiring_grad
 from ..core.whole import OwnerReducer, WholeBroadcast
 from .oss import OSS
-from .ranks import check_same_on_ranks, compute_device_of, describe, refuse_sparse
+from .ranks import check_same_on_ranks, compute_device_of, describe, describe_settings, refuse_sparse
 
 ARGUMENTS = {
     "module": Argument("the model; every rank has all of it"),
@@ -41,7 +41,7 @@ ARGUMENTS = {
     "broadcast_buffers": Argument("whether every forward starts with the first rank's buffers on all ranks"),
     "sync_models_at_startup": Argument(
         "whether parameters and buffers are the first rank's on all ranks from now on; also checks that all ranks have "
-        "the same parameters"
+        "the same parameters and settings"
     ),
     "reduce_buffer_size": Argument(
         "most elements of several small gradients that are reduced as one; 0 sends each by itself"
@@ -84,7 +84,7 @@ class ShardedDataParallel(nn.Module):
             not a process group.
         ValueError: for a module on several types of devices, or with tensors that are sparse or have no shape yet, for
             optimizers of other ranks than ``process_group``'s or that disagree on a parameter's owner, and if ranks
-            have different parameters.
+            have different parameters or settings.
     """
 
     def __init__(
@@ -323,7 +323,13 @@ class ShardedDataParallel(nn.Module):
             describe(name, parameter, f"owner={owner}", f"place={places.get(id(parameter))}")
             for name, parameter, owner in self._ownership()
         ]
-        return described + [describe(name, buffer) for name, buffer in self.module.named_buffers()]
+        settings = {
+            "broadcast_buffers": bool(self._broadcasts_buffers),
+            "reduce_buffer_size": self._limit,
+            "reduce_fp16": bool(self._half),
+        }
+        buffers = [describe(name, buffer) for name, buffer in self.module.named_buffers()]
+        return [*describe_settings(settings), *described, *buffers]
 
     def _look(self) -> list[tuple[bool, torch.dtype, torch.device]]:
         """What gradients are reduced by; methods of ``module`` itself change it too."""
