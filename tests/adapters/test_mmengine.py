@@ -767,13 +767,21 @@ def refused_on_one_rank(directory: Path) -> None:
     def differing(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
         return recurse or module is model.net[0 if first else 2]
 
-    for name, given, chosen in (
+    for name, chooses, chosen in (
         ("auto_wrap_policy", differing, r"'net\.0'"),
         ("ignored_modules", ["net.2"] if first else [], r"'net\.2'"),
         ("ignored_parameters", ["net.3.bias"] if first else [], r"'net\.3\.bias'"),
     ):
         with pytest.raises(ValueError, match=rf"{name} chooses {chosen} on rank 0, and not on rank 1"):
-            MMFullyShardedDataParallel(model, **{name: given})
+            MMFullyShardedDataParallel(model, **{name: chooses})
+    for name, value in (
+        ("sharding_strategy", "SHARD_GRAD_OP"),
+        ("mixed_precision", {"param_dtype": "bfloat16"}),
+        ("backward_prefetch", "post"),
+    ):
+        given = {} if first else {name: value}
+        with pytest.raises(ValueError, match=rf"{name} is .* on rank \d, and .* on rank \d"):
+            MMFullyShardedDataParallel(model, **given)
     if dist.get_rank() == 0:
         model.extra = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ValueError, match="'extra' is a scalar"):

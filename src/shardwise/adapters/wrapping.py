@@ -134,6 +134,7 @@ def share_values(
     model: nn.Module,
     mesh: DeviceMesh,
     chosen: Mapping[str, Iterable[nn.Module | nn.Parameter]] = MappingProxyType({}),
+    settings: Mapping[str, object] = MappingProxyType({}),
 ) -> None:
     """Give all ranks of ``mesh`` the first one's values of everything in ``model`` that is neither sharded nor on the
     meta device.
@@ -142,25 +143,32 @@ def share_values(
         model: changed in place.
         mesh: of the ranks.
         chosen: modules and parameters of ``model`` that all ranks must choose alike, by what chose them.
+        settings: what else must be the same on all ranks, by name.
 
     Raises:
         ValueError: on all ranks, naming a tensor that some ranks lack, or have with another shape or dtype, on the
-            meta device or frozen; or something that is not chosen by all.
+            meta device or frozen; or something that is not chosen by all; or a setting that is not the same.
     """
     peers = Peers(mesh)
     names = {item: name for name, item in (*model.named_modules(), *model.named_parameters())}
     choices = {by: dict.fromkeys(names[item] for item in items) for by, items in chosen.items()}
     named = [(name, t) for name, t in (*model.named_parameters(), *model.named_buffers()) if not is_lazy(t)]
     described = {name: _description(tensor) for name, tensor in named}
-    everywhere = list(zip(peers.ranks, peers.exchange((described, choices)), strict=True))
-    for rank, (other, _) in everywhere:
+    shown = {name: str(value) for name, value in settings.items()}
+    everywhere = list(zip(peers.ranks, peers.exchange((described, choices, shown)), strict=True))
+    for rank, (other, _, given) in everywhere:
+        if unlike := [by for by in shown if given[by] != shown[by]]:
+            raise ValueError(
+                f"{unlike[0]} is {shown[unlike[0]]} on rank {peers.ranks[peers.position]}, and {given[unlike[0]]} on "
+                f"rank {rank}: by it ranks communicate, so pass the same on all"
+            )
         if other != described:
             name = next(name for name in (*described, *other) if other.get(name) != described.get(name))
             raise ValueError(
                 f"the ranks have different models: {name!r} is {described.get(name)} on rank "
                 f"{peers.ranks[peers.position]}, and {other.get(name)} on rank {rank}"
             )
-    _refuse_different({rank: theirs for rank, (_, theirs) in everywhere})
+    _refuse_different({rank: theirs for rank, (_, theirs, _) in everywhere})
     sent = [tensor for _, tensor in named if not isinstance(tensor, DTensor) and LOADED not in tensor.__dict__]
     for tensor in itertools.chain.from_iterable(map(inner_tensors, sent)):
         if tensor.is_meta or not tensor.numel():

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from mmengine.model import BaseDataPreprocessor
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import BackwardPrefetch, MixedPrecisionPolicy, OffloadPolicy
 
 from ..adapters.wrapping import (
     chooser,
@@ -41,6 +41,7 @@ class Units:
         policy: chooses units beside the model itself; None for no others.
         ignored_modules: are neither units nor asked about.
         ignored_parameters: stay as they are.
+        prefetch: when units are gathered in backward.
     """
 
     mesh: DeviceMesh
@@ -50,6 +51,7 @@ class Units:
     policy: Policy | None = None
     ignored_modules: set[nn.Module] = field(default_factory=set)
     ignored_parameters: set[nn.Parameter] = field(default_factory=set)
+    prefetch: BackwardPrefetch = BackwardPrefetch.BACKWARD_PRE
 
     def make(self, model: nn.Module) -> None:
         """Make units of the modules that the policy chooses, and at last of ``model``, in place.
@@ -59,8 +61,8 @@ class Units:
 
         Raises:
             TypeError: naming a module that another library has wrapped.
-            ValueError: naming a tensor in which ranks differ, or a parameter that cannot be cut; listing modules and
-                parameters that not all ranks choose, or ignore.
+            ValueError: naming a tensor or a setting in which ranks differ, or a parameter that cannot be cut; listing
+                modules and parameters that not all ranks choose, or ignore.
         """
         chosen: dict[nn.Module, MixedPrecisionPolicy] = {}
         with Peers(self.mesh).together():
@@ -78,10 +80,18 @@ class Units:
                 "ignored_parameters": self.ignored_parameters,
                 "auto_wrap_policy": [*units_in(model), *chosen],
             }
-            share_values(model, self.mesh, choices)
+            settings = {
+                "sharding_strategy": self.strategy,
+                "mixed_precision": self.precision,
+                "backward_prefetch": self.prefetch.name,
+            }
+            share_values(model, self.mesh, choices, settings)
         for module, precision in chosen.items():
             self._wrap(module, precision, is_root=module is model)
         take_whole_tensors(model)
+        if self.prefetch is BackwardPrefetch.BACKWARD_POST:
+            for unit in units_in(model):
+                unit.set_modules_to_backward_prefetch([unit])  # that is, no other one
 
     def _chosen(self, model: nn.Module) -> dict[nn.Module, MixedPrecisionPolicy]:
         """The modules inside ``model`` to wrap, those inside others first, and the dtypes of each."""

@@ -9,10 +9,9 @@ from typing import Any, NoReturn
 import torch
 from mmengine.registry import MODEL_WRAPPERS
 from torch import nn
-from torch.distributed.fsdp import BackwardPrefetch
 
 from ..adapters.copies import allow_copies
-from ..adapters.wrapping import forget_history, show_shards, units_in, without_gradient_sync
+from ..adapters.wrapping import forget_history, show_shards, without_gradient_sync
 from ..arguments import check_arguments, documented
 from ..core.device import eager
 from ..init import materialize
@@ -74,7 +73,6 @@ class MMFullyShardedDataParallel(nn.Module):
         check_arguments(MMFullyShardedDataParallel.__init__, NAME, WRAPPER_ARGUMENTS, given)
         if not isinstance(module, nn.Module):
             raise wrong_type("module", module, "a torch.nn.Module")
-        prefetch = arguments.find_prefetch(backward_prefetch)
         init_fn = arguments.find_function("param_init_fn", param_init_fn)
         units = _find_units(given)
         if init_fn is not None:
@@ -83,9 +81,6 @@ class MMFullyShardedDataParallel(nn.Module):
         materialize(module, init_fn=init_fn)
         if units.precision.buffers is not None:
             _cast_buffers(module, units.precision)
-        if prefetch is BackwardPrefetch.BACKWARD_POST:
-            for unit in units_in(module):
-                unit.set_modules_to_backward_prefetch([unit])  # that is, no other one
         init_weights_whole(module)
         allow_copies(module)
         repoint_averages(module)
@@ -202,6 +197,7 @@ def _find_units(given: Mapping[str, Any]) -> Units:
         raise ValueError(f"{' and '.join(names)} are two names of one argument: pass one")
     module = given["module"]
     policy = find_policy(names[0], given[names[0]], module) if names else None
+    prefetch = arguments.find_prefetch(given["backward_prefetch"])
     strategy = arguments.find_strategy(given["sharding_strategy"])
     precision = arguments.find_precision(given["mixed_precision"])
     offload = arguments.find_offload(given["cpu_offload"])
@@ -210,7 +206,7 @@ def _find_units(given: Mapping[str, Any]) -> Units:
     )
     # Last: it may have to wait for other ranks.
     mesh = arguments.find_mesh(strategy, given["process_group"], given["device_mesh"])
-    return Units(mesh, strategy, precision, offload, policy, *ignored)
+    return Units(mesh, strategy, precision, offload, policy, *ignored, prefetch)
 
 
 def _cast_buffers(model: nn.Module, precision: Precision) -> None:
