@@ -707,6 +707,8 @@ def test_state_has_to_be_consolidated_first() -> None:
     for rank in (-2, 2, None, "1"):
         with pytest.raises(ValueError, match=rf"recipient_rank={rank}"):
             oss.consolidate_state_dict(rank)
+    with pytest.raises(ValueError, match=r"recipient_rank is \d on rank \d of the group and \d on rank \d"):
+        oss.consolidate_state_dict(dist.get_rank())
 
 
 @on_ranks(1, 2, 3)

@@ -358,7 +358,7 @@ class OSS(Optimizer):
             recipient_rank: of the group, on which `state_dict` then gives it; -1 for all ranks.
 
         Raises:
-            ValueError: if there is no such rank.
+            ValueError: if there is no such rank; on all ranks, if they do not pass the same one.
         """
         if recipient_rank not in range(-1, self.world_size):
             raise ValueError(
@@ -390,7 +390,14 @@ class OSS(Optimizer):
 
         receives = recipient in (-1, comm.rank)
         found: dict[Any, Any] = {}
-        for owner, described in enumerate(comm.gather_objects(map_tensors(own, describe))):
+        everywhere = comm.gather_objects((recipient, map_tensors(own, describe)))
+        for owner, (other, _) in enumerate(everywhere):
+            if other != recipient:
+                raise ValueError(
+                    f"consolidate_state_dict: recipient_rank is {recipient} on rank {comm.rank} of the group and "
+                    f"{other} on rank {owner}: pass the same on all ranks, -1 for all of them"
+                )
+        for owner, (_, described) in enumerate(everywhere):
             own_tensors = iter(large if owner == comm.rank else ())
 
             def fetch(
