@@ -509,6 +509,13 @@ def test_after_a_failed_load() -> None:
             model.load_state_dict(bad)
         assert not any(word in str(caught.value) for word in ("_fsdp", "flat_param"))
         error_of(model(INPUTS[0])).backward()
+    lacking = {**plain_model().state_dict()}
+    if dist.get_rank() == 1:
+        del lacking["0.weight"]
+    on_rank = "load_state_dict failed on rank 1 of the group: .*" if dist.get_rank() == 0 else ""
+    with pytest.raises(RuntimeError, match=rf'(?s)^{on_rank}Error.*Missing key.*"0\.weight"'):
+        model.load_state_dict(lacking)
+    error_of(model(INPUTS[0])).backward()
     plain = nn.Sequential(FSDP(Refuses(2, 2)))
     with pytest.raises(ZeroDivisionError):
         plain.load_state_dict(nn.Sequential(nn.Linear(2, 2)).state_dict())

@@ -47,7 +47,7 @@ from .fsdp_parameters import (
 from .fsdp_settings import Settings
 from .fsdp_sharing import share_parameter
 from .fsdp_weights import consolidate, describe_shards, finish_load, finish_state_dict, prepare_load, refuse_joined
-from .ranks import comm_of, compute_device_of, given_group, ranks_of, reduce_comm_of
+from .ranks import comm_of, compute_device_of, given_group, raise_on_all, ranks_of, reduce_comm_of
 from .testing import DummyProcessGroup
 
 
@@ -431,7 +431,8 @@ class FullyShardedDataParallel(Settings):
 
         Raises:
             ValueError: for ``assign=True``.
-            RuntimeError: for names or shapes that do not fit, by the names of the model without wrappers.
+            RuntimeError: on all ranks, for names or shapes that do not fit on one, by the names of the model without
+                wrappers.
         """
         if assign:
             raise ValueError("load_state_dict(assign=True): a rank keeps a part of each tensor only; leave assign out")
@@ -440,11 +441,19 @@ class FullyShardedDataParallel(Settings):
             given._metadata = {
                 name: metadata[clean(name)] for name, _ in self.named_modules() if clean(name) in metadata
             }
+        loaded, failure, is_collective = None, None, not (self._summons or self._gives_local)
         try:
-            return super().load_state_dict(given, strict)
+            loaded = super().load_state_dict(given, strict)
+        except RuntimeError as error:  # torch's, after it has loaded what fits
+            failure = error
         finally:
             for instance in get_fsdp_instances(self):
                 instance._leave_loading()
+        if is_collective:
+            raise_on_all(failure, "load_state_dict", self.process_group, self.compute_device)
+        elif failure is not None:
+            raise failure
+        return loaded
 
     def _enter_loading(self, messages: list[str]) -> None:
         """Prepare for a state dict to be loaded; ``messages`` collects what goes wrong."""

@@ -174,3 +174,19 @@ def check_same_on_ranks(wrapper: str, comm: Comm, described: Sequence[tuple[str,
 
 def _shown(described: tuple[str, ...] | None) -> str:
     return " ".join(described) if described is not None else "none"
+
+
+def raise_on_all(failure: Exception | None, what: str, group: Any, device: torch.device) -> None:
+    """Raise what went wrong on this rank of ``group``, or else on another; a collective.
+
+    Raises:
+        Exception: ``failure``.
+        RuntimeError: saying that ``what`` failed on another rank, and how.
+    """
+    is_shared = not is_stand_in(group) and group.size() > 1
+    everyone = comm_of(group, device).gather_objects(failure and str(failure)) if is_shared else []
+    if failure is not None:
+        raise failure
+    for rank, text in enumerate(everyone):
+        if text is not None:
+            raise RuntimeError(f"{what} failed on rank {rank} of the group: {text}")
