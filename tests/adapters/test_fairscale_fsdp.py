@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import gc
 import inspect
+import itertools
 import pickle
 import warnings
 import weakref
@@ -658,6 +659,9 @@ def test_a_flag_that_is_none_is_named(given: Any) -> None:
 def test_a_flag_may_be_what_counts_as_true_and_nothing_else(given: Any) -> None:
     model = FSDP(nn.Linear(2, 2), DummyProcessGroup(0, 1), disable_reshard_on_root=given)
     assert model.disable_reshard_on_root
+    for name, value in itertools.product(("move_params_to_cpu", "cpu_offload"), (given, 0)):
+        offloaded = FSDP(nn.Linear(2, 2), DummyProcessGroup(0, 1), **{name: value})
+        assert offloaded.move_params_to_cpu is offloaded.cpu_offload is bool(value)
 
 
 def test_flat_parameter() -> None:
@@ -1031,6 +1035,21 @@ def test_refuses_what_does_not_fit() -> None:
         (TypeError, "compute_dtype='float16'", lambda: FSDP(nn.Linear(2, 2), compute_dtype="float16")),
         (TypeError, "buffer_dtype=torch.int32", lambda: FSDP(nn.BatchNorm1d(2), buffer_dtype=torch.int32)),
         (TypeError, "buffer_dtype='half'", lambda: setattr(FSDP(nn.Linear(2, 2)), "buffer_dtype", "half")),
+        *(
+            (kind, f"^{name}={given!r}: pass a ", lambda name=name, given=given: FSDP(nn.Linear(2, 2), **{name: given}))
+            for name, given, kind in (
+                ("compute_dtype", "", TypeError),
+                ("buffer_dtype", 0, TypeError),
+                ("compute_device", "nope", ValueError),
+                ("compute_device", 1.5, TypeError),
+                ("compute_device", "", ValueError),
+                ("state_dict_device", "nope", ValueError),
+                ("state_dict_device", torch.float32, TypeError),
+            )
+        ),
+        (TypeError, "move_grads_to_cpu='no'", lambda: FSDP(nn.Linear(2, 2), move_grads_to_cpu="no")),
+        (TypeError, "names to tensors, not list", lambda: FSDP(nn.Linear(2, 2)).load_state_dict([])),
+        (TypeError, "not NoneType: .*None", lambda: FSDP(nn.Linear(2, 2)).get_shard_from_optim_state_dict(None)),
         (ValueError, "gradient_predivide_factor=0", lambda: FSDP(nn.Linear(2, 2), gradient_predivide_factor=0)),
         (ValueError, "divide_factor=inf", lambda: FSDP(nn.Linear(2, 2), gradient_predivide_factor=float("inf"))),
         (

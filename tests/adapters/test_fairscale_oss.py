@@ -1015,6 +1015,11 @@ def test_arguments() -> None:
         OSS(parameters, broadcast_fp16="no", lr=0.1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"optim=SGD object\): pass the class"):
         OSS(parameters, optim=SGD(parameters, lr=0.1))
+    for group in ("world", [0, 1], -100.0):
+        with pytest.raises(TypeError, match=r"OSS\(group=...\): must be a process group"):
+            OSS(parameters, group=group, lr=0.1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"this process is not in the group"):
+        OSS(parameters, group=dist.GroupMember.NON_GROUP_MEMBER, lr=0.1)
     with pytest.raises(ValueError, match="LBFGS"):
         OSS(parameters, optim=torch.optim.LBFGS)
     with pytest.raises(ValueError, match="empty parameter list"):

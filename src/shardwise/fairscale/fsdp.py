@@ -44,7 +44,7 @@ from .fsdp_parameters import (
     sync_from_first_rank,
     under,
 )
-from .fsdp_settings import Settings
+from .fsdp_settings import Settings, device_of
 from .fsdp_sharing import share_parameter
 from .fsdp_weights import consolidate, describe_shards, finish_load, finish_state_dict, prepare_load, refuse_joined
 from .ranks import comm_of, compute_device_of, given_group, raise_on_all, ranks_of, reduce_comm_of
@@ -122,15 +122,14 @@ class FullyShardedDataParallel(Settings):
         group = given_group(process_group)
         self.rank, self.world_size = group.rank(), group.size()
         self._reshards, self._disable_reshard_on_root = reshard_after_forward, disable_reshard_on_root
-        self._mixed_precision, self._fp32_reduce_scatter = mixed_precision, fp32_reduce_scatter
+        self._fp32_reduce_scatter = fp32_reduce_scatter
+        self._choose_dtypes(mixed_precision, compute_dtype, buffer_dtype)
         self.flatten_parameters, self.bucket_cap_mb = flatten_parameters, bucket_cap_mb
-        self.move_params_to_cpu = move_params_to_cpu or cpu_offload
+        self.move_params_to_cpu = bool(move_params_to_cpu or cpu_offload)
         self.move_grads_to_cpu = self.move_params_to_cpu if move_grads_to_cpu is None else move_grads_to_cpu
-        self._compute_dtype = compute_dtype or (torch.float16 if mixed_precision else torch.float32)
-        self._buffer_dtype = buffer_dtype or self.compute_dtype
-        self.compute_device = torch.device(compute_device or compute_device_of(group, module))
+        self.compute_device = device_of("compute_device", compute_device, compute_device_of(group, module))
         default = torch.device("cpu") if self.move_params_to_cpu else self.compute_device
-        self.state_dict_device = torch.device(state_dict_device or default)
+        self.state_dict_device = device_of("state_dict_device", state_dict_device, default)
         self.no_broadcast_optim_state, self.verbose = bool(no_broadcast_optim_state), verbose
         self.clear_autocast_cache, self.force_input_to_fp32 = clear_autocast_cache, force_input_to_fp32
         self.state_dict_on_rank_0_only, self.allow_reset_parameters = state_dict_on_rank_0_only, allow_reset_parameters
@@ -431,9 +430,12 @@ class FullyShardedDataParallel(Settings):
 
         Raises:
             ValueError: for ``assign=True``.
+            TypeError: for anything that is not a mapping.
             RuntimeError: on all ranks, for names or shapes that do not fit on one, by the names of the model without
                 wrappers.
         """
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"load_state_dict takes a state dict, names to tensors, not {type(state_dict).__name__}")
         if assign:
             raise ValueError("load_state_dict(assign=True): a rank keeps a part of each tensor only; leave assign out")
         given: Any = OrderedDict(state_dict)
@@ -598,6 +600,8 @@ class FullyShardedDataParallel(Settings):
 
         Raises:
             ValueError: if it has more parameters, or splits parameters that are joined here.
+            TypeError: for anything that is not a mapping, as what `gather_full_optim_state_dict` gives where it is not
+                received.
         """
         return shard_optimizer_state(self, get_fsdp_instances(self), full_optim_state_dict)
 

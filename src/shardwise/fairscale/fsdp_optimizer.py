@@ -246,6 +246,11 @@ def shard_optimizer_state(
     root: FullyShardedDataParallel, instances: Sequence[FullyShardedDataParallel], full: Mapping[str, Any]
 ) -> dict[str, Any]:
     """See `FullyShardedDataParallel.get_shard_from_optim_state_dict`."""
+    if not isinstance(full, Mapping):
+        raise TypeError(
+            "get_shard_from_optim_state_dict takes the whole state on every rank, in a dict, not "
+            f"{type(full).__name__}: gather_full_optim_state_dict(recipient_rank=None) gives it to all"
+        )
     is_fairscales = "param_id_map" in full
     parts = _parts_by_instance(instances) if is_fairscales else numbered_parts(root, instances)
     numbers: dict[int, list[int]] = {}

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from ..arguments import check_flag
 from ..core.group import ParamGroup
 from ..core.hooks import Unit
 from ..core.module import unit_of
@@ -39,8 +40,17 @@ class Settings(nn.Module):
 
     # -- At construction
 
+    def _choose_dtypes(
+        self, mixed_precision: bool, compute_dtype: torch.dtype | None, buffer_dtype: torch.dtype | None
+    ) -> None:
+        default = torch.float16 if mixed_precision else torch.float32
+        self._mixed_precision = mixed_precision
+        self._compute_dtype = default if compute_dtype is None else compute_dtype
+        self._buffer_dtype = self._compute_dtype if buffer_dtype is None else buffer_dtype
+
     def _check_settings(self, reduce_group: Any) -> None:
         check_reduce_group(reduce_group)
+        check_flag("FullyShardedDataParallel", "move_grads_to_cpu", self.move_grads_to_cpu)
         self._check_widens(self.fp32_reduce_scatter)
         _check_dtypes(compute_dtype=self.compute_dtype, buffer_dtype=self.buffer_dtype)
         if self.move_grads_to_cpu != self.move_params_to_cpu and self.compute_device.type != "cpu":
@@ -210,6 +220,20 @@ class Settings(nn.Module):
         self._divisors, self._own_divisors = (before, after), True
         if self._own is not None:
             self._own.options.divisors = self._divisors
+
+
+def device_of(name: str, given: Any, default: torch.device) -> torch.device:
+    """``given``, or ``default`` if that is None.
+
+    Raises:
+        TypeError: naming what is no device.
+        ValueError: naming a device that there is none of.
+    """
+    try:
+        return default if given is None else torch.device(given)
+    except (TypeError, RuntimeError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{name}={given!r}: pass a torch.device, or the name of one, such as 'cpu' or 'cuda:0'") from error
 
 
 def _check_dtypes(**dtypes: torch.dtype) -> None:

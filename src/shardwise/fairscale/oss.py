@@ -81,7 +81,7 @@ class OSS(Optimizer):
     Raises:
         ValueError: for an optimizer that works on all parameters as one vector (LBFGS), or a broadcast_buffer_size
             below -1.
-        TypeError: if ``optim`` cannot be called, or ``params`` is a set.
+        TypeError: if ``optim`` cannot be called, ``params`` is a set, or ``group`` not a process group.
         RuntimeError: without a process group.
     """
 
@@ -132,6 +132,9 @@ class OSS(Optimizer):
     def _join(self, group: dist.ProcessGroup | None) -> None:
         if not dist.is_initialized():
             raise RuntimeError("OSS shares its state over a process group: call torch.distributed.init_process_group")
+        # What `new_group` gives to other processes than the group's is no group either.
+        if not (group is None or isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER):
+            raise TypeError(f"OSS(group=...): must be a process group or None, not {type(group).__name__}")
         self.group = dist.group.WORLD if group is None else group
         self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
