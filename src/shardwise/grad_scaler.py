@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
 
+from .arguments import check_flag
 from .core.comm import comm_for
 from .core.device import local_of, scale_each, unscale_each
 from .core.norms import local_norms
@@ -36,7 +37,8 @@ class ShardedGradScaler(GradScaler):
         group: ``process_group``.
 
     Raises:
-        TypeError: for a ``process_group`` that is none of this rank, or a factor that is no number.
+        TypeError: for a ``process_group`` that is none of this rank, a factor that is no number, or an ``enabled`` that
+            is no flag, such as a string.
         ValueError: for a scale, or a factor, that would make gradients zero, infinite or NaN.
     """
 
@@ -53,6 +55,7 @@ class ShardedGradScaler(GradScaler):
             raise TypeError(
                 f"ShardedGradScaler(process_group={process_group!r}): pass a group that this rank is in, or None"
             )
+        check_flag("ShardedGradScaler", "enabled", enabled)
         if enabled:
             _check_factors(init_scale, growth_factor, backoff_factor, growth_interval)
         # torch never disables a scaler for "cpu"; the scale itself is put where the first loss is.

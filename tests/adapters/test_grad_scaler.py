@@ -332,6 +332,7 @@ def test_misuse_is_told() -> None:
         ({"growth_factor": None}, TypeError),
         ({"growth_interval": 1.5}, TypeError),
         ({"process_group": "world"}, TypeError),
+        ({"enabled": "False"}, TypeError),
         ({"init_scale": float("nan")}, ValueError),
         ({"init_scale": 0.0}, ValueError),
         ({"init_scale": -1.0}, ValueError),
@@ -344,7 +345,7 @@ def test_wrong_arguments(given: dict[str, Any], kind: type[Exception]) -> None:
     (name,) = given
     with pytest.raises(kind, match=rf"ShardedGradScaler\({name}="):
         ShardedGradScaler(**given)
-    if name != "process_group":
+    if name not in ("process_group", "enabled"):
         ShardedGradScaler(enabled=False, **given)
 
 
