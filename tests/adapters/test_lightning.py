@@ -514,6 +514,7 @@ def files_for_others(directory: Path) -> None:
     checkpoint = torch.load(path, weights_only=False)
     plain = Module()
     assert list(checkpoint["state_dict"]) == list(plain.state_dict())
+    assert checkpoint["state_dict"]._metadata == plain.state_dict()._metadata
     plain.load_state_dict(checkpoint["state_dict"])
     optimizer = plain.configure_optimizers()["optimizer"]
     optimizer.load_state_dict(checkpoint["optimizer_states"][0])

@@ -124,6 +124,33 @@ def test_like_torch() -> None:
     assert_equal(full_state_dict(model), dict(theirs))
 
 
+class Renewed(nn.Linear):
+    """Has twice the values in its state that it had in version 1."""
+
+    _version = 2
+
+    def _load_from_state_dict(
+        self, state: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
+    ) -> None:
+        if local_metadata.get("version", 1) < 2:
+            state[f"{prefix}weight"] = 2 * state[f"{prefix}weight"]
+        super()._load_from_state_dict(state, prefix, local_metadata, *rest)
+
+
+@on_ranks(1, 2)
+def test_plain_modules_see_which_versions_they_load() -> None:
+    def make(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(Renewed(3, 5), nn.Linear(5, 2))
+
+    truth = make(1).state_dict()
+    state = full_state_dict(shardwise.fully_shard(make(1)), rank0_only=False)
+    assert state._metadata == truth._metadata  # type: ignore[attr-defined]
+    target = make(2)
+    target.load_state_dict(state)
+    assert_state(target, truth)
+
+
 class Picky(nn.Linear):
     """With extra state that the last rank refuses."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import pickle
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from .interrupts import held
 from .matching import Match, WeightsError, check_ties, match
 from .peers import Peers
 from .progress import Progress
-from .weights import ModelWeights, Weight, peers_of, weights_of
+from .weights import VERSIONS, ModelWeights, Weight, peers_of, weights_of
 
 BLOCK_BYTES = 2**24
 """Bytes broadcast at a time, rounded down to whole rows, of which there is at least one."""
@@ -37,7 +38,8 @@ def full_state_dict(model: nn.Module, *, cpu: bool = True, rank0_only: bool = Tr
         rank0_only: whether the first rank alone keeps them; the others get an empty dict.
 
     Returns:
-        The keys of ``model.state_dict()``, in its order. Names of a tied parameter have the same tensor.
+        The keys of ``model.state_dict()``, in its order, and the versions of modules that it notes for
+        `load_state_dict`. Names of a tied parameter have the same tensor.
 
     Raises:
         ValueError: naming tensors without values, or sharded ones that ranks do not have alike; on all ranks.
@@ -64,7 +66,12 @@ def full_state_dict(model: nn.Module, *, cpu: bool = True, rank0_only: bool = Tr
     with peers.together():
         for name, error in failures.items():
             raise RuntimeError(f"full_state_dict cannot keep {name!r}: {error}") from error
-    return {name: values[name] for name in state.names} if keeps else {}
+    if not keeps:
+        return {}
+    whole_state = OrderedDict((name, values[name]) for name in state.names)
+    if state.versions is not None:  # without them, modules would take their own layout for one of an old version
+        setattr(whole_state, VERSIONS, state.versions)
+    return whole_state
 
 
 def _kept(whole: torch.Tensor, live: torch.Tensor, *, cpu: bool) -> torch.Tensor:

@@ -28,6 +28,9 @@ from ..sites import Site, become, sites_of
 from .names import plain_name
 from .peers import Peers, common_mesh, world_mesh
 
+VERSIONS = "_metadata"
+"""Attribute of a state dict: the versions of the layouts of its modules, for their `load_state_dict`."""
+
 
 class Region(NamedTuple):
     """A box of a whole tensor: for each tensor dim, where it starts and how long it is, in elements."""
@@ -224,12 +227,14 @@ class ModelWeights:
         objects: what is not a tensor, by name: the module whose extra state it is, None if it is something else that
             the model adds to its state dict, and the value.
         keys: of the state dict, in its order, by name.
+        versions: of the layouts that modules give their state, as the state dict notes them for `load_state_dict`.
     """
 
     model: nn.Module
     weights: list[Weight]
     objects: dict[str, tuple[nn.Module | None, Any]]
     keys: dict[str, str]
+    versions: Any
 
     @property
     def names(self) -> list[str]:
@@ -383,7 +388,7 @@ def weights_of(
         else:
             slot, shards = slots.get(id(value), (None, None))
             weights[id(value)] = Weight([name], value, sites[id(value)], slot, shards, extra_of)
-    return ModelWeights(model, list(weights.values()), objects, named)
+    return ModelWeights(model, list(weights.values()), objects, named, getattr(state, VERSIONS, None))
 
 
 def _units_of(model: nn.Module) -> list[Unit]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -27,14 +26,6 @@ DTYPES = "_shardwise_dtypes"
 """Attribute of a module whose floating-point buffers were cast: their dtypes before, by name. Copies have it too."""
 
 
-def _whole_state(model: nn.Module, metadata: Any) -> dict[str, Any]:
-    """The model's state dict with whole tensors on the host, on the main process; elsewhere an empty one. A
-    collective."""
-    state: OrderedDict[str, Any] = OrderedDict(full_state_dict(model))
-    state._metadata = metadata  # type: ignore[attr-defined]
-    return state
-
-
 @contextmanager
 def whole_states(model: nn.Module, optim_wrapper: Any, hooks: Iterable[Any]) -> Iterator[None]:
     """Inside, ``state_dict()`` of the model, of the wrapper of its optimizers, and of averages in hooks, gives whole
@@ -50,10 +41,9 @@ def whole_states(model: nn.Module, optim_wrapper: Any, hooks: Iterable[Any]) -> 
     others = averages if optim_wrapper is None else [optim_wrapper, *averages]
     # Before anything is gathered, for which the others would wait.
     with together():
-        metadata = getattr(model.state_dict(), "_metadata", OrderedDict())
         states = [other.state_dict() for other in others]
     with ExitStack() as stack:
-        stack.enter_context(_giving(model, _before_casts(model, _whole_state(model, metadata))))
+        stack.enter_context(_giving(model, _before_casts(model, full_state_dict(model))))
         for other, state in zip(others, states, strict=True):
             whole = gather_in(state, keeps=is_main_process())
             stack.enter_context(_giving(other, _before_casts(other, whole)))
