@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -1095,6 +1096,11 @@ def policies(directory: Path) -> None:
         with pytest.raises(ValueError, match=rf"{name} chooses .* on rank \d, and not on rank \d"):
             fabric(**{name: differing}).setup(model)
         assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    settings = {"reshard_after_forward": False, "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+    for name, value in settings.items():
+        given = {name: value} if dist.get_rank() else {}
+        with pytest.raises(ValueError, match=rf"{name} is .* on rank \d, and .* on rank \d"):
+            fabric(**given).setup(Listed())
     model = Listed()
     with pytest.raises(KeyError, match="of one rank"):
         fabric(auto_wrap_policy=failing).setup(model)

@@ -139,8 +139,8 @@ class Sharding:
 
         Raises:
             TypeError: naming a module that another library has wrapped.
-            ValueError: naming a tensor in which ranks differ, a parameter that cannot be cut, or one on the meta device
-                that nothing initializes; listing modules that policies do not choose on all ranks.
+            ValueError: naming a tensor or a setting in which ranks differ, a parameter that cannot be cut, or one on
+                the meta device that nothing initializes; listing modules that policies do not choose on all ranks.
         """
         with Peers(mesh).together():
             refuse_foreign(model)
@@ -152,7 +152,9 @@ class Sharding:
             chosen = self._chosen(model, children_too)
             checkpointed = _checkpointed(model, self.checkpointing)
         units = [*units_in(model), *(module for module, _ in chosen)]
-        share_values(model, mesh, {"auto_wrap_policy": units, "activation_checkpointing_policy": checkpointed})
+        choices = {"auto_wrap_policy": units, "activation_checkpointing_policy": checkpointed}
+        settings = {"reshard_after_forward": self.reshard_after_forward, "mp_policy": self.precision}
+        share_values(model, mesh, choices, settings)
         for module in checkpointed:
             checkpoint_wrapper(module)
         for module, overrides in chosen:
