@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from .core.annotated import describe
 from .core.context import FSDPCommContext
-from .core.device import local_of
+from .core.device import local_of, tell_libraries
 from .core.errors import UnsupportedShardError
 from .core.extension import PRE, check_extension, is_extended
 from .core.group import ParamGroup
@@ -123,7 +123,7 @@ def fully_shard(
     # The root's parameters are needed at once in backward; where they are kept anyway, resharding costs nothing.
     reshards_unless_root = reshard_after_forward is None and comm_ctx is None and not strategy.keeps_unsharded
     unit = Unit(modules, groups, data_parallel.device, mp_policy, module_fqn, comm_ctx, reshards_unless_root, make_root)
-    _install(unit, modules, reshards=_reshards(reshard_after_forward))
+    _install(unit, modules, managed, reshards=_reshards(reshard_after_forward))
     return module
 
 
@@ -152,13 +152,16 @@ def _reshards(reshard_after_forward: bool | int | None) -> bool:
     return reshard_after_forward != 1
 
 
-def _install(unit: Unit, modules: Sequence[nn.Module], *, reshards: bool) -> None:
+def _install(
+    unit: Unit, modules: Sequence[nn.Module], managed: Iterable[tuple[str, nn.Module]], *, reshards: bool
+) -> None:
     for group in unit.groups:
         group.options.reshard_after_forward = reshards
         _install_state_dict_hooks(group)
     unit.install_hooks()
     for module in modules:
         become_fsdp_module(module, unit)
+    tell_libraries(module for _, module in managed)
 
 
 # -- Arguments

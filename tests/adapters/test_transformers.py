@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -158,6 +159,54 @@ def test_generate_under_a_registered_forward_method(make: Callable[[], Any]) -> 
         ours = model.generate(prompt, **options)
     assert torch.equal(ours, build(make).eval().generate(prompt, **options))
     train(model, [dist.get_rank()], 1)
+
+
+@on_ranks(2, 3, preset=["zero2", "zero3"])
+def test_ranks_generate_different_numbers_of_tokens(preset: str) -> None:
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),))
+    model = wrap(build(llama), functools.partial(shardwise.fully_shard, placements=preset), mesh).eval()
+    prompt = batch(0, rank)["input_ids"]
+    options = {"max_new_tokens": 2 + 3 * rank, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
+    assert torch.equal(model.generate(prompt, **options), build(llama).eval().generate(prompt, **options))
+
+
+def layer_dropping() -> Any:
+    """A model of sound that skips layers at random, unless it knows that it is sharded."""
+    from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
+
+    config = Wav2Vec2Config(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        conv_dim=(8, 8),
+        conv_stride=(5, 2),
+        conv_kernel=(10, 3),
+        num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2,
+        layerdrop=0.5,
+        mask_time_prob=0.0,
+        vocab_size=32,
+    )
+    return Wav2Vec2ForCTC(config)
+
+
+@on_ranks(2)
+def test_ranks_that_would_drop_different_layers() -> None:
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+    results = []
+    for verb in (shardwise.fully_shard, torch_fully_shard):
+        model = build(layer_dropping)
+        for layer in model.wav2vec2.encoder.layers:
+            verb(layer, mesh=mesh)
+        verb(model, mesh=mesh)
+        torch.manual_seed(rank)
+        for step in range(3):
+            sound = torch.randn(2, 200, generator=torch.Generator().manual_seed(10 * step + rank))
+            model(sound, labels=torch.full((2, 3), 5)).loss.backward()
+        results.append([parameter.grad.full_tensor() for parameter in model.parameters() if parameter.grad is not None])
+    assert len(results[0]) == len(results[1])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
 
 
 class LowRank(nn.Module):
