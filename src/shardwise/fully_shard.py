@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -162,6 +162,17 @@ def _install(
     for module in modules:
         become_fsdp_module(module, unit)
     tell_libraries(module for _, module in managed)
+    for _, module in managed:
+        if isinstance(module, nn.TransformerEncoder):
+            module.register_forward_pre_hook(_gather_first_layer)  # after the unit's own, which may make the root
+
+
+def _gather_first_layer(encoder: nn.Module, args: Any) -> None:
+    """torch's encoder leaves out padding in evaluation only if its first layer's parameters are plain tensors: they are
+    when that layer runs, so they are gathered before the encoder looks at them."""
+    first = cast(nn.TransformerEncoder, encoder).layers[0]
+    if not first.training and unit_of(first) is not None:
+        cast(FSDPModule, first).unshard()
 
 
 # -- Arguments

@@ -158,3 +158,34 @@ def test_ddp_preset_like_torch_ddp(model: str) -> None:
     # Buffers are not broadcast: fully_shard leaves them to each rank.
     theirs = train(nn.parallel.DistributedDataParallel(build(model), broadcast_buffers=False), sgd=sgd)
     assert_same(ours, theirs)
+
+
+@on_ranks(1, 2, 3, around=[False, True], placements=["zero2", "zero3"])
+def test_torchs_encoder_leaves_out_padding_in_evaluation(around: bool, placements: str) -> None:
+    def encoder() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3)
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = encoder()
+
+        def forward(self, x: torch.Tensor, src_key_padding_mask: torch.Tensor) -> Any:
+            return self.encoder(x, src_key_padding_mask=src_key_padding_mask)
+
+    make: Any = Around if around else encoder
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model, plain = make(), make().eval()
+    for layer in (model.encoder if around else model).layers:
+        shardwise.fully_shard(layer, mesh=mesh, placements=placements)
+    shardwise.fully_shard(model, mesh=mesh, placements=placements)
+    padding = torch.tensor([[False, False, False, True, True], [False] * 5])
+    for _ in range(2):
+        x = torch.randn(2, 5, 8)
+        with torch.no_grad():
+            ours = model.eval()(x, src_key_padding_mask=padding)
+            theirs = plain(x, src_key_padding_mask=padding)
+        assert torch.equal(ours, theirs)
+        assert not ours[0, 3:].any()
+        model.train()(x, src_key_padding_mask=padding).sum().backward()
