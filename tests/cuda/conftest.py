@@ -20,14 +20,14 @@ BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "simulated": "cpu:gloo,simulated:simul
 NOT_SIMULATED = ("buffers", "ConvNet", "process_group_memory", "symmetric_memory", "network", "by_oss", "fairscale")
 """torch gives private devices no memory of process groups and no DLPack, and moves no `.data` there."""
 
-CAN_BUILD = shutil.which("c++") is not None
+IS_THERE = {"cuda": torch.cuda.is_available(), "simulated": shutil.which("c++") is not None, "cpu": True}[DEVICE]
 
-if DEVICE == "simulated" and CAN_BUILD:
-    from . import simulated
-
-    harness.PRELOADED.append(simulated.__name__)
-if DEVICE == "cuda" or (DEVICE == "simulated" and CAN_BUILD):
+if IS_THERE:
     harness.BACKEND = BACKENDS[DEVICE]
+    if DEVICE == "simulated":
+        from . import simulated
+
+        harness.PRELOADED.append(simulated.__name__)
 
 HERE = Path(__file__).parent
 
@@ -35,13 +35,12 @@ World = Callable[[int], None]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    missing = not {"cuda": torch.cuda.is_available(), "simulated": CAN_BUILD, "cpu": True}[DEVICE]
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.cuda)
             if DEVICE == "simulated" and any(word in item.nodeid for word in NOT_SIMULATED):
                 item.add_marker(pytest.mark.skip(reason="torch cannot do this on private devices"))
-            if missing:
+            if not IS_THERE:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device, or a C++ compiler for a simulated one"))
 
 
