@@ -74,6 +74,38 @@ def test_parameters_can_be_copied_pickled_and_made_parameters(fake_mesh: Mesh) -
     assert bool(weight.to_local().any())
 
 
+def test_gradients_are_read_written_and_deleted_as_of_any_tensor(
+    fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `zero_grad` does for each parameter runs nothing of the class that explains parameters."""
+    model = build(fake_mesh(2))
+    weight, optimizer = model.layers[0].up.weight, torch.optim.SGD(model.parameters(), 0.1)
+    calls: list[Any] = []
+    original = type(weight).__torch_function__.__func__
+
+    def noted(cls: Any, func: Any, *args: Any) -> Any:
+        calls.append(func)
+        return original(cls, func, *args)
+
+    monkeypatch.setattr(type(weight), "__torch_function__", classmethod(noted))
+    assert weight.grad is None
+    model(inputs_for(model, 0)).sum().backward()
+    gradient = weight.grad
+    calls.clear()
+    assert isinstance(gradient, DTensor)
+    optimizer.zero_grad()
+    assert weight.grad is None
+    weight.grad = gradient
+    assert weight.grad is gradient
+    del weight.grad
+    assert weight.grad is None
+    assert not calls
+    with pytest.raises(TypeError, match="Tensor or None"):
+        weight.grad = 1  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="size"):
+        weight.grad = model.layers[0].up.bias
+
+
 def test_conversions_of_submodules_that_change_nothing(fake_mesh: Mesh) -> None:
     model = build(fake_mesh(2))
     before = model.layers[0].up.weight

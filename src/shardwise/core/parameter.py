@@ -70,6 +70,7 @@ class Owner(Protocol):
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_GRAD: Any = torch.Tensor.grad
 
 
 class TracedParameter(DTensor):
@@ -118,6 +119,24 @@ class ShardedParameter(TracedParameter):
     It tells its group when something writes it, and replaces torch's message when it is mixed with plain tensors.
     Its only addition is a weak reference to its group.
     """
+
+    # Read and dropped for each parameter in each step, for which the way through `__torch_function__` takes most of the
+    # time of `zero_grad`.
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """As of any tensor."""
+        with without_torch_function():
+            return cast("torch.Tensor | None", _GRAD.__get__(self))
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        with without_torch_function():
+            _GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        with without_torch_function():
+            _GRAD.__delete__(self)
 
     @classmethod
     @untraced
