@@ -153,7 +153,7 @@ def _reshards(reshard_after_forward: bool | int | None) -> bool:
 
 
 def _install(
-    unit: Unit, modules: Sequence[nn.Module], managed: Iterable[tuple[str, nn.Module]], *, reshards: bool
+    unit: Unit, modules: Sequence[nn.Module], managed: Sequence[tuple[str, nn.Module]], *, reshards: bool
 ) -> None:
     for group in unit.groups:
         group.options.reshard_after_forward = reshards
@@ -161,8 +161,8 @@ def _install(
     unit.install_hooks()
     for module in modules:
         become_fsdp_module(module, unit)
-    tell_libraries(module for _, module in managed)
     for _, module in managed:
+        tell_libraries(module)
         if isinstance(module, nn.TransformerEncoder):
             module.register_forward_pre_hook(_gather_first_layer)  # after the unit's own, which may make the root
 

@@ -754,14 +754,13 @@ def answer_pipelines(module: nn.Module, finish_iteration: Callable[[], None]) ->
     states[fully_shard.__wrapped__] = _PipelineState(finish_iteration)  # type: ignore[attr-defined]
 
 
-def tell_libraries(modules: Iterable[nn.Module]) -> None:
-    """Mark modules of a unit as torch's FSDP2 marks them, for libraries that ask.
+def tell_libraries(module: nn.Module) -> None:
+    """Mark a module of a unit as torch's FSDP2 marks it, for libraries that ask.
 
     Those of ``transformers`` keep ranks in step then: they run layers that they would drop at random, and generate
     until the last rank is done. dynamo asks too, and must find the second mark, that parameters are not flattened.
     """
-    for module in modules:
-        module.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
+    module.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
 
 
 class _PipelineState:
