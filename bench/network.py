@@ -4,7 +4,7 @@ Values are a fake group's: this process is rank 0, and the other ranks have what
 carries one collective after the other: latency + bytes / bandwidth each, with the bytes of a ring. On the CPU a
 collective is done at a deadline, for which `Work.wait` sleeps; on CUDA it occupies the stream that it is called on, as
 a kernel does. The copies on this machine come on top: the calling thread makes them on the CPU, the stream on CUDA, by
-one kernel for each tensor, about what a tensor costs in a call of NCCL. (A fake group takes one for each rank's part.)
+one kernel for each tensor. (A fake group takes one for each rank's part of it.)
 """
 
 from __future__ import annotations
