@@ -25,7 +25,8 @@ def trained(verb: Any, options: dict[str, Any]) -> list[Tensor]:
     torch.manual_seed(1)
     with torch.device(DEVICE):
         model = Transformer(SHAPE)
-        tokens = make_tokens(SHAPE).to(DEVICE).flip(0) if dist.get_rank() else make_tokens(SHAPE).to(DEVICE) // 2
+    tokens = make_tokens(SHAPE)
+    tokens = (tokens.flip(0) if dist.get_rank() else tokens // 2).to(DEVICE)
     wrap(model, verb, mesh_on(DEVICE, (2,)), options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     found = []
