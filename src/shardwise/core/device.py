@@ -309,6 +309,10 @@ get_spec, get_local = attrgetter("_spec"), attrgetter("_local_tensor")
 """Of a DTensor, as functions that `map` calls without a line of Python for each; AttributeError for anything else."""
 get_requires_grad, get_version = attrgetter("requires_grad"), attrgetter("_version")
 """Of a tensor."""
+_gradient: Any = torch.Tensor.grad
+get_gradient: Callable[[torch.Tensor], torch.Tensor | None] = _gradient.__get__
+set_gradient: Callable[[torch.Tensor, torch.Tensor | None], None] = _gradient.__set__
+"""Of a tensor, past what its class defines; to be called inside `without_torch_function`."""
 
 
 def region_of(spec: ParallelSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -16,7 +16,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .device import (
     call_without_torch_function,
     complete,
+    get_gradient,
     local_of,
+    set_gradient,
     set_local,
     shares_storage,
     spec_of,
@@ -70,7 +72,6 @@ class Owner(Protocol):
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_GRAD: Any = torch.Tensor.grad
 
 
 class TracedParameter(DTensor):
@@ -126,17 +127,17 @@ class ShardedParameter(TracedParameter):
     def grad(self) -> torch.Tensor | None:
         """As of any tensor."""
         with without_torch_function():
-            return cast("torch.Tensor | None", _GRAD.__get__(self))
+            return get_gradient(self)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         with without_torch_function():
-            _GRAD.__set__(self, value)
+            set_gradient(self, value)
 
     @grad.deleter
     def grad(self) -> None:
         with without_torch_function():
-            _GRAD.__delete__(self)
+            set_gradient(self, None)
 
     @classmethod
     @untraced

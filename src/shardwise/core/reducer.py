@@ -12,10 +12,12 @@ from torch.distributed.tensor import DTensor
 from .buffer import ShardedBuffer
 from .device import (
     add_each,
+    get_gradient,
     is_elsewhere,
     local_of,
     run_late_hooks,
     run_tensor_hooks,
+    set_gradient,
     spec_of,
     without_torch_function,
     wrap_gradients,
@@ -276,10 +278,10 @@ class GradientReducer:
         gradients = run_tensor_hooks(parameters, wrapped)
         with without_torch_function():
             for parameter, gradient in zip(parameters, gradients, strict=True):
-                if parameter.grad is None:
-                    parameter.grad = gradient
+                if (own := get_gradient(parameter)) is None:
+                    set_gradient(parameter, gradient)
                 else:
-                    old.append(_held_gradient(parameter, parameter.grad))
+                    old.append(_held_gradient(parameter, own))
                     new.append(local_of(gradient))
             if old:
                 add_each(old, new)
