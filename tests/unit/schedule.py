@@ -3,8 +3,9 @@ late."""
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardwise.core.lanes import Device, Lane, Step, Ticket
+from shardwise.core.lanes import Device, Lane, Lease, Step, Ticket
 
 Clock = dict[int, int]
 
@@ -56,7 +57,7 @@ class RecordingDevice(Device):
 
     def lane(self) -> Lane:
         self._streams += 1
-        return _RecordingLane(self, self._streams)
+        return RecordingLane(self, self._streams)
 
     def move_inputs(self, value: Any) -> Any:
         return value
@@ -76,15 +77,31 @@ class RecordingDevice(Device):
         self.log.append(Logged("wait", stream, event))
 
 
-class _RecordingLane(Lane):
+class RecordingLane(Lane):
+    is_stream = True
+
     def __init__(self, device: RecordingDevice, stream: int):
         super().__init__()
         self.device, self.stream = device, stream
 
-    def submit(self, *steps: Step, after: Sequence[Any] = ()) -> Ticket:
+    @contextlib.contextmanager
+    def own_memory(self) -> Iterator[Lease]:
         device, outer = self.device, self.device.current
         device.before_submit()
-        for event in after or [device.record(outer)]:
+        device.current = self.stream
+        try:
+            yield Lease(self._wait_for_computation)
+            device.before_submit()
+        finally:
+            device.current = outer
+
+    def _wait_for_computation(self) -> None:
+        self.device.wait(self.stream, self.device.record(self.device.current))
+
+    def submit(self, *steps: Step, after: Sequence[Any] | None = None) -> Ticket:
+        device, outer = self.device, self.device.current
+        device.before_submit()
+        for event in [device.record(outer)] if after is None else after:
             device.wait(self.stream, event)
         device.current = self.stream
         try:

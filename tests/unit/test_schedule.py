@@ -14,7 +14,7 @@ from shardwise.core import hooks
 from shardwise.core.comm import Comm
 
 from ..models import Transformer, inputs_for
-from .schedule import Logged, RecordingDevice, RecordingTicket, Watched, faults
+from .schedule import Logged, RecordingDevice, RecordingLane, RecordingTicket, Watched, faults
 
 Mesh = Callable[..., DeviceMesh]
 
@@ -25,6 +25,7 @@ def recorded(
     micro_batches: int = 1,
     after_update: Callable[[Transformer, RecordingDevice], None] = lambda model, device: None,
     before_batch: Callable[[Transformer, bool], None] = lambda model, is_last: None,
+    loss_of: Callable[[Transformer, torch.Tensor, RecordingDevice], torch.Tensor] = lambda _, out, device: out.sum(),
     **options: Any,
 ) -> list[Logged]:
     """The log of three iterations of a small transformer whose shards are changed between them."""
@@ -41,7 +42,7 @@ def recorded(
             for micro_batch in range(micro_batches):
                 model.set_is_last_backward(micro_batch == micro_batches - 1)  # type: ignore[operator]
                 before_batch(model, micro_batch == micro_batches - 1)
-                model(inputs_for(model, 0)).sum().backward()
+                loss_of(model, model(inputs_for(model, 0)), device).backward()
             for parameter in parameters:
                 with torch.no_grad():
                     parameter.to_local().sub_(parameter.grad.to_local())  # type: ignore[attr-defined, union-attr]
@@ -123,6 +124,35 @@ def test_gathers_after_the_optimizers_event(fake_mesh: Mesh, preset: str, policy
     waits = [entry.event for entry in log if entry.kind == "wait" and entry.stream]
     first = [next(event for event in waits if event > mark or event == mark - 1) for mark, _ in marks[:-1]]
     assert all(event < mark for event, (mark, _) in zip(first, marks, strict=False))
+
+
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16], ids=["fp32", "bf16"])
+def test_the_first_gather_of_backward_runs_beside_the_loss(
+    fake_mesh: Mesh, policy: MixedPrecisionPolicy, writes: bool
+) -> None:
+    def loss_of(model: Transformer, output: torch.Tensor, device: RecordingDevice) -> torch.Tensor:
+        if writes:
+            with torch.no_grad():
+                model.layers[-1].up.weight.to_local().add_(1)  # type: ignore[union-attr, operator]
+        marks.append(device.record(0))
+        return output.float().square().sum()
+
+    marks: list[int] = []
+    log = recorded(fake_mesh(2), loss_of=loss_of, mp_policy=policy)
+    assert faults(log) == []
+    for mark in marks:
+        start = next(i for i, entry in enumerate(log) if entry.kind == "record" and entry.event == mark)
+        end = next(i for i in range(start, len(log)) if "allgather" in log[i].name)
+        lane = log[end].stream
+        waits = [entry.event for entry in log[start:end] if entry.kind == "wait" and entry.stream == lane]
+        assert bool(waits) == writes
+
+
+def test_the_checker_sees_memory_that_a_lane_takes_too_early(fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RecordingLane, "_wait_for_computation", lambda self: None)
+    found = faults(recorded(fake_mesh(2)))
+    assert any("freed while in use" in fault for fault in found)
 
 
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "zero3"])

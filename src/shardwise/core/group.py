@@ -25,7 +25,7 @@ from .device import (
     without_torch_function,
 )
 from .errors import explain
-from .lanes import Lane, Ticket, Waitable
+from .lanes import Lane, Lease, Ticket, Waitable
 from .mesh import DataParallelMesh, DataParallelRanks
 from .parameter import make_sharded_parameter, mark_replaced, remember_successor
 from .reducer import GradientReducer
@@ -86,6 +86,10 @@ class ParamGroup:
         self.gradients = GradientReducer(shards, self.options)
         self._gather: tuple[Ticket | None, Sequence[Gather]] | None = None
         self._prepared: _Prepared | None = None
+        self._lane: Lane | None = None
+        """That the last gather ran on, after all that was written to the shards before it."""
+        self._lease: Lease | None = None
+        """Of the gathered buffers' memory, where that is a lane's."""
         self.is_asked_for = False
         """Whether the user started the gather, and nobody waited for it: not whether the handle exists still, of which
         ranks may differ."""
@@ -119,7 +123,7 @@ class ParamGroup:
     def adopt_registered(self, *, is_loading: bool = False) -> None:
         """`Shards.adopt_registered`, between uses."""
         assert self.state is ShardState.SHARDED
-        self._prepared = None
+        self._prepared = self._lease = None
         if self.shards.adopt_registered(is_loading=is_loading):
             self.gradients.forget_plans()
 
@@ -135,12 +139,14 @@ class ParamGroup:
         """Whether a gather was started that nobody waited for."""
         return self._gather is not None
 
-    def unshard(self, lane: Lane, *, for_backward: bool = False) -> None:
+    def unshard(self, lane: Lane, *, for_backward: bool = False, ahead: bool = False) -> None:
         """Start gathering; does nothing if the parameters are gathered or on their way.
 
         Args:
             lane: that communicates.
             for_backward: the graph has the gathered buffers, so that what replaced parameters since counts later.
+            ahead: not to wait for what is queued on the compute stream, if the shards were not written since they were
+                gathered last.
         """
         if self._gather is not None:
             if for_backward or not self.shards.is_outdated:
@@ -162,26 +168,38 @@ class ParamGroup:
         if self._is_cut and self.state is ShardState.SHARDED and self.shards.changed():
             self._drop_resharded()
         self.shards.check_materialized()
-        self._submit_gather(lane)
+        self._submit_gather(lane, ahead)
 
     @labelled("FSDP::all_gather ({name})")
     @outside_transforms
-    def _submit_gather(self, lane: Lane) -> None:
+    def _submit_gather(self, lane: Lane, ahead: bool) -> None:
         self._is_kept = False  # should the gather fail
+        ahead = ahead and self._may_run_ahead(lane)
         self.shards.note_gather()
+        self._lane = lane
         if self.shards.borrowed:
             self.shards.take_borrowed()
         prepared, self._prepared = self._prepared, None
-        after: tuple[Any, ...] = ()
-        if prepared is None:
+        after: tuple[Any, ...] | None = None
+        if ahead and prepared is None:
+            with lane.own_memory() as self._lease:
+                gathers, after = self._start_gathers(lane), ()
+        elif prepared is None:
             gathers = self._start_gathers(lane)
         else:
             gathers = prepared.gathers
             # The event says nothing of what was written to the shards after it.
-            after = prepared.after if prepared.stamp == self.shards.stamp() else ()
+            after = prepared.after if prepared.stamp == self.shards.stamp() else None
         works = [gather for gather in gathers if gather.inputs or gather.prepare]
         issue = functools.partial(_issue, weakref.ref(self), works)
         self._gather = lane.submit(issue, after=after) if works else None, gathers
+
+    def _may_run_ahead(self, lane: Lane) -> bool:
+        if not lane.is_stream or lane is not self._lane or self.options.custom_gather is not None:
+            return False
+        # What is gathered is computed then, or was since forward.
+        computed = self.shards.borrowed or self._is_cut or any(buffer.computes_first for buffer in self.shards.buffers)
+        return not (computed or self.shards.changed())
 
     def prepare_unshard(self, lane: Lane, event: Any, mark: Callable[[], Any]) -> None:
         """Allocate what the next gather needs, which is then ordered after ``event`` and the allocation alone."""
@@ -239,14 +257,17 @@ class ParamGroup:
             except BaseException:  # of an extension: nothing is registered that would be resharded
                 self._free()
                 raise
-            # Where parameters do not stay gathered the next use gathers again anyhow.
+            # Where parameters do not stay gathered the next use gathers again anyhow, and maybe ahead.
             keeps = self._keeps_unsharded or not self.options.reshard_after_forward
-            self.shards.note_gathered(keeps=keeps)
+            self.shards.note_gathered(keeps=keeps or (self._lane is not None and self._lane.is_stream))
+            if self._lease is not None:
+                self._lease.settle()  # staging memory goes with the gathers
         self.shards.put_unsharded()
         self._drop_resharded()
         self.state = ShardState.UNSHARDED
 
     def _free(self) -> None:
+        self._lease = None
         for buffer in self.shards.buffers:
             buffer.free()
 
@@ -287,6 +308,7 @@ class ParamGroup:
     @outside_transforms
     def _reshard_to(self, smaller: DataParallelMesh) -> None:
         self.state, self._is_cut = ShardState.RESHARDED, True  # from the first buffer on, whatever comes
+        self._lease = None
         self.shards.watch()
         for buffer in self.shards.buffers:
             slots = [(position, slot) for position, slot in enumerate(self.slots) if slot.buffer is buffer]

@@ -236,21 +236,26 @@ class Unit:
         self._prefetch("forward", self.prefetch_forward, context, context.order.ahead())
 
     def _prefetch(
-        self, direction: str, chosen: Sequence[weakref.ref[Unit]], context: FSDPCommContext, expected: Iterator[Unit]
+        self,
+        direction: str,
+        chosen: Sequence[weakref.ref[Unit]],
+        context: FSDPCommContext,
+        expected: Iterator[Unit],
+        ahead: bool = False,
     ) -> None:
         """Start gathering the units that the user chose, or else the expected ones, as many as take no more memory
         together than the largest unit: one if all are of one size, several if they are small."""
         if chosen:
             for reference in chosen:
                 if (unit := reference()) is not None:
-                    unit.prefetch(direction, unit.own_context().gather_lane)
+                    unit.prefetch(direction, unit.own_context().gather_lane, ahead)
             return
         limit = context.largest_unit
         for unit in expected if limit else ():
             limit -= unit.gathered_bytes
             if unit is self or limit < 0:
                 return
-            unit.prefetch(direction, context.gather_lane)
+            unit.prefetch(direction, context.gather_lane, ahead)
             if not limit:
                 return
 
@@ -260,13 +265,13 @@ class Unit:
         return self.gathered_bytes
 
     @labelled("FSDP::{0}_prefetch for {name}")
-    def prefetch(self, direction: str, lane: Lane) -> None:
-        """Start gathering on ``lane`` for a use that is expected soon."""
+    def prefetch(self, direction: str, lane: Lane, ahead: bool = False) -> None:
+        """Start gathering on ``lane`` for a use that is expected soon; ``ahead`` as in `ParamGroup.unshard`."""
         for group in self.groups:
             if direction == "forward":
                 group.unshard(lane)
             elif group.options.unshard_in_backward and not group.is_unsharded:
-                group.unshard(lane, for_backward=True)
+                group.unshard(lane, for_backward=True, ahead=ahead)
 
     @eager
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -471,14 +476,15 @@ class Unit:
         """
         context = self.context
         assert context is not None
+        begins = not context.is_in_backward
         context.queue_end_of_backward(creates_graph=torch.is_grad_enabled())
         if call is not None:
             self._differentiated.add(call)
         if self.phase is not Phase.PRE_BACKWARD:
-            self._enter_backward(context)
+            self._enter_backward(context, begins)
 
     @labelled("FSDP::pre_backward ({name})")
-    def _enter_backward(self, context: FSDPCommContext) -> None:
+    def _enter_backward(self, context: FSDPCommContext, begins: bool) -> None:
         self.phase = Phase.PRE_BACKWARD
         self._computes_backward = True
         if self._lost_writes is not None:
@@ -486,14 +492,15 @@ class Unit:
             self._lost_writes = None
         for group in self.groups:
             if group.options.unshard_in_backward:
-                group.unshard(context.gather_lane, for_backward=True)
-        self._prefetch_for_backward(context)
+                # Where the pass begins, the last unit's forward and the loss are queued still, and the link is idle.
+                group.unshard(context.gather_lane, for_backward=True, ahead=begins)
+        self._prefetch_for_backward(context, begins)
         for group in self.groups:
             group.wait_for_unshard()
 
-    def _prefetch_for_backward(self, context: FSDPCommContext) -> None:
+    def _prefetch_for_backward(self, context: FSDPCommContext, begins: bool) -> None:
         position = self._positions.pop() if self._positions else 0
-        self._prefetch("backward", self.prefetch_backward, context, context.order.behind(position))
+        self._prefetch("backward", self.prefetch_backward, context, context.order.behind(position), ahead=begins)
 
     def post_backward(self, forward_pass: int, call: Any) -> None:
         """The gradients of the inputs of one forward ``call`` are complete."""

@@ -1,9 +1,10 @@
 """Streams and events of the compute device.
 
 The rest of the engine asks a `Device` for lanes. On an accelerator a lane is a side stream; on the CPU there is
-none, and communication overlaps by asynchronous work alone. Memory is only ever allocated on the compute stream:
-a lane waits for the compute stream before it works, and its memory is held until the compute stream has waited
-for it, so the caching allocator never reuses a block early.
+none, and communication overlaps by asynchronous work alone. Memory is allocated on the compute stream: a lane waits
+for the compute stream before it works, and its memory is held until the compute stream has waited for it, so the
+caching allocator never reuses a block early. What a lane does ahead of the computation has memory of the lane's own
+instead, which the lane takes back only after the computation (`Lease`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import contextlib
 import functools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -77,6 +78,25 @@ def _land_abandoned() -> None:
                     work.wait()
 
 
+class Lease:
+    """Of a lane's memory that the computation uses; to be held as long as that.
+
+    Args:
+        wait: lets the lane, which may use for something else what is freed, wait for the computation queued by then.
+    """
+
+    __slots__ = ("_wait",)
+
+    def __init__(self, wait: Callable[[], object]):
+        self._wait = wait
+
+    def settle(self) -> None:
+        """Some of the memory is about to be freed."""
+        self._wait()
+
+    __del__ = settle
+
+
 Step = Callable[[], Sequence[Waitable]]
 """Issues collectives and gives their works; may also compute, on what earlier steps received."""
 
@@ -85,18 +105,27 @@ class Lane(ABC):
     """An ordered sequence of communication beside the computation."""
 
     @abstractmethod
-    def submit(self, *steps: Step, after: Sequence[Any] = ()) -> Ticket:
+    def submit(self, *steps: Step, after: Sequence[Any] | None = None) -> Ticket:
         """Run ``steps`` one after the other.
 
         Args:
             steps: issue the collectives.
-            after: events to wait for; none means all computation that is queued by now. One of them must be a
-                `Device.mark` made after all memory that the steps use was allocated.
+            after: events to wait for; None means all computation that is queued by now. One of them must be a
+                `Device.mark` made after all memory that the steps use was allocated, unless that is the lane's own.
         """
 
     @abstractmethod
     def wait_event(self, event: Any) -> None:
         """Let everything that is submitted from now on start after ``event``."""
+
+    is_stream = False
+    """Whether what is submitted runs beside the computation by itself, and may run ahead of it."""
+
+    @contextlib.contextmanager
+    def own_memory(self) -> Iterator[Lease]:
+        """What is allocated inside is this lane's, whose `submit` need not wait for the computation to use it; only
+        where it is a stream."""
+        raise NotImplementedError
 
     keeps_staging = False
     """Whether the staging memory released last is allocated again, where that is as large."""
@@ -174,7 +203,7 @@ class _HostLane(Lane):
     # between, and each would fault again.
     keeps_staging = True
 
-    def submit(self, *steps: Step, after: Sequence[Any] = ()) -> Ticket:
+    def submit(self, *steps: Step, after: Sequence[Any] | None = None) -> Ticket:
         return _HostTicket(steps)
 
     def wait_event(self, event: Any) -> None:
@@ -219,17 +248,28 @@ class _StreamTicket:
 
 
 class _StreamLane(Lane):
+    is_stream = True
+
     def __init__(self, module: Any, device: torch.device):
         super().__init__()
         self.module, self.device = module, device
         # High priority: its kernels are short and computation waits for them.
         self.stream = module.Stream(device=device, priority=-1)
 
-    def submit(self, *steps: Step, after: Sequence[Any] = ()) -> Ticket:
+    @contextlib.contextmanager
+    def own_memory(self) -> Iterator[Lease]:
+        # The caching allocator gives a block again to the stream that was current when it was allocated.
+        with self.module.stream(self.stream):
+            yield Lease(self._wait_for_computation)
+
+    def _wait_for_computation(self) -> None:
+        self.stream.wait_stream(self.module.current_stream(self.device))
+
+    def submit(self, *steps: Step, after: Sequence[Any] | None = None) -> Ticket:
         computes = self.module.current_stream(self.device)
-        if not after:
+        if after is None:
             self.stream.wait_stream(computes)
-        for event in after:
+        for event in after or ():
             self.stream.wait_event(event)
         try:
             with self.module.stream(self.stream):
