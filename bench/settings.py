@@ -45,6 +45,7 @@ class Setting:
         replicas: ranks of the axis that replicates.
         micro_batches: backward passes of a step.
         reduces_each: whether each of them reduces.
+        gathers_once: whether parameters stay gathered from one to the next.
     """
 
     title: str
@@ -53,6 +54,7 @@ class Setting:
     replicas: int = 1
     micro_batches: int = 1
     reduces_each: bool = True
+    gathers_once: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -84,6 +86,13 @@ SETTINGS = (
     Setting("ZeRO-1; FSDP2 keeps parameters after forward", {"placements": "zero1"}, KEPT),
     Setting(f"{MICRO_BATCHES} micro-batches, each reduced", micro_batches=MICRO_BATCHES),
     Setting(f"{MICRO_BATCHES} micro-batches, the last reduces", micro_batches=MICRO_BATCHES, reduces_each=False),
+    Setting(
+        f"{MICRO_BATCHES} micro-batches, gathered once: ZeRO-2; FSDP2 keeps parameters until the last",
+        {"placements": "zero2"},
+        KEPT,
+        micro_batches=MICRO_BATCHES,
+        gathers_once=True,
+    ),
     Setting("HSDP: replicate 2, shard the rest", replicas=2),
 )
 
@@ -111,6 +120,8 @@ class Stepper:
             if self.contender.name != UNSHARDED:
                 model.set_requires_gradient_sync(self.setting.reduces_each or is_last)
                 model.set_is_last_backward(is_last)
+            if self.contender.name == FSDP2 and self.setting.gathers_once:
+                model.set_reshard_after_backward(is_last)
             loss = self.contender.forward()
             loss.backward()
         return loss

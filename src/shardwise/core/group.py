@@ -195,11 +195,11 @@ class ParamGroup:
         self._gather = lane.submit(issue, after=after) if works else None, gathers
 
     def _may_run_ahead(self, lane: Lane) -> bool:
-        if not lane.is_stream or lane is not self._lane or self.options.custom_gather is not None:
+        if not (lane.is_stream and lane is self._lane and self.shards.sees_writes):
             return False
         # What is gathered is computed then, or was since forward.
         computed = self.shards.borrowed or self._is_cut or any(buffer.computes_first for buffer in self.shards.buffers)
-        return not (computed or self.shards.changed())
+        return not (computed or self.options.custom_gather or self.shards.changed())
 
     def prepare_unshard(self, lane: Lane, event: Any, mark: Callable[[], Any]) -> None:
         """Allocate what the next gather needs, which is then ordered after ``event`` and the allocation alone."""
