@@ -199,7 +199,7 @@ class ParamGroup:
             return False
         # What is gathered is computed then, or was since forward.
         computed = self.shards.borrowed or self._is_cut or any(buffer.computes_first for buffer in self.shards.buffers)
-        return not (computed or self.options.custom_gather or self.shards.changed())
+        return not (computed or self.shards.changed()) and self.options.custom_gather is None
 
     def prepare_unshard(self, lane: Lane, event: Any, mark: Callable[[], Any]) -> None:
         """Allocate what the next gather needs, which is then ordered after ``event`` and the allocation alone."""
