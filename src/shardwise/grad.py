@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from .core.comm import Comm, comm_for
-from .core.device import eager, local_of, scale_each, spec_of, without_torch_function
+from .core.device import eager, local_of, scale_each, sent_to, spec_of, without_torch_function
 from .core.flat import refuse_flat
 from .core.mesh import mesh_device
 from .core.norms import in_order, local_norms
@@ -170,7 +170,7 @@ def _complete(
         if not all(axis in axes for axes, _ in sharded):
             # Where the axis does not cut a tensor its ranks have the same norm already.
             cuts = [axis in axes for axes, count in sharded for _ in range(count)]
-            combined = torch.where(vector.new_tensor(cuts, dtype=torch.bool), combined, vector)
+            combined = torch.where(sent_to(vector.device, cuts, torch.bool), combined, vector)
         vector = combined
     return vector
 

@@ -120,7 +120,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kind; }
   c10::Device exchangeDevice(c10::Device) const override { return device; }
   c10::Device getDevice() const override { return device; }
-  void setDevice(c10::Device) const override {}
+  void setDevice(c10::Device chosen) const override {
+    TORCH_CHECK(chosen.index() <= 0, "there is one simulated device, not one of number ", chosen.index());
+  }
   void uncheckedSetDevice(c10::Device) const noexcept override {}
   c10::Stream getStream(c10::Device) const override { return c10::Stream(c10::Stream::UNSAFE, device, current_stream); }
   c10::Stream getDefaultStream(c10::Device) const override { return c10::Stream(c10::Stream::UNSAFE, device, 0); }
@@ -180,10 +182,27 @@ at::Tensor empty_strided(
   return at::detail::empty_strided_generic(size, stride, &allocator, keys, c10::dtype_or_default(dtype));
 }
 
+// Whether it is an error that the host waits for what the device computes.
+std::atomic<bool> refuses_waits{false};
+
+void wait_for_device(const char* why) {
+  TORCH_CHECK(!refuses_waits, "the host waits for the device: ", why);
+}
+
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
   auto target = is_ours(to) ? on_host(to) : to;
   target.copy_(is_ours(from) ? on_host(from) : from);
   return to;
+}
+
+at::Tensor copy_between(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+  if (!non_blocking && is_ours(from) != is_ours(to)) wait_for_device("a copy that blocks");
+  return copy_from(from, to, non_blocking);
+}
+
+at::Scalar item(const at::Tensor& tensor) {
+  wait_for_device("it asks for a value");
+  return on_host(tensor).item();
 }
 
 const at::Tensor& resize_(const at::Tensor& self, c10::SymIntArrayRef size, std::optional<at::MemoryFormat>) {
@@ -307,10 +326,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("as_strided", &at::native::as_strided_tensorimpl);
   m.impl("view", &at::native::view);
   m.impl("_reshape_alias", &at::native::_reshape_alias);
-  m.impl("_copy_from", &copy_from);
+  m.impl("_copy_from", &copy_between);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("resize_", &resize_);
-  m.impl("_local_scalar_dense", [](const at::Tensor& tensor) { return on_host(tensor).item(); });
+  m.impl("_local_scalar_dense", &item);
   m.impl("set_.source_Storage_storage_offset", &set_storage);
   m.impl("set_.source_Storage", &set_whole_storage);
   m.impl("set_.source_Tensor", &set_tensor);
@@ -326,6 +345,7 @@ TORCH_LIBRARY(simulated, m) {
   m.def("allocated() -> int", [] { return allocated.load(); });
   m.def("peak() -> int", [] { return peak.load(); });
   m.def("reset_peak() -> ()", [] { peak = allocated.load(); });
+  m.def("refuse_waits(bool refuses) -> ()", [](bool refuses) { refuses_waits = refuses; });
   m.def("new_stream() -> int", [] { return static_cast<int64_t>(++streams); });
   m.def("current_stream() -> int", [] { return current_stream; });
   m.def("set_stream(int stream) -> ()", [](int64_t stream) { current_stream = stream; });

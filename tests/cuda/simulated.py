@@ -8,6 +8,7 @@ what streams get wrong `tests/unit/test_schedule.py` finds. The backend "simulat
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import shutil
@@ -25,6 +26,8 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers its backend
 
 NAME = "simulated"
+ALONE = "simulated_alone"
+"""A second backend, which communicates nothing that lies on the host."""
 SOURCE = Path(__file__).with_name("simulated.cpp")
 
 
@@ -106,6 +109,16 @@ def stream(chosen: Stream | None) -> Iterator[None]:
         torch.ops.simulated.set_stream(before)
 
 
+@contextlib.contextmanager
+def refusing_waits() -> Iterator[None]:
+    """Inside, it is an error that the host waits for what the device computes: for a value, or in a copy."""
+    torch.ops.simulated.refuse_waits(True)
+    try:
+        yield
+    finally:
+        torch.ops.simulated.refuse_waits(False)
+
+
 def _make_module() -> types.ModuleType:
     module = types.ModuleType(f"torch.{NAME}")
     functions: dict[str, Callable[..., Any]] = {
@@ -155,25 +168,25 @@ class _Done(dist._Work):  # type: ignore[name-defined]
         return future
 
 
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.device.type != NAME:
-        return tensor
-    with torch.no_grad():
-        host: torch.Tensor = torch.ops.simulated.on_host(tensor)
-        return host
-
-
 def _done(result: Any, options: Any) -> _Done | None:
     """Nothing for a collective on the current stream, as NCCL gives."""
     return None if options is not None and not options.asyncOp else _Done(result)
 
 
 class SimulatedGroup(dist.ProcessGroup):
-    """Communicates what lies on the host or on the simulated device by gloo."""
+    """Communicates what lies on the host or on the simulated device by gloo.
 
-    def __init__(self, gloo: Any, rank: int, size: int, timeout: timedelta):
+    Args:
+        gloo: of the same ranks.
+        rank: of this process.
+        size: number of ranks.
+        timeout: of each collective.
+        takes_host: whether it communicates what lies on the host too, and not on the device alone, as NCCL does.
+    """
+
+    def __init__(self, gloo: Any, rank: int, size: int, timeout: timedelta, takes_host: bool):
         super().__init__(rank, size)
-        self._gloo, self._timeouts = gloo, types.SimpleNamespace(_timeout=timeout)
+        self._takes_host, self._gloo, self._timeouts = takes_host, gloo, types.SimpleNamespace(_timeout=timeout)
         self._name = ""
 
     # torch keeps names in backends of its own alone.
@@ -186,7 +199,7 @@ class SimulatedGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu"), torch.device(NAME)]
+        return [*[torch.device("cpu")][: self._takes_host], torch.device(NAME)]
 
     def getBackendName(self) -> str:  # noqa: N802, torch's name
         return NAME
@@ -194,26 +207,34 @@ class SimulatedGroup(dist.ProcessGroup):
     def _get_backend(self, device: torch.device) -> Any:
         return types.SimpleNamespace(name=lambda: NAME if device.type == NAME else "gloo", options=self._timeouts)
 
+    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type != NAME:
+            assert self._takes_host, "no backend communicates what lies on the host"
+            return tensor
+        with torch.no_grad():
+            host: torch.Tensor = torch.ops.simulated.on_host(tensor)
+            return host
+
     def _sum(self, tensor: torch.Tensor, op: Any) -> None:
         options = dist.AllreduceOptions()
         is_mean = op == dist.ReduceOp.AVG
         options.reduceOp = dist.ReduceOp.SUM if is_mean else op
         self._gloo.allreduce([tensor], options).wait()
         if is_mean:
-            tensor.div_(self.size())
+            tensor.div_(self.size(), rounding_mode=None if tensor.is_floating_point() else "trunc")
 
     @torch.no_grad()
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         for tensor in tensors:
-            self._sum(_on_host(tensor), dist.ReduceOp.SUM if opts is None else opts.reduceOp)
+            self._sum(self._on_host(tensor), dist.ReduceOp.SUM if opts is None else opts.reduceOp)
         return _done(tensors, opts)
 
     @torch.no_grad()
     def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Any:
-        parts = list(_on_host(output).view(-1).chunk(self.size()))
+        parts = list(self._on_host(output).view(-1).chunk(self.size()))
         received = [torch.empty_like(part) for part in parts]
-        self._gloo.allgather([received], [_on_host(given).reshape(-1)]).wait()
+        self._gloo.allgather([received], [self._on_host(given).reshape(-1)]).wait()
         torch._foreach_copy_(parts, received)
         return _done(output, opts)
 
@@ -224,15 +245,15 @@ class SimulatedGroup(dist.ProcessGroup):
 
     @torch.no_grad()
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        hosts = [[_on_host(tensor) for tensor in own] for own in outputs]
-        self._gloo.allgather(hosts, [_on_host(tensor) for tensor in inputs]).wait()
+        hosts = [[self._on_host(tensor) for tensor in own] for own in outputs]
+        self._gloo.allgather(hosts, [self._on_host(tensor) for tensor in inputs]).wait()
         return _Done(outputs)
 
     @torch.no_grad()
     def _reduce_scatter_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Any:
-        terms = _on_host(given).reshape(-1).clone()
+        terms = self._on_host(given).reshape(-1).clone()
         self._sum(terms, dist.ReduceOp.SUM if opts is None else opts.reduceOp)
-        _on_host(output).view(-1).copy_(terms.chunk(self.size())[self.rank()])
+        self._on_host(output).view(-1).copy_(terms.chunk(self.size())[self.rank()])
         return _done(output, opts)
 
     # What torch 2.15 calls the two in its functions.
@@ -245,7 +266,7 @@ class SimulatedGroup(dist.ProcessGroup):
         return _done(outputs, opts)
 
     def _run(self, method: str, tensors: Sequence[torch.Tensor], *arguments: Any) -> Any:
-        return getattr(self._gloo, method)([_on_host(tensor) for tensor in tensors], *arguments)
+        return getattr(self._gloo, method)([self._on_host(tensor) for tensor in tensors], *arguments)
 
     def broadcast(self, tensors: Any, options: Any) -> Any:
         self._run("broadcast", tensors, options).wait()
@@ -256,8 +277,8 @@ class SimulatedGroup(dist.ProcessGroup):
         return _Done(tensors)
 
     def scatter(self, outputs: Any, inputs: Any, options: Any) -> Any:
-        hosts = [[_on_host(tensor) for tensor in own] for own in inputs]
-        self._gloo.scatter([_on_host(tensor) for tensor in outputs], hosts, options).wait()
+        hosts = [[self._on_host(tensor) for tensor in own] for own in inputs]
+        self._gloo.scatter([self._on_host(tensor) for tensor in outputs], hosts, options).wait()
         return _Done(outputs)
 
     def send(self, tensors: Any, rank: int, tag: int = 0) -> Any:
@@ -270,9 +291,9 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._gloo.barrier()
 
 
-def _make_group(store: Any, rank: int, size: int, timeout: timedelta) -> SimulatedGroup:
+def _make_group(store: Any, rank: int, size: int, timeout: timedelta, *, takes_host: bool = True) -> SimulatedGroup:
     gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
-    return SimulatedGroup(gloo, rank, size, timeout)
+    return SimulatedGroup(gloo, rank, size, timeout, takes_host)
 
 
 # torch's recorder of collectives asks a group for its name in a way that only torch's own backends can answer.
@@ -285,4 +306,5 @@ if not hasattr(torch, NAME):
     sys.modules[f"torch.{NAME}"] = getattr(torch, NAME)
     torch.utils.generate_methods_for_privateuse1_backend()
     dist.Backend.register_backend(NAME, _make_group, devices=[NAME, "cpu"])
+    dist.Backend.register_backend(ALONE, functools.partial(_make_group, takes_host=False), devices=[NAME])
     dist.Backend.backend_capability["fake"].append(NAME)

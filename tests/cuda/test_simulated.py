@@ -29,6 +29,20 @@ def test_tensors_of_the_host_do_not_mix_with_its_own() -> None:
     assert (torch.ones(3, device=DEVICE) * torch.tensor(2.0)).sum().item() == 6
 
 
+def test_waits_are_refused_where_they_are_not_wanted() -> None:
+    from .simulated import refusing_waits
+
+    tensor = torch.ones(3, device=DEVICE)
+    waits = [tensor.tolist, tensor.sum().item, tensor.cpu, lambda: tensor[[0, 2]], lambda: tensor.new_tensor([1.0])]
+    for wait in waits:
+        wait()
+        with pytest.raises(RuntimeError, match="the host waits"), refusing_waits():
+            wait()
+    with refusing_waits():
+        tensor.add_(1).mul_(torch.arange(3.0).to(DEVICE, non_blocking=True))
+    assert tensor.tolist() == [0, 2, 4]
+
+
 def test_bytes_are_counted() -> None:
     memory = torch.get_device_module(DEVICE)
     before = memory.memory_allocated()

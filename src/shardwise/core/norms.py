@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .device import norm_each
+from .device import norm_each, sent_to
 
 SMALL = 8192
 """Elements that a CPU copies faster than it calls an operator."""
@@ -44,6 +44,7 @@ def local_norms(tensors: Sequence[torch.Tensor], norm_type: float) -> torch.Tens
             continue
         order += indices
     for indices in rest.values():
+        indices.sort()
         found.append(torch.stack(norm_each([tensors[index] for index in indices], norm_type)))
         order += indices
     return in_order([norms.to(tensors[0].device) for norms in found], order)
@@ -63,5 +64,5 @@ def in_order(vectors: Sequence[torch.Tensor], order: Sequence[int]) -> torch.Ten
     if all(map(int.__eq__, order, count())):
         return joined
     ordered = torch.empty_like(joined)
-    ordered[order] = joined
+    ordered[sent_to(joined.device, order, torch.int64)] = joined
     return ordered

@@ -16,7 +16,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from .comm import Comm
-from .device import backward_number, copy_each, not_inference, owns_memory, shares_storage
+from .device import backward_number, copy_each, not_inference, owns_memory, sent_to, shares_storage
 from .errors import StateError, explain
 from .gradient import Scale, gradient_scale
 from .lanes import Flight
@@ -514,11 +514,11 @@ class OwnerReducer:
         everything = all(self._present)
         sent = self._all_present if everything else None
         if sent is None:
-            rows = []
+            rows: list[float] = []
             for rank in range(self.comm.size):
                 row = [float(self._present[index]) for index in self.plan.layout.owned(rank)]
-                rows.append(row + [0.0] * (most - len(row)))
-            sent = torch.tensor(rows, dtype=torch.float32, device=self.parameters[0].device).view(-1)
+                rows += row + [0.0] * (most - len(row))
+            sent = sent_to(self.parameters[0].device, rows, torch.float32)
             self._all_present = sent if everything else self._all_present
         received = sent.new_empty(most)
         self._flags = received, Flight(self.comm.reduce_scatter([received], [sent], mean=False))

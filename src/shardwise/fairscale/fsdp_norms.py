@@ -26,7 +26,7 @@ def norm_of_gradients(
     # Judged by the parameters, since a rank may have no gradients.
     is_wide = any(slot.sharded.dtype == torch.float64 for slot in slots)
     wide = torch.float64 if is_wide else torch.float32
-    nothing = torch.tensor(math.inf if norm_type < 0 else 0.0, dtype=wide, device=device)
+    nothing = torch.full((), math.inf if norm_type < 0 else 0.0, dtype=wide, device=device)
     by_comm: dict[Comm, list[torch.Tensor]] = {everyone: []}
     for slot in slots:
         norms = by_comm.setdefault(slot.buffer.comm, [])

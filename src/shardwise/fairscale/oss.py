@@ -14,6 +14,7 @@ from torch.optim import SGD, Optimizer
 
 from ..arguments import Argument, Support, check_arguments, documented
 from ..core.comm import Comm, SingleComm, comm_for
+from ..core.device import sent_to
 from ..core.errors import explain
 from ..core.layout import deal
 from ..core.norms import local_norms
@@ -338,14 +339,12 @@ class OSS(Optimizer):
         wide = any(parameter.dtype.to_real() == torch.float64 for parameter in owners)
         # The norm that stands for a parameter that does not count, and leaves the total as it is.
         neutral = math.inf if norm_type < 0 else 0.0
-        vector = torch.tensor(
-            [neutral if owner == self.rank else 0.0 for owner in owners.values()],
-            dtype=torch.float64 if wide else torch.float32,
-            device=device,
-        )
+        start = [neutral if owner == self.rank else 0.0 for owner in owners.values()]
+        vector = sent_to(device, start, torch.float64 if wide else torch.float32)
         if counted:
             norms = [norm.to(vector) for norm in _norms([dense_gradient(p) for p in counted], norm_type)]
-            vector[[number[id(parameter)] for parameter in counted]] = torch.stack(norms)
+            places = [number[id(parameter)] for parameter in counted]
+            vector[sent_to(device, places, torch.int64)] = torch.stack(norms)
         if self.world_size > 1:
             self._comm(device).all_reduce_now(vector)
         total: torch.Tensor = torch.linalg.vector_norm(vector, norm_type)
