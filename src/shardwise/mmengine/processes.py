@@ -42,7 +42,8 @@ def init_process_group(backend: str | None = None, timeout: float | timedelta | 
     local_rank = int(os.environ.setdefault("LOCAL_RANK", os.environ["RANK"]))
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
-        torch.accelerator.set_device_index(local_rank)
+        # A launcher may show each process its own device only.
+        torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())
     if backend is None:
         backend = dist.get_default_backend_for_device(accelerator or torch.device("cpu"))
     dist.init_process_group(backend, timeout=limit)
