@@ -21,6 +21,10 @@ from shardwise import CPUOffloadPolicy, FSDPCommContext, MixedPrecisionPolicy
 from ..models import MLP, ConvNet, Transformer, inputs_for, wrap
 
 DEVICE = os.environ.get("SHARDWISE_REHEARSE") or "cuda"
+BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "simulated": "cpu:gloo,simulated:simulated", "cpu": "gloo"}
+"""Of process groups for the host and for the device under test."""
+ALONE = {"cuda": "nccl", "simulated": "simulated_alone", "cpu": "gloo"}
+"""Of process groups as most programs make them, for the device alone."""
 BF16 = torch.bfloat16
 
 Results = dict[str, torch.Tensor]
@@ -67,6 +71,15 @@ def set_up(device: str) -> None:
         torch.cuda.init()
         torch.cuda.set_device(0)
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def use_device_alone() -> None:
+    """Replace the process group by one that communicates nothing that lies on the host."""
+    store = dist.PrefixStore("alone", dist.distributed_c10d._get_default_store())
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group(ALONE[DEVICE], store=store, rank=rank, world_size=size)
 
 
 def mesh_on(device: str, axes: tuple[int, ...]) -> DeviceMesh:
