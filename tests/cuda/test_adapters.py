@@ -227,8 +227,9 @@ def by_average(device: str, directory: Path, **options: Any) -> Results:
     with average.swap():
         averages = on_host(shardwise.full_state_dict(model, rank0_only=False))
     average.load_state_dict(copy.deepcopy(average.state_dict()))
-    for _ in average.swap(), backward(model, batch(model, 9)), optimizer.step():
-        pass
+    average.swap()
+    backward(model, batch(model, 9))
+    optimizer.step()
     ours = on_host(shardwise.full_state_dict(model, rank0_only=False))
     return ours | {f"average of {name}": value for name, value in averages.items()}
 
