@@ -32,9 +32,12 @@ def on(device: str) -> Iterator[None]:
     before, mmengine.device.utils.DEVICE = mmengine.device.utils.DEVICE, device
     levels = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
+    # Its logger looks for the device of that number among those that CUDA_VISIBLE_DEVICES shows.
+    number, os.environ["LOCAL_RANK"] = os.environ.get("LOCAL_RANK", "0"), "0"
     try:
         yield
     finally:
+        os.environ["LOCAL_RANK"] = number
         mmengine.device.utils.DEVICE = before
         logging.disable(levels)
 
