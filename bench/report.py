@@ -96,6 +96,10 @@ def environment(command: str) -> list[str]:
 
 
 def _processor() -> str:
+    return f"{torch.cuda.get_device_name()}; {_host_processor()}" if torch.cuda.is_available() else _host_processor()
+
+
+def _host_processor() -> str:
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -112,7 +112,7 @@ class Module(lightning.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         inputs, targets = batch
-        loss = F.mse_loss(self.net(inputs).float(), targets)
+        loss = F.mse_loss(self.net(inputs).float(), targets.float())
         self.seen += [inputs.device.type, loss.device.type]
         self.log("loss", loss, sync_dist=True, on_epoch=True, batch_size=len(inputs))
         return loss
@@ -218,7 +218,7 @@ def by_fabric(device: str, directory: Path, precision: Any = None, by_name: bool
         model, optimizer = set_up(fabric, seed=0)
         for epoch in range(2):
             for index, (inputs, targets) in enumerate(fabric.setup_dataloaders(loader())):
-                loss = F.mse_loss(model(inputs).float(), targets)
+                loss = F.mse_loss(model(inputs).float(), targets.float())
                 fabric.backward(loss)
                 norm = fabric.clip_gradients(model, optimizer, max_norm=0.5, error_if_nonfinite=False)
                 optimizer.step()
