@@ -51,6 +51,8 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: if ``error_if_nonfinite`` and the norm is not finite.
     """
+    # Strings too, as torch takes them: "inf", and what YAML makes of 1e-3. Before ranks communicate.
+    max_norm, norm_type = float(max_norm), float(norm_type)
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     refuse_flat(parameters, "clip_grad_norm_")
     with without_torch_function():
@@ -58,7 +60,6 @@ def clip_grad_norm_(
     gradients = [gradient for gradient in found if gradient is not None]
     if not gradients:
         return torch.tensor(0.0)
-    norm_type = float(norm_type)  # "inf", as torch takes it
     norm = total_norm(gradients, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(

@@ -784,6 +784,15 @@ def clipping(directory: Path) -> None:
     assert used.clip_gradients(model, optimizer, clip_val=0.001) is None
     torch.nn.utils.clip_grad_value_(truth.parameters(), 0.001)
     same()
+    # What YAML makes of such numbers, which torch takes.
+    read: Any = {"max_norm": "1e-2", "clip_val": "1e-3"}
+    gradients()
+    norm = used.clip_gradients(model, optimizer, max_norm=read["max_norm"])
+    torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(truth.parameters(), read["max_norm"]))
+    same()
+    used.clip_gradients(model, optimizer, clip_val=read["clip_val"])
+    torch.nn.utils.clip_grad_value_(truth.parameters(), read["clip_val"])
+    same()
     gradients()
     if dist.get_rank() == 0:
         next(iter(model.module.parameters())).grad.to_local().fill_(float("nan"))

@@ -114,6 +114,7 @@ def load_full_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any]) ->
 @torch.no_grad()
 def clip_grad_value_(parameters: Iterable[torch.Tensor], clip_value: float) -> None:
     """Limit each element of the gradients to ``-clip_value`` … ``clip_value``, in place; no communication."""
+    clip_value = float(clip_value)  # of a string too, as torch takes it
     for parameter in parameters:
         if parameter.grad is not None:
             local_of(parameter.grad).clamp_(-clip_value, clip_value)
