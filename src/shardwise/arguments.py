@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from numbers import Real
 from typing import Any, TypeVar
 
 AnyClass = TypeVar("AnyClass", bound=type)
@@ -89,6 +90,11 @@ def check_flag(name: str, key: str, value: object) -> None:
     # NumPy's is no int.
     if not (value is None or isinstance(value, int) or type(value).__name__ in ("bool", "bool_")):
         raise TypeError(f"{name}({key}={value!r}): pass True or False, not {type(value).__name__}")
+
+
+def is_at_least(least: float, value: Any) -> bool:
+    """Whether ``value`` is a number, NumPy's too, and not below ``least``."""
+    return isinstance(value, Real) and float(value) >= least
 
 
 def documented(table: Table) -> Callable[[AnyClass], AnyClass]:

@@ -1011,6 +1011,10 @@ def test_arguments() -> None:
     for size in (-2, None, "100", math.nan):
         with pytest.raises(ValueError, match=f"broadcast_buffer_size={size}"):
             OSS(parameters, broadcast_buffer_size=size, lr=0.1)
+    give_gradients(parameters, 0)
+    numbers: Any = (np.int64(100), np.float32(math.inf))
+    for size in numbers:
+        OSS(parameters, broadcast_buffer_size=size, lr=0.1).step()
     with pytest.raises(TypeError, match=r"OSS\(broadcast_fp16='no'\): pass True or False, not str"):
         OSS(parameters, broadcast_fp16="no", lr=0.1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"optim=SGD object\): pass the class"):

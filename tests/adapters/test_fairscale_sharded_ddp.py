@@ -7,12 +7,14 @@ import dataclasses
 import gc
 import inspect
 import io
+import math
 import pickle
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -1480,6 +1482,9 @@ def test_arguments() -> None:
     for size in (-1, None, float("nan")):
         with pytest.raises(ValueError, match=f"reduce_buffer_size={size}"):
             ShardedDDP(model, oss, reduce_buffer_size=size)
+    numbers: Any = (np.int64(100), np.float32(math.inf))
+    for size in numbers:
+        backward(ShardedDDP(model, oss, reduce_buffer_size=size), 0)
     for flag in ("broadcast_buffers", "sync_models_at_startup", "auto_refresh_trainable", "reduce_fp16"):
         with pytest.raises(TypeError, match=rf"ShardedDataParallel\({flag}='False'\): pass True or False, not str"):
             ShardedDDP(model, oss, **{flag: "False"})

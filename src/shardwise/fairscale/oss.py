@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import SGD, Optimizer
 
-from ..arguments import Argument, Support, check_arguments, documented
+from ..arguments import Argument, Support, check_arguments, documented, is_at_least
 from ..core.comm import Comm, SingleComm, comm_for
 from ..core.device import sent_to
 from ..core.errors import explain
@@ -102,7 +102,7 @@ class OSS(Optimizer):
             raise TypeError(
                 f"OSS(optim={type(optim).__name__} object): pass the class of an optimizer, and its settings by name"
             )
-        if not isinstance(broadcast_buffer_size, (int, float)) or not broadcast_buffer_size >= -1:
+        if not is_at_least(-1, broadcast_buffer_size):
             raise ValueError(
                 f"OSS(broadcast_buffer_size={broadcast_buffer_size}): must be -1, 0 or a number of elements"
             )

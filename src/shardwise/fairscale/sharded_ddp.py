@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..arguments import Argument, check_flags, documented
+from ..arguments import Argument, check_flags, documented, is_at_least
 from ..core.comm import Comm, comm_for
 from ..core.device import (
     backward_number,
@@ -104,7 +104,7 @@ class ShardedDataParallel(nn.Module):
         check_flags(ShardedDataParallel.__init__, "ShardedDataParallel", given)
         if not isinstance(module, nn.Module):
             raise TypeError(f"ShardedDataParallel wraps a module, not {type(module).__name__}")
-        if not isinstance(reduce_buffer_size, (int, float)) or not reduce_buffer_size >= 0:
+        if not is_at_least(0, reduce_buffer_size):
             raise ValueError(
                 f"ShardedDataParallel(reduce_buffer_size={reduce_buffer_size}): must be 0 or more elements"
             )
