@@ -86,6 +86,42 @@ def check_like_fsdp2(model: str, param_dtype: Any, reduce_dtype: Any, reshard: b
     assert_same(ours, theirs)
 
 
+class Residual(nn.Module):
+    """Adds what a layer makes of its input to that; has no parameters of its own."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.layer(x))
+
+
+@on_ranks(2, reshard=[True, False])
+def test_a_unit_without_parameters_adds_gradients_in_the_order_of_fsdp2(reshard: bool) -> None:
+    def make(verb: Any) -> nn.Module:
+        torch.manual_seed(1)
+        inner = Residual(nn.Linear(9, 9))
+        model = nn.Sequential(nn.Linear(9, 9), Residual(inner), nn.Linear(9, 5))
+        model.layers = (inner.layer, inner, model[1])
+        return wrap(model, verb, reshard_after_forward=reshard)
+
+    def steps(model: nn.Module) -> list[torch.Tensor | None]:
+        optimizer, gradients = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for step in range(3):
+            optimizer.zero_grad()
+            model(batch(step, dist.get_rank(), 16, 9)).square().mean().backward()
+            gradients += gradients_of(model).values()
+            optimizer.step()
+        return gradients
+
+    ours, theirs = steps(make(shardwise.fully_shard)), steps(make(torch_fully_shard))
+    for one, other in zip(ours, theirs, strict=True):
+        assert one is not None
+        assert other is not None
+        assert torch.equal(one, other)
+
+
 class Scaled(nn.Module):
     """Computes with its weight in one dtype and with the others in another."""
 

@@ -187,7 +187,8 @@ class Unit:
         for group in self.groups:
             group.unshard(context.gather_lane, for_backward=self._recomputes)
         self._inside.append(call)
-        if is_first and torch.is_grad_enabled():
+        # Without parameters nothing waits for it, and one node more adds up its inputs' gradients in another order.
+        if is_first and self.groups and torch.is_grad_enabled():
             self._announce_end(context, call)
         call.watch()
         if is_first and not self._recomputes:
