@@ -214,3 +214,35 @@ def test_outputs_that_nothing_uses_give_no_gradients() -> None:
         return loss
 
     truth.check(Heads, run, wrapping=lambda model, verb: verb(model, mesh=init_device_mesh("cpu", (2,))))
+
+
+class Chain(nn.Module):
+    """Branches of the root's, then two units: what goes into the first of these needs gradients if a branch is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = Branches(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, used: set[int]) -> torch.Tensor:
+        return self.third(torch.tanh(self.second(self.first(x, used))))
+
+
+@on_ranks(2, 3, preset=["zero1", "zero3", "ddp"], shares=[True, False])
+def test_units_whose_inputs_need_gradients_on_some_ranks(preset: str, shares: bool) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(5)
+    model, reference = Chain(), Chain()
+    reference.load_state_dict(model.state_dict())
+    context = shardwise.FSDPCommContext("cpu") if shares else None
+    for module in (model.second, model.third, model):
+        shardwise.fully_shard(module, placements=preset, comm_ctx=context)
+    for step in range(len(USED)):
+        model(batch(step, rank, 4, WIDTH), used_by(step, rank)).square().sum().backward()
+        reference.zero_grad()
+        for other in range(ranks):
+            loss = reference(batch(step, other, 4, WIDTH), used_by(step, other)).square().sum()
+            (loss / ranks).backward()
+        expected, found = gradients_of(reference), gradients_of(model)
+        for name, gradient in expected.items():
+            truth.assert_tensors(f"{step} {name}", found[name], gradient, bitwise=False)
+        model.zero_grad()

@@ -86,6 +86,8 @@ class Unit:
         self.phase = Phase.IDLE
         self.is_root = False
         self.gathered_bytes = 0
+        self.place = (0, 0)
+        """The forward pass in which it ran last, and a number that grows with each unit that begins to run."""
         self.prefetch_forward: list[weakref.ref[Unit]] = []
         self.prefetch_backward: list[weakref.ref[Unit]] = []
         self._modules = [weakref.ref(module) for module in modules]
@@ -234,6 +236,9 @@ class Unit:
 
     def _prefetch_for_forward(self, context: FSDPCommContext) -> None:
         context.order.enter(self.reference)
+        if self.place[0] != context.passes:  # of several calls the gradients of the first one's inputs come last
+            context.begun += 1
+            self.place = context.passes, context.begun
         self._prefetch("forward", self.prefetch_forward, context, context.order.ahead())
 
     def _prefetch(
