@@ -84,6 +84,18 @@ def test_synchronized_backward_passes(preset: str) -> None:
     expect(model, single, [0, 1])
 
 
+@on_ranks(2, preset=["zero1", "zero3"])
+def test_one_backward_of_units_that_share_a_context(preset: str) -> None:
+    """The first forward begins the first pass, which no root announces."""
+    model, single = build(placements=preset, comm_ctx=shardwise.FSDPCommContext("cpu")), build(wraps=False)
+    model.set_manual_backward_finalization(True)
+    model.set_requires_gradient_sync(False)
+    loss_of(model, 0, dist.get_rank()).backward()
+    model.set_requires_gradient_sync(True)
+    model.finalize_backward()
+    expect(model, single, [0])
+
+
 @on_ranks(4)
 def test_two_axes() -> None:
     model, single = build(mesh=init_device_mesh("cpu", (2, 2))), build(wraps=False)

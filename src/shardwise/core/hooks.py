@@ -229,7 +229,7 @@ class Unit:
         if context.has_root:
             context.forward_root = self
             context.start_pass()
-        elif context.order.starts_again(self.reference):
+        elif not context.passes or context.order.starts_again(self.reference):
             context.start_pass()
         moved: tuple[Any, Any] = context.device.move_inputs((args, kwargs))
         return moved
