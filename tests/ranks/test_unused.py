@@ -246,3 +246,46 @@ def test_units_whose_inputs_need_gradients_on_some_ranks(preset: str, shares: bo
         for name, gradient in expected.items():
             truth.assert_tensors(f"{step} {name}", found[name], gradient, bitwise=False)
         model.zero_grad()
+
+
+class Towers(nn.Module):
+    """Two towers of different sizes on data; their head is the root's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text = nn.Linear(8, 6), nn.Linear(4, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, image: torch.Tensor, text: torch.Tensor, text_first: bool) -> torch.Tensor:
+        if text_first:
+            from_text, from_image = self.text(text), self.image(image)
+        else:
+            from_image, from_text = self.image(image), self.text(text)
+        return self.head(torch.tanh(from_image + from_text))
+
+
+@on_ranks(2, 3, preset=["ddp", "zero1", "zero2", "kept"], differs=["evaluation", "order"])
+def test_forwards_that_differ_between_ranks(preset: str, differs: str) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(5)
+    model, reference = Towers(), Towers()
+    reference.load_state_dict(model.state_dict())
+    options: dict[str, Any] = {"reshard_after_forward": False} if preset == "kept" else {"placements": preset}
+    for module in (model.image, model.text, model):
+        shardwise.fully_shard(module, **options)
+    for step in range(3):
+        # What is gathered in forward is gathered in the same order, in the first one at the latest.
+        swaps = differs == "order" and rank == 0 and preset != "kept" and step > 0
+        loss = model(batch(step, rank, 5, 8), batch(10 + step, rank, 5, 4), swaps).square().sum()
+        if differs == "evaluation" and rank == 0:
+            with torch.no_grad():
+                model.image(batch(20, rank, 5, 8))
+        loss.backward()
+        reference.zero_grad()
+        for other in range(ranks):
+            expected = reference(batch(step, other, 5, 8), batch(10 + step, other, 5, 4), False).square().sum()
+            (expected / ranks).backward()
+        found = gradients_of(model)
+        for name, gradient in gradients_of(reference).items():
+            truth.assert_tensors(f"{step} {name}", found[name], gradient, bitwise=False)
+        model.zero_grad()

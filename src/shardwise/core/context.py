@@ -48,7 +48,6 @@ class FSDPCommContext:
         self.has_root = False
         self.forward_root: Unit | None = None
         self.passes = 0
-        self.begun = 0
         self._largest_unit: int | None = None
         self._units: list[weakref.ref[Unit]] = []
         self._reductions: deque[Reduction] = deque()
@@ -176,8 +175,9 @@ class FSDPCommContext:
             self._end_is_queued = False
             if self.forward_root is not None and not self.forward_root.runs_forward:
                 self.forward_root = None
-            # As backward comes to them: ranks on which a unit's inputs need gradients have reduced its own before.
-            units = sorted(self.units, key=lambda unit: unit.place, reverse=True)
+            # As backward mostly comes to them, for ranks on which a unit's inputs need gradients have reduced its own
+            # before; not as this rank's forwards went, which others may not have run.
+            units = sorted(reversed(self.units), key=lambda unit: unit.is_root)
             for unit in units:
                 if creates_graph:
                     unit.end_of_differentiable_backward()

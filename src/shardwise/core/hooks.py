@@ -86,8 +86,6 @@ class Unit:
         self.phase = Phase.IDLE
         self.is_root = False
         self.gathered_bytes = 0
-        self.place = (0, 0)
-        """The forward pass in which it ran last, and a number that grows with each unit that begins to run."""
         self.prefetch_forward: list[weakref.ref[Unit]] = []
         self.prefetch_backward: list[weakref.ref[Unit]] = []
         self._modules = [weakref.ref(module) for module in modules]
@@ -236,9 +234,6 @@ class Unit:
 
     def _prefetch_for_forward(self, context: FSDPCommContext) -> None:
         context.order.enter(self.reference)
-        if self.place[0] != context.passes:  # of several calls the gradients of the first one's inputs come last
-            context.begun += 1
-            self.place = context.passes, context.begun
         self._prefetch("forward", self.prefetch_forward, context, context.order.ahead())
 
     def _prefetch(
@@ -649,8 +644,8 @@ class Unit:
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether a forward of it, as far as is known, was not followed by a backward yet."""
-        return bool(self._positions)
+        """Whether a forward of it, as far as is known, was not followed by a backward yet that anything waits for."""
+        return bool(self.groups and self._positions)
 
     def unshard_again(self) -> None:
         """Gather and register the unsharded parameters of a forward before, now."""
