@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from bench.cases import CASES, OURS, THEIRS, Case, measure_case, with_adapters
 from bench.counts import COUNTED, bytes_to_send
 from bench.model import Shape
+from shardwise import fully_shard
+from shardwise.core.comm import Comm
 
 Mesh = Callable[..., DeviceMesh]
 SHAPE = Shape(blocks=3, width=128, batch=1, length=4)
@@ -40,3 +44,36 @@ def test_frozen_parameters_cost_no_reduction(fake_mesh: Mesh) -> None:
     gradients = sum(bytes_to_send("reductions", 4 * parameter.numel(), case.ranks) for parameter in adapters)
     assert ours.calls["reductions"] == SHAPE.blocks
     assert ours.sent["reductions"] == gradients + ours.flags
+
+
+class Residual(nn.Module):
+    """A unit without parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.layer(x))
+
+
+def test_steps_that_only_differentiate_gradients_are_alike(fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = fake_mesh(2)
+    block = Residual()
+    # The first, last and a middle layer, and one unit twice.
+    model: Any = nn.Sequential(nn.Linear(8, 8), block, block, nn.Linear(8, 8))
+    for module in (model[0], block.layer, model[3], block, model):
+        fully_shard(module, mesh=mesh)
+    gathers: list[int] = []
+    all_gather = Comm.all_gather
+
+    def counted(self: Comm, *arguments: Any) -> Any:
+        gathers[-1] += 1
+        return all_gather(self, *arguments)
+
+    monkeypatch.setattr(Comm, "all_gather", counted)
+    for _ in range(4):
+        gathers.append(0)
+        x = torch.ones(4, 8, requires_grad=True)
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    assert len({*gathers[1:]}) == 1, gathers
