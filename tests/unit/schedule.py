@@ -8,12 +8,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shardwise.core import buffer
+from shardwise.core.buffer import free_storage
 from shardwise.core.lanes import Device, Lane, Lease, Step, Ticket
 
 Clock = dict[int, int]
@@ -151,6 +154,21 @@ class Watched(TorchDispatchMode):
         self.empty: dict[int, tuple[StorageWeakRef, int]] = {}
         self.count = 0
         device.before_submit = self.sweep
+
+    def __enter__(self) -> Watched:
+        # What is freed and allocated again between two operators may be another stream's since.
+        self.freeing = patch.object(buffer, "free_storage", self._free)
+        self.freeing.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self.freeing.stop()
+        super().__exit__(*raised)
+
+    def _free(self, tensor: torch.Tensor) -> None:
+        free_storage(tensor)
+        self.sweep()
 
     def _number(self, tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()

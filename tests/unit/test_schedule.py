@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -147,6 +147,36 @@ def test_the_first_gather_of_backward_runs_beside_the_loss(
         lane = log[end].stream
         waits = [entry.event for entry in log[start:end] if entry.kind == "wait" and entry.stream == lane]
         assert bool(waits) == writes
+
+
+def keep_storage(model: Transformer) -> None:
+    model.set_keep_unsharded_storage(True)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("prepare", [nothing, keep_storage, keep_unsharded])
+@pytest.mark.parametrize("size", [2, 64])
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16], ids=["fp32", "bf16"])
+def test_tensors_sent_alone(
+    fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch, prepare: Any, size: int, policy: MixedPrecisionPolicy
+) -> None:
+    """Gathers go straight to where parameters are read; on many ranks some are sums over those."""
+    monkeypatch.setattr(Comm, "packs", lambda self, chunk_bytes: False)
+    monkeypatch.setattr(Comm, "thin_from_bytes", 0)
+    assert faults(recorded(fake_mesh(size), prepare, micro_batches=2, mp_policy=policy)) == []
+
+
+def test_resharding_what_was_gathered_ahead(fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss_of(model: Transformer, output: torch.Tensor, device: RecordingDevice) -> torch.Tensor:
+        loss = output.sum()
+        model.set_reshard_after_backward(True)  # type: ignore[operator]
+        loss.backward(retain_graph=True)
+        model.set_reshard_after_backward(False)  # type: ignore[operator]
+        loss.backward(retain_graph=True)
+        # Of what this backward kept, forward keeps a part.
+        return cast(torch.Tensor, model(inputs_for(model, 0))).sum()
+
+    monkeypatch.setattr(Comm, "packs", lambda self, chunk_bytes: False)
+    assert faults(recorded(fake_mesh(4), loss_of=loss_of, reshard_after_forward=2)) == []
 
 
 def test_the_checker_sees_memory_that_a_lane_takes_too_early(fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -304,7 +304,7 @@ class ShardedBuffer:
         return self._plan.start(source, lane.allocate, lane.release, casts=self._casts)
 
     def reshard_to_smaller(self, comm: Comm) -> list[tuple[torch.Tensor, int]]:
-        """Keep this rank's chunks over the ranks of ``comm``, free the rest.
+        """Keep this rank's chunks over the ranks of ``comm``; the rest may be freed then.
 
         Returns:
             Each chunk in its shape, and the tensor dim that it is cut on.
@@ -318,7 +318,6 @@ class ShardedBuffer:
         for index, (tensor, view) in enumerate(zip(layout.tensors, views, strict=True)):
             view.copy_(self.full_view(index).narrow(tensor.dim, tensor.start(comm.rank), tensor.length(comm.rank)))
         self._resharded_local = local
-        self.free()
         return [(view, tensor.dim) for view, tensor in zip(views, layout.tensors, strict=True)]
 
     def drop_resharded(self) -> None:

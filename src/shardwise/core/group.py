@@ -197,9 +197,10 @@ class ParamGroup:
     def _may_run_ahead(self, lane: Lane) -> bool:
         if not (lane.is_stream and lane is self._lane and self.shards.sees_writes):
             return False
-        # What is gathered is computed then, or was since forward.
+        # What is gathered is computed then, or was since forward; or its memory is there already, and in use.
         computed = self.shards.borrowed or self._is_cut or any(buffer.computes_first for buffer in self.shards.buffers)
-        return not (computed or self.shards.changed()) and self.options.custom_gather is None
+        waits = computed or self.options.keeps_memory or self.options.custom_gather is not None
+        return not (waits or self.shards.changed())
 
     def prepare_unshard(self, lane: Lane, event: Any, mark: Callable[[], Any]) -> None:
         """Allocate what the next gather needs, which is then ordered after ``event`` and the allocation alone."""
@@ -308,7 +309,6 @@ class ParamGroup:
     @outside_transforms
     def _reshard_to(self, smaller: DataParallelMesh) -> None:
         self.state, self._is_cut = ShardState.RESHARDED, True  # from the first buffer on, whatever comes
-        self._lease = None
         self.shards.watch()
         for buffer in self.shards.buffers:
             slots = [(position, slot) for position, slot in enumerate(self.slots) if slot.buffer is buffer]
@@ -324,6 +324,7 @@ class ParamGroup:
                     remember_successor(parameter, self.shards.reference, position)
                     for place in slot.places:
                         place.put(parameter)
+        self._free()
 
     def frees(self, tensor: torch.Tensor) -> bool:
         """Whether resharding frees the memory of ``tensor``: an unsharded parameter, or a view of one."""
