@@ -1012,7 +1012,7 @@ def test_arguments() -> None:
         with pytest.raises(ValueError, match=f"broadcast_buffer_size={size}"):
             OSS(parameters, broadcast_buffer_size=size, lr=0.1)
     give_gradients(parameters, 0)
-    numbers: Any = (np.int64(100), np.float32(math.inf))
+    numbers: Any = (np.int64(100), np.float32(math.inf), 10**400)
     for size in numbers:
         OSS(parameters, broadcast_buffer_size=size, lr=0.1).step()
     with pytest.raises(TypeError, match=r"OSS\(broadcast_fp16='no'\): pass True or False, not str"):

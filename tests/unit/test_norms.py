@@ -64,3 +64,10 @@ def test_large_tensors_are_not_copied() -> None:
         norms.local_norms(large, 2.0)
     taken = sum(max(event.self_cpu_memory_usage, 0) for event in profile.key_averages())
     assert taken < large[0].nbytes
+
+
+def test_the_default_device_is_not_the_tensors() -> None:
+    sizes = [3, 5, 3]  # the first and the last are one tensor for the kernel
+    with torch.device("meta"):
+        found = norms.local_norms([torch.ones(size, device="cpu") for size in sizes], 2.0)
+    torch.testing.assert_close(found, torch.tensor(sizes).sqrt())

@@ -103,7 +103,7 @@ HOST = torch.device("cpu")
 def sent_to(device: torch.device, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
     """``values`` in a 1-D tensor on ``device``, where nothing waits for what it computes now."""
     is_pinned = device.type != "cpu" and pins_memory(HOST)
-    return torch.tensor(values, dtype=dtype, pin_memory=is_pinned).to(device, non_blocking=True)
+    return torch.tensor(values, dtype=dtype, device=HOST, pin_memory=is_pinned).to(device, non_blocking=True)
 
 
 def is_elsewhere(tensor: torch.Tensor, device: torch.device) -> bool:
