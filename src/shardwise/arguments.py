@@ -94,7 +94,8 @@ def check_flag(name: str, key: str, value: object) -> None:
 
 def is_at_least(least: float, value: Any) -> bool:
     """Whether ``value`` is a number, NumPy's too, and not below ``least``."""
-    return isinstance(value, Real) and bool(value >= least)
+    number: Any = value
+    return isinstance(number, Real) and bool(value >= least)
 
 
 def documented(table: Table) -> Callable[[AnyClass], AnyClass]:
