@@ -177,7 +177,7 @@ class FSDPCommContext:
                 self.forward_root = None
             # As backward mostly comes to them, for ranks on which a unit's inputs need gradients have reduced its own
             # before; not as this rank's forwards went, which others may not have run.
-            units = sorted(reversed(self.units), key=lambda unit: unit.is_root)
+            units = sorted(self.units[::-1], key=lambda unit: unit.is_root)
             for unit in units:
                 if creates_graph:
                     unit.end_of_differentiable_backward()
