@@ -177,7 +177,8 @@ class FSDPCommContext:
                 self.forward_root = None
             # As backward mostly comes to them, for ranks on which a unit's inputs need gradients have reduced its own
             # before; not as this rank's forwards went, which others may not have run.
-            units = sorted(self.units[::-1], key=lambda unit: unit.is_root)
+            joined = self.units[::-1]
+            units = [unit for is_root in (False, True) for unit in joined if unit.is_root == is_root]
             for unit in units:
                 if creates_graph:
                     unit.end_of_differentiable_backward()
