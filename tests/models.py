@@ -74,6 +74,17 @@ class ConvNet(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+class Residual(nn.Module):
+    """Adds what a layer makes of its input to that; has no parameters of its own."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.layer(x))
+
+
 class Stack(nn.Module):
     """Any layers that keep the width, between two linear layers of the root."""
 

@@ -25,7 +25,7 @@ import shardwise
 import shardwise.fabric
 import shardwise.lightning
 
-from .cases import BF16, DEVICE, Results
+from .cases import BF16, DEVICE, Results, is_on
 
 BATCH = 4
 
@@ -68,10 +68,6 @@ def accelerator(device: str, kind: Any) -> Any:
 def make_net(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.LayerNorm(13), nn.Linear(13, 11), nn.GELU(), nn.Linear(11, 3))
-
-
-def is_on(device: str, tensors: Any) -> bool:
-    return {tensor.device.type for tensor in tensors} == {device}
 
 
 def whole(module: nn.Module) -> Results:

@@ -20,7 +20,7 @@ import shardwise
 from shardwise.mmengine import init_process_group
 
 from ..adapters.mmengine_runs import LINEAR, Toy, settings, train
-from .cases import ALONE, BF16, DEVICE, Results, set_up
+from .cases import ALONE, BF16, DEVICE, Results, is_on, set_up
 
 SCALED = {"type": "AmpOptimWrapper", "dtype": "float16", "loss_scale": {"init_scale": 256.0}}
 """MMEngine has this for GPUs alone."""
@@ -86,8 +86,8 @@ def by_runner(
         kept_on = "cpu" if (wrapper or {}).get("cpu_offload") else device
         optimizer = again.optim_wrapper.optimizer
         used = [*model.parameters(), *(state["momentum_buffer"].to_local() for state in optimizer.state.values())]
-        assert {tensor.device.type for tensor in used} == {kept_on}
-        assert {buffer.device.type for buffer in model.buffers()} == {device}
+        assert is_on(kept_on, used)
+        assert is_on(device, model.buffers())
         metrics = again.test()
         saved = torch.load(directory / "epoch_2.pth", map_location="cpu", weights_only=False)
         results: Results = {f"saved {name}": value.float() for name, value in saved["state_dict"].items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -71,6 +71,11 @@ def set_up(device: str) -> None:
         torch.cuda.init()
         torch.cuda.set_device(0)
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def is_on(device: str, tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether all of ``tensors``, of which there are some, lie on devices of that type."""
+    return {tensor.device.type for tensor in tensors} == {device}
 
 
 def use_device_alone() -> None:

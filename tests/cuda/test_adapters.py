@@ -33,10 +33,11 @@ from shardwise.fairscale import (
 from ..models import MLP, ConvNet, Transformer, inputs_for, wrap
 from ..ranks.harness import on_ranks
 from ..ranks.shared import shared_directory
-from .cases import DEVICE, Results, assert_same, mesh_on, set_up, use_device_alone
+from .cases import DEVICE, Results, assert_same, is_on, mesh_on, set_up, use_device_alone
 from .conftest import World
 
 Way = Callable[[str, Path], Results]
+Stepping = Callable[[torch.Tensor], None]
 
 STEPS = 4
 HALF = torch.float16
@@ -79,10 +80,6 @@ def step_scaled(scaler: Any, optimizer: torch.optim.Optimizer, clip: Callable[[]
     optimizer.zero_grad()
 
 
-def is_on(device: str, tensors: Any) -> bool:
-    return {tensor.device.type for tensor in tensors} == {device}
-
-
 def compare(way: Way, dtype: torch.dtype = torch.float32, *, needs_host: bool = False) -> None:
     """The device trains as the CPU does; unless it ``needs_host``, only tensors on the device can be communicated."""
     set_up(DEVICE)
@@ -119,14 +116,20 @@ def by_oss_resumed(device: str, directory: Path) -> Results:
     return on_host(model.state_dict())
 
 
+def sharded_ddp(device: str, kind: Any = Transformer, **options: Any) -> tuple[nn.Module, OSS, ShardedDataParallel]:
+    """A model, its OSS, and the model wrapped."""
+    model = plain(kind).to(device)
+    limit = 0 if device == "simulated" else -1
+    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9, broadcast_buffer_size=limit)
+    return model, optimizer, ShardedDataParallel(model, optimizer, **options)
+
+
 def by_sharded_ddp(
     device: str, directory: Path, kind: Any = Transformer, scales: bool = False, **options: Any
 ) -> Results:
     """In two micro-batches; ``scales``: under autocast, with loss scaling."""
-    model = plain(kind).to(device)
-    limit = 0 if device == "simulated" else -1
-    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9, broadcast_buffer_size=limit)
-    wrapped, scaler = ShardedDataParallel(model, optimizer, **options), ShardedGradScaler(enabled=scales)
+    model, optimizer, wrapped = sharded_ddp(device, kind, **options)
+    scaler = ShardedGradScaler(enabled=scales)
     for step in range(STEPS):
         with wrapped.no_sync():
             backward(wrapped, batch(model, 5 * step).to(device), scaler, device if scales else "")
@@ -333,61 +336,44 @@ def not_waiting() -> AbstractContextManager[Any]:
     return _raising() if DEVICE == "cuda" else nullcontext()
 
 
-def steps_of_engine(**options: Any) -> Callable[[torch.Tensor], None]:
-    model = sharded(DEVICE, **options)
-    optimizer, average = sgd(model.parameters()), shardwise.EMA(model, 0.9)
+def stepping(model: Any, optimizer: Any, *others: Callable[[], Any], clip: Callable[[], Any]) -> Stepping:
+    """Steps of ``model``, each followed by ``others``."""
 
     def step(inputs: torch.Tensor) -> None:
         backward(model, inputs)
-        shardwise.clip_grad_norm_(model.parameters(), 1.0)
+        clip()
         optimizer.step()
         optimizer.zero_grad()
-        average.update()
+        for other in others:
+            other()
 
     return step
 
 
-def steps_of_flat() -> Callable[[torch.Tensor], None]:
+def steps_of_engine(**options: Any) -> Stepping:
+    model = sharded(DEVICE, **options)
+    clip = functools.partial(shardwise.clip_grad_norm_, [*model.parameters()], 1.0)
+    return stepping(model, sgd(model.parameters()), shardwise.EMA(model, 0.9).update, clip=clip)
+
+
+def steps_of_flat() -> Stepping:
     model = sharded(DEVICE)
     optimizer = shardwise.optim.flat(torch.optim.AdamW, model.parameters(), lr=0.01)
-
-    def step(inputs: torch.Tensor) -> None:
-        backward(model, inputs)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    return stepping(model, optimizer, clip=lambda: None)
 
 
-def steps_of_sharded_ddp() -> Callable[[torch.Tensor], None]:
-    model = plain(Transformer).to(DEVICE)
-    limit = 0 if DEVICE == "simulated" else -1
-    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9, broadcast_buffer_size=limit)
-    wrapped = ShardedDataParallel(model, optimizer)
-
-    def step(inputs: torch.Tensor) -> None:
-        backward(wrapped, inputs)
-        optimizer.clip_grad_norm(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+def steps_of_sharded_ddp() -> Stepping:
+    _, optimizer, wrapped = sharded_ddp(DEVICE)
+    return stepping(wrapped, optimizer, clip=functools.partial(optimizer.clip_grad_norm, 1.0))
 
 
-def steps_of_fairscale_fsdp(**options: Any) -> Callable[[torch.Tensor], None]:
+def steps_of_fairscale_fsdp(**options: Any) -> Stepping:
     wrapped = fsdp(DEVICE, **options)
-    optimizer = sgd(wrapped.parameters())
-
-    def step(inputs: torch.Tensor) -> None:
-        backward(wrapped, inputs)
-        wrapped.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    clip = functools.partial(wrapped.clip_grad_norm_, 1.0)
+    return stepping(wrapped, sgd(wrapped.parameters()), clip=clip)
 
 
-QUICK: dict[str, Callable[[], Callable[[torch.Tensor], None]]] = {
+QUICK: dict[str, Callable[[], Stepping]] = {
     "engine": steps_of_engine,
     "engine_in_fp16": functools.partial(steps_of_engine, mp_policy=MixedPrecisionPolicy(HALF, torch.float32)),
     "zero1": functools.partial(steps_of_engine, placements="zero1"),

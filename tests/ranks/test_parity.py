@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 import shardwise
 from shardwise import Placements
 
-from ..models import build, inputs_for, wrap
+from ..models import Residual, build, inputs_for, wrap
 from .harness import on_ranks
 from .truth import batch, gradients_of, state_of
 
@@ -84,17 +84,6 @@ def check_like_fsdp2(model: str, param_dtype: Any, reduce_dtype: Any, reshard: b
     ours = train(make(shardwise.fully_shard), clip=shardwise.clip_grad_norm_)
     theirs = train(make(torch_fully_shard))
     assert_same(ours, theirs)
-
-
-class Residual(nn.Module):
-    """Adds what a layer makes of its input to that; has no parameters of its own."""
-
-    def __init__(self, layer: nn.Module):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.layer(x))
 
 
 @on_ranks(2, reshard=[True, False])

@@ -16,6 +16,8 @@ from bench.model import Shape
 from shardwise import fully_shard
 from shardwise.core.comm import Comm
 
+from ..models import Residual
+
 Mesh = Callable[..., DeviceMesh]
 SHAPE = Shape(blocks=3, width=128, batch=1, length=4)
 
@@ -46,20 +48,9 @@ def test_frozen_parameters_cost_no_reduction(fake_mesh: Mesh) -> None:
     assert ours.sent["reductions"] == gradients + ours.flags
 
 
-class Residual(nn.Module):
-    """A unit without parameters of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.layer(x))
-
-
 def test_steps_that_only_differentiate_gradients_are_alike(fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = fake_mesh(2)
-    block = Residual()
+    block = Residual(nn.Linear(8, 8))
     # The first, last and a middle layer, and one unit twice.
     model: Any = nn.Sequential(nn.Linear(8, 8), block, block, nn.Linear(8, 8))
     for module in (model[0], block.layer, model[3], block, model):
