@@ -17,9 +17,12 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.core import buffer
 from shardwise.core.buffer import free_storage
-from shardwise.core.lanes import Device, Lane, Lease, Step, Ticket
+from shardwise.core.lanes import Device, Lane, Step, Ticket
 
 Clock = dict[int, int]
+
+ONLY_ALLOCATE = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided")
+"""Operators that leave the memory of what they make as it is."""
 
 
 @dataclass(frozen=True)
@@ -88,17 +91,17 @@ class RecordingLane(Lane):
         self.device, self.stream = device, stream
 
     @contextlib.contextmanager
-    def own_memory(self) -> Iterator[Lease]:
+    def own_memory(self) -> Iterator[None]:
         device, outer = self.device, self.device.current
         device.before_submit()
         device.current = self.stream
         try:
-            yield Lease(self._wait_for_computation)
+            yield
             device.before_submit()
         finally:
             device.current = outer
 
-    def _wait_for_computation(self) -> None:
+    def wait_for_computation(self) -> None:
         self.device.wait(self.stream, self.device.record(self.device.current))
 
     def submit(self, *steps: Step, after: Sequence[Any] | None = None) -> Ticket:
@@ -204,8 +207,9 @@ class Watched(TorchDispatchMode):
         result = func(*args, **kwargs)
         outputs = [t for t in tree_leaves(result) if _real(t)]
         writes = {self._number(t) for t in [*written.values(), *outputs] if _real(t)}
-        aliases = {self._number(t) for t in before.values()} if _is_view(func) else set()
-        self.device.log.append(Logged("use", self.device.current, 0, str(func), reads, tuple(sorted(writes - aliases))))
+        # Neither touches memory.
+        if not (_is_view(func) or func._schema.name in ONLY_ALLOCATE):
+            self.device.log.append(Logged("use", self.device.current, 0, str(func), reads, tuple(sorted(writes))))
         return result
 
 
@@ -234,14 +238,16 @@ def _written(func: Any, args: Any, kwargs: Any) -> dict[int, torch.Tensor]:
 
 
 def faults(log: list[Logged]) -> list[str]:
-    """What is not ordered: reads of what another stream may still write, writes of what it may still use, memory freed
-    while another stream may still use it, and memory used where whoever had it before may still do."""
+    """What is not ordered: reads of what another stream may still write, writes of what it may still use, and uses of
+    memory that another stream may not have yet, or may still use as what it was before: whatever its owner freed."""
     clocks: dict[int, Clock] = defaultdict(lambda: defaultdict(int))
     events: dict[int, Clock] = {}
     owners: dict[int, int] = {}
     since: dict[int, int] = {}
     writes: dict[int, dict[int, tuple[int, str]]] = defaultdict(dict)
     uses: dict[int, dict[int, tuple[int, str]]] = defaultdict(dict)
+    freed: dict[int, dict[int, tuple[int, str]]] = defaultdict(dict)
+    before: dict[int, dict[int, tuple[int, str]]] = {}
     found = []
 
     def unordered(stream: int, earlier: dict[int, tuple[int, str]]) -> list[str]:
@@ -258,9 +264,11 @@ def faults(log: list[Logged]) -> list[str]:
         elif entry.kind == "allocate":
             clock[entry.stream] += 1
             owners[entry.event], since[entry.event] = entry.stream, clock[entry.stream]
+            before[entry.event] = dict(freed[entry.stream])
         elif entry.kind == "free":
             owner = owners.pop(entry.event, entry.stream)
-            found += [f"freed while in use by {name}" for name in unordered(owner, uses.pop(entry.event, {}))]
+            for stream, use in uses.pop(entry.event, {}).items():
+                freed[owner][stream] = max(use, freed[owner].get(stream, use))
             writes.pop(entry.event, None)
         else:
             clock[entry.stream] += 1
@@ -268,6 +276,8 @@ def faults(log: list[Logged]) -> list[str]:
                 owner = owners.get(storage, entry.stream)
                 if owner != entry.stream and clock[owner] < since[storage]:
                     found.append(f"{entry.name} uses memory that is not free yet")
+                last = before.get(storage, {})
+                found += [f"{entry.name} uses memory freed while in use by {n}" for n in unordered(entry.stream, last)]
             for storage in entry.reads:
                 found += [f"{entry.name} reads before {n} wrote" for n in unordered(entry.stream, writes[storage])]
             for storage in entry.writes:

@@ -7,6 +7,7 @@ their shards differently. It also tells of gradients of parameters that were lef
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -284,7 +285,9 @@ class Reduction:
         self.plan, self.route, self.present = plan, route, present
         self.like, self.name = like, name
         self._give = deliver
-        self.out = route.allocate((plan.numel,), dtype=plan.dtype, device=device)
+        # What is not scattered the computation packs into it.
+        with lanes.scatter.own_memory() if plan.world_size > 1 else contextlib.nullcontext():
+            self.out = route.allocate((plan.numel,), dtype=plan.dtype, device=device)
         self._on_host: torch.Tensor | None = None
         self._flags_on_host: torch.Tensor | None = None
         if not route.stop_after_shard:

@@ -182,7 +182,8 @@ class ParamGroup:
         prepared, self._prepared = self._prepared, None
         after: tuple[Any, ...] | None = None
         if ahead and prepared is None:
-            with lane.own_memory() as self._lease:
+            self._lease = Lease(lane)
+            with lane.own_memory():
                 gathers, after = self._start_gathers(lane), ()
         elif prepared is None:
             gathers = self._start_gathers(lane)

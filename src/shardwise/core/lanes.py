@@ -3,8 +3,9 @@
 The rest of the engine asks a `Device` for lanes. On an accelerator a lane is a side stream; on the CPU there is
 none, and communication overlaps by asynchronous work alone. Memory is allocated on the compute stream: a lane waits
 for the compute stream before it works, and its memory is held until the compute stream has waited for it, so the
-caching allocator never reuses a block early. What a lane does ahead of the computation has memory of the lane's own
-instead, which the lane takes back only after the computation (`Lease`).
+caching allocator never reuses a block early. Two kinds of buffers have memory of a lane's own instead, which it uses
+again only after the computation: what it gathers ahead of that (`Lease`), and what it reduces to, since gradients stay
+when the activations around them go, whose blocks they would divide.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import contextlib
 import functools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -41,6 +42,8 @@ class Ticket(Protocol):
     def synchronize(self) -> object:
         """Order the host after the work."""
 
+
+_NOTHING = contextlib.nullcontext()
 
 _abandoned: list[tuple[Callable[[], Any], Sequence[Waitable]]] = []
 """Works that nobody waited for before their `Flight` was deleted, each with a reference to the default process group of
@@ -78,25 +81,6 @@ def _land_abandoned() -> None:
                     work.wait()
 
 
-class Lease:
-    """Of a lane's memory that the computation uses; to be held as long as that.
-
-    Args:
-        wait: lets the lane, which may use for something else what is freed, wait for the computation queued by then.
-    """
-
-    __slots__ = ("_wait",)
-
-    def __init__(self, wait: Callable[[], object]):
-        self._wait = wait
-
-    def settle(self) -> None:
-        """Some of the memory is about to be freed."""
-        self._wait()
-
-    __del__ = settle
-
-
 Step = Callable[[], Sequence[Waitable]]
 """Issues collectives and gives their works; may also compute, on what earlier steps received."""
 
@@ -121,11 +105,14 @@ class Lane(ABC):
     is_stream = False
     """Whether what is submitted runs beside the computation by itself, and may run ahead of it."""
 
-    @contextlib.contextmanager
-    def own_memory(self) -> Iterator[Lease]:
-        """What is allocated inside is this lane's, whose `submit` need not wait for the computation to use it; only
-        where it is a stream."""
-        raise NotImplementedError
+    def own_memory(self) -> contextlib.AbstractContextManager[object]:
+        """What is allocated inside is this lane's, if it is a stream: it need not wait for the computation to use that
+        first, and uses it again once it is free. The computation must not use it first."""
+        return _NOTHING
+
+    @abstractmethod
+    def wait_for_computation(self) -> None:
+        """Let everything that is submitted from now on start after all computation that is queued by now."""
 
     keeps_staging = False
     """Whether the staging memory released last is allocated again, where that is as large."""
@@ -150,6 +137,22 @@ class Lane(ABC):
     def rest(self) -> None:
         """Nothing is submitted for a while."""
         self._spare = None
+
+
+class Lease:
+    """Of a lane's own memory, where that submits work that does not wait for the computation; to be held as long as
+    that uses it."""
+
+    __slots__ = ("_lane",)
+
+    def __init__(self, lane: Lane):
+        self._lane = lane
+
+    def settle(self) -> None:
+        """Some of the memory is about to be freed, and the lane may use it for something else."""
+        self._lane.wait_for_computation()
+
+    __del__ = settle
 
 
 class Device(ABC):
@@ -209,6 +212,9 @@ class _HostLane(Lane):
     def wait_event(self, event: Any) -> None:
         event.wait()
 
+    def wait_for_computation(self) -> None:
+        pass  # the host computes before it submits
+
 
 class HostDevice(Device):
     """The CPU: collectives run on the process group's own threads."""
@@ -256,19 +262,18 @@ class _StreamLane(Lane):
         # High priority: its kernels are short and computation waits for them.
         self.stream = module.Stream(device=device, priority=-1)
 
-    @contextlib.contextmanager
-    def own_memory(self) -> Iterator[Lease]:
+    def own_memory(self) -> contextlib.AbstractContextManager[object]:
         # The caching allocator gives a block again to the stream that was current when it was allocated.
-        with self.module.stream(self.stream):
-            yield Lease(self._wait_for_computation)
+        context: contextlib.AbstractContextManager[object] = self.module.stream(self.stream)
+        return context
 
-    def _wait_for_computation(self) -> None:
+    def wait_for_computation(self) -> None:
         self.stream.wait_stream(self.module.current_stream(self.device))
 
     def submit(self, *steps: Step, after: Sequence[Any] | None = None) -> Ticket:
         computes = self.module.current_stream(self.device)
         if after is None:
-            self.stream.wait_stream(computes)
+            self.wait_for_computation()
         for event in after or ():
             self.stream.wait_event(event)
         try:
