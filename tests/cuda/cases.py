@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise import CPUOffloadPolicy, FSDPCommContext, MixedPrecisionPolicy
+from shardwise.core.comm import Comm
 
 from ..models import MLP, ConvNet, Transformer, inputs_for, wrap
 
@@ -128,6 +129,35 @@ def train(device: str, case: Case, steps: int = 2) -> Results:
             results[f"gradient of {name}"] = parameter.grad.to_local()
     results |= dict(model.named_buffers())
     return {name: value.detach().float().cpu() for name, value in results.items()}
+
+
+def give_ranks_the_same(monkeypatch: pytest.MonkeyPatch, pause: Callable[[], None] = lambda: None) -> None:
+    """Collectives are copies on the current stream, as if all ranks had this one's data; they ``pause`` around them."""
+    Tensors = Sequence[torch.Tensor]  # noqa: N806
+
+    def all_gather(comm: Comm, outputs: Tensors, inputs: Tensors) -> list[Any]:
+        pause()
+        for output, input_ in zip(outputs, inputs, strict=True):
+            for part in output.chunk(comm.size):
+                part.copy_(input_)
+        pause()
+        return []
+
+    def reduce_scatter(comm: Comm, outputs: Tensors, inputs: Tensors, *, mean: bool) -> list[Any]:
+        pause()
+        for output, input_ in zip(outputs, inputs, strict=True):
+            torch.sum(input_.view(comm.size, -1), 0, out=output).div_(comm.size if mean else 1)
+        pause()
+        return []
+
+    def all_reduce(comm: Comm, tensor: torch.Tensor, *, mean: bool) -> list[Any]:
+        pause()
+        # The mean of the same values would be those, and nobody would miss it.
+        tensor.mul_(0.75)
+        return []
+
+    for function in (all_gather, reduce_scatter, all_reduce):
+        monkeypatch.setattr(Comm, function.__name__, function)
 
 
 def assert_same(ours: Results, truth: Results, dtype: torch.dtype = torch.float32) -> None:

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-
-from shardwise.core.comm import Comm
 
 from ..models import MLP
 from . import cases
@@ -63,31 +60,7 @@ class Noise:
 
 def train(monkeypatch: pytest.MonkeyPatch, case: Case, noise: Noise) -> Results:
     """Train with noise, as if all ranks had this one's data."""
-    Tensors = Sequence[torch.Tensor]  # noqa: N806
-
-    def all_gather(comm: Comm, outputs: Tensors, inputs: Tensors) -> list[Any]:
-        noise.pause("lanes")
-        for output, input_ in zip(outputs, inputs, strict=True):
-            for part in output.chunk(comm.size):
-                part.copy_(input_)
-        noise.pause("lanes")
-        return []
-
-    def reduce_scatter(comm: Comm, outputs: Tensors, inputs: Tensors, *, mean: bool) -> list[Any]:
-        noise.pause("lanes")
-        for output, input_ in zip(outputs, inputs, strict=True):
-            torch.sum(input_.view(comm.size, -1), 0, out=output).div_(comm.size if mean else 1)
-        noise.pause("lanes")
-        return []
-
-    def all_reduce(comm: Comm, tensor: torch.Tensor, *, mean: bool) -> list[Any]:
-        noise.pause("lanes")
-        # The mean of the same values would be those, and nobody would miss it.
-        tensor.mul_(0.75)
-        return []
-
-    for function in (all_gather, reduce_scatter, all_reduce):
-        monkeypatch.setattr(Comm, function.__name__, function)
+    cases.give_ranks_the_same(monkeypatch, lambda: noise.pause("lanes"))
 
     def after(model: Any) -> None:
         case.after(model)

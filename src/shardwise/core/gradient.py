@@ -19,7 +19,7 @@ import torch
 from .buffer import Allocate, cut_chunks, local_strides, thin_rows
 from .comm import Comm, StagedCollective, reduce_op
 from .device import HOST, chunk_cat, copy_each, is_elsewhere, pins_memory, sent_to
-from .errors import explain
+from .errors import StateError, explain
 from .lanes import Lane, Step, Ticket, Waitable
 from .layout import Cut, TensorLayout, for_gradients
 
@@ -146,17 +146,27 @@ class GradientPlan:
         self._own_rows = [*thin_rows(layout, shard.rank), (layout.full_numel, flags)]
         self._own_sizes = [size for _, size in self._own_rows]
         self._views = [local_strides(tensor, shard.rank, held) for tensor in self.tensors]
-        self._all_present: torch.Tensor | None = None
+        self._told: tuple[Sequence[bool], torch.Tensor] | None = None
+        """What `_flag_rows` was called with last, and gave."""
+        self.exist: Sequence[bool] = ()
+        """Which of the reported parameters had a gradient on any rank, when that was read last."""
 
     def _flag_rows(self, present: Sequence[bool], like: torch.Tensor) -> torch.Tensor:
         """One row of ones and zeros for every rank, or for all: which gradients this rank has."""
-        rows, padding = 1 if self.sums_flags else self.world_size, self._flags_numel - len(present)
-        if not all(present):
-            flags = [*map(float, present), *[0.0] * padding]
-            return sent_to(like.device, flags, like.dtype).repeat(rows, 1)
-        if self._all_present is None or self._all_present.dtype != like.dtype:
-            self._all_present = like.new_ones(rows, self._flags_numel)
-        return self._all_present
+        if self._told is None or self._told[0] != present or self._told[1].dtype != like.dtype:
+            rows, padding = 1 if self.sums_flags else self.world_size, self._flags_numel - len(present)
+            if all(present):
+                flags = like.new_ones(rows, self._flags_numel)
+            else:
+                row = sent_to(like.device, [*map(float, present), *[0.0] * padding], like.dtype)
+                flags = row.repeat(rows, 1)
+            self._told = [*present], flags
+        return self._told[1]
+
+    def knows(self, present: Sequence[bool]) -> bool:
+        """Whether nothing has to be made on the host, or read there, where this rank has these gradients as last time,
+        and so have the others."""
+        return self._told is not None and self._told[0] == present and (all(present) or bool(self.exist))
 
     def stage(
         self, gradients: Sequence[torch.Tensor], present: Sequence[bool], out: torch.Tensor, allocate: Allocate
@@ -290,7 +300,10 @@ class Reduction:
             self.out = route.allocate((plan.numel,), dtype=plan.dtype, device=device)
         self._on_host: torch.Tensor | None = None
         self._flags_on_host: torch.Tensor | None = None
-        if not route.stop_after_shard:
+        self._is_captured = lanes.scatter.is_captured
+        if self._is_captured:
+            self._check_capture()
+        elif not route.stop_after_shard:
             self._receive_on_host()
         # Held like the inputs: a lane may read it long after it was replaced.
         self._added = plan.partial
@@ -316,6 +329,22 @@ class Reduction:
             self._on_host = torch.empty(out.numel(), dtype=like.dtype, device=like.device, pin_memory=like.is_pinned())
         elif not (all(self.present) or out.is_cpu):
             self._flags_on_host = torch.empty(len(self.present), dtype=out.dtype, pin_memory=pins_memory(HOST))
+
+    def _check_capture(self) -> None:
+        """
+        Raises:
+            StateError: the host would have to read what a graph that is captured computes.
+        """
+        if is_elsewhere(self.like, self.out.device):
+            raise StateError(
+                f"unit {self.name!r}: gradients of offloaded parameters go to the host, which nothing that is captured "
+                "into a CUDA graph can wait for: shard without offload_policy, or do not capture"
+            )
+        if not self.plan.knows(self.present):
+            raise StateError(
+                f"unit {self.name!r}: its backward is captured into a CUDA graph, and none has given gradients to the "
+                "same parameters before: run four training steps first, each as the one to be captured"
+            )
 
     def _allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if self.route.custom is not None:
@@ -408,8 +437,10 @@ class Reduction:
             out = self._on_host
         exist = self.present
         if not all(exist):
-            flags = out[plan.flags] if self._flags_on_host is None else self._flags_on_host
-            exist = [flag != 0 for flag in flags.tolist()]
+            if not self._is_captured:
+                flags = out[plan.flags] if self._flags_on_host is None else self._flags_on_host
+                plan.exist = [flag != 0 for flag in flags.tolist()]
+            exist = plan.exist
         if out.dtype != self.like.dtype:
             out = out.to(self.like.dtype)
         self._give(plan.unstage(out, exist), exist)

@@ -94,6 +94,9 @@ class ParamGroup:
         """Whether the user started the gather, and nobody waited for it: not whether the handle exists still, of which
         ranks may differ."""
         self._is_kept = self._keeps_unsharded = self.mesh.strategy.keeps_unsharded
+        self._is_replayed = False
+        """Whether a graph was captured that has gathers of these: it writes the shards again whenever it is replayed,
+        of which nothing tells."""
         self._is_cut = False
         """Whether chunks over the smaller world are there, which the next gather takes."""
 
@@ -153,27 +156,32 @@ class ParamGroup:
                 return
             self.reshard()  # an optimizer stepped since
         if self.state is ShardState.UNSHARDED:
-            if for_backward or not self.shards.changed():
+            if for_backward or not self._may_differ(lane):
                 self.shards.agree_on_gradients()
                 return
             # Kept since before the optimizer changed the shards.
             self.reshard()
-        elif self.state is ShardState.RESHARDED and not for_backward and self.shards.changed():
+        elif self.state is ShardState.RESHARDED and not for_backward and self._may_differ(lane):
             self.reshard()  # cut from what was gathered before
         if self.state is ShardState.SHARDED and not for_backward and not self.shards.is_adopted:
             self.adopt_registered()
-        if self._is_kept and not self.shards.changed():
+        if self._is_kept and not self._may_differ(lane):
             self._gather = None, ()
             return
-        if self._is_cut and self.state is ShardState.SHARDED and self.shards.changed():
+        if self._is_cut and self.state is ShardState.SHARDED and self._may_differ(lane):
             self._drop_resharded()
         self.shards.check_materialized()
         self._submit_gather(lane, ahead)
+
+    def _may_differ(self, lane: Lane) -> bool:
+        """Whether what was gathered before may not be what the shards are."""
+        return self._is_replayed or lane.is_captured or self.shards.changed()
 
     @labelled("FSDP::all_gather ({name})")
     @outside_transforms
     def _submit_gather(self, lane: Lane, ahead: bool) -> None:
         self._is_kept = False  # should the gather fail
+        self._is_replayed = self._is_replayed or lane.is_captured
         ahead = ahead and self._may_run_ahead(lane)
         self.shards.note_gather()
         self._lane = lane
@@ -196,7 +204,7 @@ class ParamGroup:
         self._gather = lane.submit(issue, after=after) if works else None, gathers
 
     def _may_run_ahead(self, lane: Lane) -> bool:
-        if not (lane.is_stream and lane is self._lane and self.shards.sees_writes):
+        if not (lane.is_stream and lane is self._lane and self.shards.sees_writes) or lane.is_captured:
             return False
         # What is gathered is computed then, or was since forward; or its memory is there already, and in use.
         computed = self.shards.borrowed or self._is_cut or any(buffer.computes_first for buffer in self.shards.buffers)

@@ -105,6 +105,12 @@ class Lane(ABC):
     is_stream = False
     """Whether what is submitted runs beside the computation by itself, and may run ahead of it."""
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether the computation is captured now, to run later, as into a CUDA graph; what is submitted is as well, if
+        it waits for the computation."""
+        return False
+
     def own_memory(self) -> contextlib.AbstractContextManager[object]:
         """What is allocated inside is this lane's, if it is a stream: it need not wait for the computation to use that
         first, and uses it again once it is free. The computation must not use it first."""
@@ -261,8 +267,15 @@ class _StreamLane(Lane):
         self.module, self.device = module, device
         # High priority: its kernels are short and computation waits for them.
         self.stream = module.Stream(device=device, priority=-1)
+        self._is_capturing: Callable[[], bool] = getattr(module, "is_current_stream_capturing", bool)
+
+    @property
+    def is_captured(self) -> bool:
+        return self._is_capturing()
 
     def own_memory(self) -> contextlib.AbstractContextManager[object]:
+        if self.is_captured:
+            self.wait_for_computation()  # until it is captured too, it may not take memory that it has not yet
         # The caching allocator gives a block again to the stream that was current when it was allocated.
         context: contextlib.AbstractContextManager[object] = self.module.stream(self.stream)
         return context
