@@ -1,5 +1,5 @@
-"""One GPU as one of 8 ranks: time of forward and backward, kernels launched, memory of a step; and as one of up to 1024
-on a modelled network, communication that a step does not hide.
+"""One GPU as one of 8 ranks: time of forward and backward, kernels launched, memory of a step, whole steps as CUDA
+graphs; and as one of up to 1024 on a modelled network, communication that a step does not hide.
 
 Collectives are copies on this GPU, queued as NCCL's kernels are: those of the modelled network, at first one that takes
 no time.
@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.profiler import ProfilerActivity, profile
 
@@ -22,7 +23,7 @@ from .contenders import FSDP2, MIXED_PRECISION, SHARDWISE, UNSHARDED, Contender,
 from .exposed import ON_CUDA, tables_on
 from .model import Shape
 from .network import modelled_network
-from .ranks import run_on_fake
+from .ranks import BenchError, run_on_fake
 from .report import NONE, Table, mebibytes, number, ratio
 from .timing import interleave, median, spread
 
@@ -30,6 +31,8 @@ WORLD_SIZE = 8
 ENGINES = (UNSHARDED, SHARDWISE, FSDP2)
 LIMIT = 240.0
 WARM_UP = 3
+BEFORE_CAPTURE = 4
+"""Steps; what they make must not belong to a graph."""
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel")
 COPIES = ("cudaMemcpy", "cudaMemset")
 
@@ -82,11 +85,12 @@ class Footprint:
 
 
 def gpu_tables(quick: bool) -> list[Table]:
-    """Two tables for each work, and one for each number of ranks."""
+    """Two tables for each work, one of graphs, and one for each number of ranks."""
     if not torch.cuda.is_available():
         return [Table("One GPU", ["not measured"], [["needs a GPU"]])]
     works = [replace(work, rounds=5) for work in WORKS] if quick else WORKS
     tables = [table for work in works for table in (_times(work), _footprints(work))]
+    tables.append(_graphs_table(works[0]))
     return tables + tables_on("cuda", ON_CUDA, (SHARDWISE, FSDP2), 3 if quick else 5)
 
 
@@ -154,6 +158,79 @@ def _timed_run(contender: Contender) -> tuple[float, float]:
     end = time.perf_counter()
     contender.optimizer.zero_grad()
     return queued - start, end - start
+
+
+def _graphs_table(work: Work) -> Table:
+    runs: dict[str, dict[str, list[float]]] = run_on_fake(WORLD_SIZE, LIMIT, measure_graphs, work)
+    columns = ["contender", "step ms", "replay ms", "± ms", "step / replay", "replay / no sharding's"]
+    table = Table(f"Whole steps as CUDA graphs on one GPU, one of {WORLD_SIZE} ranks: {work}", columns)
+    plain = median(runs[UNSHARDED]["replay"])
+    for name, found in runs.items():
+        step, replay = median(found["step"]), median(found["replay"])
+        cells = [number(1e3 * value, 2) for value in (step, replay, spread(found["replay"]))]
+        table.rows.append([name, *cells, ratio(step, replay), ratio(replay, plain)])
+    table.notes = (
+        f"{work.rounds} rounds after {WARM_UP} of warm-up. Forward, backward, AdamW: queued by the host, or captured "
+        "once and replayed. Collectives are copies on this GPU, one for each tensor.",
+        "the losses of a replay and of the step that it replaces are the same bits.",
+    )
+    table.chart = "replay ms"
+    return table
+
+
+def measure_graphs(work: Work) -> dict[str, dict[str, list[float]]]:
+    """In one process: seconds of each contender's steps and of replays of them."""
+    with modelled_network(WORLD_SIZE):
+        actions: dict[tuple[str, str], Callable[[], float]] = {}
+        for name in ENGINES:
+            one, other = work.contender(name), work.contender(name)
+            for contender in (one, other):
+                contender.optimizer = torch.optim.AdamW(contender.model.parameters(), lr=1e-4, capturable=True)
+            replay = _captured(other)
+            losses = [_queued_step(one) for _ in range(BEFORE_CAPTURE + 1)]
+            if not torch.equal(losses[-1], replay()):
+                raise BenchError(f"{name}: a replay gives another loss than the step that it replaces")
+            actions[name, "step"] = functools.partial(_timed, functools.partial(_queued_step, one))
+            actions[name, "replay"] = functools.partial(_timed, replay)
+        gc.collect()
+        gc.freeze()
+        runs = interleave(actions, WARM_UP, work.rounds)
+    return {name: {kind: runs[name, kind] for kind in ("step", "replay")} for name in ENGINES}
+
+
+def _queued_step(contender: Contender) -> Tensor:
+    loss = contender.forward()
+    loss.backward()
+    contender.update()
+    return loss.detach()
+
+
+def _captured(contender: Contender) -> Callable[[], Tensor]:
+    """What replays a step, captured after some others; gives its loss, and keeps what the graph reads and writes."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(BEFORE_CAPTURE):
+            _queued_step(contender)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = _queued_step(contender)
+
+    return functools.partial(_replay, contender, graph, loss)
+
+
+def _replay(_: Contender, graph: torch.cuda.CUDAGraph, loss: Tensor) -> Tensor:
+    graph.replay()
+    return loss
+
+
+def _timed(run: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 def measure_footprint(name: str, work: Work) -> Footprint:

@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeProcessGroup
 
+from .ranks import BenchError
+
 NAME = "modelled"
 DEVICES = ("cpu", "cuda")
 SPIN_SECONDS = 200e-6
@@ -187,6 +189,11 @@ class StreamLink:
 
     def carry(self, kind: str, sent: float, seconds: float, move: Callable[[], object]) -> tuple[Transfer, dist.Work]:
         stream = torch.cuda.current_stream()
+        if torch.cuda.is_current_stream_capturing():
+            if seconds > 0:
+                raise BenchError("what is captured into a graph knows no link: set the instant network")
+            move()
+            return Transfer(kind, sent, seconds), DoneWork()
         if self._last is not None:
             stream.wait_event(self._last)
         if seconds > 0:
@@ -221,6 +228,18 @@ class TimerWork(dist.Work):
     def is_completed(self) -> bool:
         """Whether the deadline is over."""
         return self.clock.now() >= self.transfer.end
+
+
+class DoneWork(dist.Work):
+    """Ordered by the current stream alone."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Nothing is left to wait for."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the stream that issued it need not wait."""
+        return True
 
 
 class StreamWork(dist.Work):
