@@ -346,6 +346,23 @@ def test_exception_at_the_end_of_backward(by_hand: bool) -> None:
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
 
 
+@on_ranks(2, 3, built_while=["it is there", "it is not"])
+def test_exception_in_a_hook_of_the_reduction(built_while: str) -> None:
+    """The next model waited once more for messages that had arrived, until the connections timed out."""
+    torch.manual_seed(1)
+    plain = stack(Layer(), Layer())
+    failed: Any = wrap(copy.deepcopy(plain), shardwise.fully_shard)
+    failed.layers[1].set_all_reduce_hook(_raise)
+    with pytest.raises(PlannedError):
+        step_once(failed, 70, 0)
+    if built_while == "it is not":
+        del failed
+    model: Any = wrap(copy.deepcopy(plain), shardwise.fully_shard)
+    torch.testing.assert_close(step_once(model, 0, 0), step_once(plain, 0, 0))
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
 @on_ranks(2, failure=list(FAILURES), preset=["ddp", "zero1", "zero2"])
 def test_exception_with_other_presets(failure: str, preset: str) -> None:
     torch.manual_seed(1)

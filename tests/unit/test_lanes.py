@@ -39,3 +39,21 @@ def test_a_new_lane_waits_for_abandoned_works(
     work.wait.assert_not_called()
     kind(SECOND).lane()
     work.wait.assert_called_once_with()
+
+
+@pytest.mark.parametrize("where", ["in a work", "in a step"])
+def test_each_work_is_waited_for_once_even_if_something_raises(
+    fake_mesh: Callable[..., DeviceMesh], where: str
+) -> None:
+    fake_mesh(2)
+    raising, works = MagicMock(side_effect=ValueError), [MagicMock(), MagicMock()]
+    if where == "in a work":
+        works[0].wait = raising
+    ticket = HostDevice(SECOND).lane().submit(lambda: works, raising if where == "in a step" else lambda: ())
+    with pytest.raises(ValueError):
+        ticket.wait()
+    del ticket
+    HostDevice(SECOND).lane()  # which waits for abandoned works
+    raising.assert_called_once()
+    for work in works:
+        work.wait.assert_called_once_with()

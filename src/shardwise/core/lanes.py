@@ -60,10 +60,11 @@ class Flight:
         self.works = works
 
     def wait(self) -> None:
-        """Order the current stream, or the host, after them."""
-        for work in self.works:
+        """Order the current stream, or the host, after them. Each is waited for once, whatever raises in between: the
+        second wait for a message of gloo's is for one that never comes."""
+        while self.works:
+            work, self.works = self.works[0], self.works[1:]
             work.wait()
-        self.works = ()
 
     # Arguments, since the names of modules may go before objects when the interpreter ends.
     def __del__(self, abandoned: list[Any] = _abandoned, world: Any = GroupMember, refer: Any = weakref.ref) -> None:
@@ -197,12 +198,11 @@ class _HostTicket(Flight):
         return None
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
-        for step in self.steps:
-            for work in step():
-                work.wait()
-        self.works, self.steps = (), ()
+        super().wait()
+        while self.steps:
+            step, self.steps = self.steps[0], self.steps[1:]
+            self.works = step()
+            super().wait()
 
     synchronize = wait
 
