@@ -1694,6 +1694,28 @@ def test_weight_used_outside_after_unshard() -> None:
     check(lambda: stack(Layer(), Layer()), run, reshard_after_forward=False, bitwise=False)
 
 
+@on_ranks(2, reshard=[None, False])
+def test_reshard_inside_a_forward_that_keeps_parameters(reshard: bool | None) -> None:
+    """It waits for backward, as in FSDP2; the forward needs them still."""
+
+    def run(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        def hook(*_: Any) -> None:
+            model.reshard()
+            if reshard is False:
+                model.layers[0].reshard()
+
+        handles = []
+        if isinstance(model, TorchFSDPModule):
+            handles = [model.layers[0].register_forward_pre_hook(hook), model.layers[1].register_forward_hook(hook)]
+        loss = model(batch(step, rank, 4, WIDTH)).square().mean()
+        loss.backward()
+        for handle in handles:
+            handle.remove()
+        return loss
+
+    check(lambda: stack(Layer(), Layer()), run, reshard_after_forward=reshard)
+
+
 # -- Hooks
 
 

@@ -663,11 +663,12 @@ class Unit:
         self._lost_writes.enter()
 
     def reshard(self) -> None:
-        """Register the sharded parameters, as the user asked for."""
+        """Register the sharded parameters, as the user asked for, unless a forward goes on that would keep them."""
         if self._lost_writes is not None:
             self._lost_writes.check()
         for group in self.groups:
-            group.reshard()
+            if group.options.reshard_after_forward or not self.runs_forward:
+                group.reshard()
 
     def rest(self) -> None:
         """Keep no staging memory for what comes next: the user gathers, and not a pass through the tree."""

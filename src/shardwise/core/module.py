@@ -179,7 +179,8 @@ class FSDPModule(_TorchModule):
 
     @eager
     def reshard(self) -> None:
-        """Register the sharded parameters of this module's own unit and free the gathered ones."""
+        """Register the sharded parameters of this module's own unit and free the gathered ones; nothing inside a
+        forward of it that keeps them."""
         self._unit.reshard()
         self._unit.rest()
 
