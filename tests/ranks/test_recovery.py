@@ -363,6 +363,26 @@ def test_exception_in_a_hook_of_the_reduction(built_while: str) -> None:
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
 
 
+@on_ranks(2, preset=["ddp", "zero3"])
+def test_reset_while_a_hook_of_the_reduction_raises(preset: str) -> None:
+    """Reductions under way run their hook when they are dropped, whose exception came out of the reset."""
+    torch.manual_seed(1)
+    plain = stack(Layer(), Layer(), Layer())
+    model: Any = wrap(copy.deepcopy(plain), shardwise.fully_shard, placements=preset)
+    model.set_reduce_scatter_max_input_buffers(4)
+    for layer in model.layers:
+        layer.set_all_reduce_hook(_raise)
+    with pytest.raises(PlannedError):
+        step_once(model, 70, 0)
+    model.reset_iter_state()
+    assert_resharded(model)
+    for layer in model.layers:
+        layer.set_all_reduce_hook(None)
+    torch.testing.assert_close(step_once(model, 0, 0), step_once(plain, 0, 0))
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
 @on_ranks(2, failure=list(FAILURES), preset=["ddp", "zero1", "zero2"])
 def test_exception_with_other_presets(failure: str, preset: str) -> None:
     torch.manual_seed(1)

@@ -258,6 +258,11 @@ class ReductionLanes(NamedTuple):
     replicate: Lane
 
 
+def _try(hook: Callable[[torch.Tensor], None], reduced: torch.Tensor) -> None:
+    with contextlib.suppress(Exception):
+        hook(reduced)
+
+
 Deliver = Callable[[Sequence[torch.Tensor | None], Sequence[bool]], None]
 """Gets the shards of reduced gradients, and which of the reported parameters have a gradient on any rank."""
 
@@ -451,7 +456,10 @@ class Reduction:
         self._deliver()
 
     def abandon(self) -> None:
-        """Wait and drop the result."""
+        """Wait and drop the result. The hook runs, since other ranks may wait for what it communicates; whatever it
+        raises says nothing of what comes next."""
+        if self.route.hook is not None:
+            self.route.hook = functools.partial(_try, self.route.hook)
         self._ticket.wait()
         self._rest = []
         self._staged = self._added = self._staging = None
