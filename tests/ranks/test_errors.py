@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardwise
 from shardwise import Placements, fully_shard
+from shardwise.core.errors import StateError
 
 from ..models import MLP, Transformer, wrap
 from .harness import on_ranks
@@ -40,6 +43,58 @@ def refused(kind: type[Exception] | tuple[type[Exception], ...], *words: str) ->
     message = str(caught.value)
     missing = [word for word in words if word.lower() not in message.lower()]
     assert not missing, f"{missing} not in: {message}"
+
+
+# -- Other ranks
+
+
+def another_model(difference: str, mesh: DeviceMesh) -> Any:
+    """A wrapped model, with a ``difference`` from the usual one if that is named."""
+    layers: list[nn.Module] = [Layer() for _ in range(4 if difference == "a unit more" else 3)]
+    if difference == "wider":
+        layers[1] = nn.Sequential(nn.Linear(WIDTH, 4), nn.Linear(4, WIDTH))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if difference == "a policy" else None)
+    if difference == "a dtype":
+        layers[1].to(torch.float64)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    return fully_shard(nn.Sequential(*layers), mesh=mesh, mp_policy=policy)
+
+
+def assert_named(difference: str, world_size: int) -> None:
+    """The last rank, which comes later, knows the cause; the others do when they hear nothing from it."""
+    is_last = dist.get_rank() == world_size - 1
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    model = another_model(difference if is_last else "", DeviceMesh.from_group(group, "cpu"))
+    time.sleep(1.0 if is_last else 0.0)
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(2, WIDTH))
+    told = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    assert "anks do not share one model" in told
+    assert f"rank {world_size - 1} " in told
+    assert isinstance(caught.value, StateError) == is_last
+    if is_last and difference == "wider":
+        assert "unit '1' with 1.0.weight (4, 9), 1.0.bias (4,), 1.1.weight (9, 4), … in torch.float32" in told
+
+
+@on_ranks(2, difference=["wider", "a dtype", "a policy", "a unit more"])
+def test_another_model_on_one_rank(difference: str) -> None:
+    assert_named(difference, 2)
+
+
+@on_ranks(3)
+def test_another_model_on_one_rank_of_three() -> None:
+    assert_named("wider", 3)
+
+
+@on_ranks(2)
+def test_units_in_another_order() -> None:
+    """In which they are wrapped, and not in which they run: ranks need not agree on that."""
+    context = shardwise.FSDPCommContext("cpu")
+    layers = [Layer(WIDTH), nn.Linear(WIDTH, WIDTH)]
+    for layer in layers if dist.get_rank() else layers[::-1]:
+        fully_shard(layer, comm_ctx=context)
+    layers[1](layers[0](torch.ones(2, WIDTH))).sum().backward()
 
 
 # -- What to wrap

@@ -25,6 +25,7 @@ ORDER = [
     "core.lanes",
     "core.tree",
     "core.comm",
+    "core.agreement",
     "core.mesh",
     "core.model_parallel",
     "core.annotated",

@@ -9,6 +9,7 @@ Others (NCCL, fake): one coalesced call.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import hashlib
 import math
@@ -72,6 +73,7 @@ class Comm:
     """A whole tensor of so many bytes is sent from and to its own memory, a smaller one in a run with others."""
     run_bytes = 25 * 2**20
     """Largest run of several whole tensors: one run is sent while the gradients of the next are computed."""
+    _posts = 0
     is_asynchronous = False
     """Whether collectives run beside the current stream, and not on it, which on an accelerator is that of a `Lane` and
     has a higher priority than NCCL's own."""
@@ -140,6 +142,25 @@ class Comm:
             dist.send(tensor, group=self.group, group_dst=target)
         elif self.rank == target:
             dist.recv(tensor, group=self.group, group_src=source)
+
+    def post(self, text: str) -> int:
+        """Let the other ranks read ``text``, and wait for none of them; gives its number, the same on all ranks that
+        post as often."""
+        self._posts += 1
+        with contextlib.suppress(RuntimeError):  # of stores that do not exist, as of a fake group
+            self._store().set(f"{self._posts}/{self.rank}", text)
+        return self._posts
+
+    def posted_by(self, rank: int, number: int) -> str | None:
+        """What ``rank`` has posted under ``number``; None if it has not yet, or nobody can tell."""
+        key = f"{number}/{rank}"
+        with contextlib.suppress(RuntimeError):
+            store = self._store()
+            return store.get(key).decode() if store.check([key]) else None
+        return None
+
+    def _store(self) -> PrefixStore:
+        return PrefixStore(f"shardwise/{self.group.group_name}", dist.distributed_c10d._get_default_store())
 
     def gather_objects(self, value: Any) -> list[Any]:
         """What every rank passed, in rank order; pickled, so for small things."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .agreement import check_alike
 from .device import backward_number, eager, in_compiled_autograd, label, queue_end_of_backward
 from .errors import StateError
 from .gradient import Reduction, ReductionLanes
@@ -92,7 +93,13 @@ class FSDPCommContext:
     # -- Forward
 
     def start_pass(self) -> None:
-        """A forward pass through the tree begins."""
+        """A forward pass through the tree begins.
+
+        Raises:
+            StateError: if it is the first, and another rank has other units.
+        """
+        if not self.passes:
+            check_alike(group for unit in self.units for group in unit.groups)
         self.passes += 1
         self._largest_unit = None  # parameters may have another dtype since
         self.order.start_pass()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 
-def explain(error: RuntimeError, what: str) -> None:
-    """Add to a communication error what was being communicated, and what most often goes wrong there."""
-    error.add_note(
-        f"shardwise: this happened while {what}. Another rank failed or stopped, or does not run the same units in the "
-        "same order: a unit that runs forward or backward on one rank must do so on all."
+def explain(error: RuntimeError, what: str, cause: str = "") -> None:
+    """Add to a communication error what was being communicated, and its ``cause`` or else what most often goes wrong
+    there."""
+    often = (
+        "Another rank failed or stopped, or does not run the same units in the same order: a unit that runs forward or "
+        "backward on one rank must do so on all"
     )
+    error.add_note(f"shardwise: this happened while {what}. {cause[:1].upper() + cause[1:] or often}.")
 
 
 class StateError(ValueError, RuntimeError):

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from .agreement import difference
 from .buffer import Allocate, cut_chunks, local_strides, thin_rows
 from .comm import Comm, StagedCollective, reduce_op
 from .device import HOST, chunk_cat, copy_each, is_elsewhere, pins_memory, sent_to
@@ -406,7 +407,8 @@ class Reduction:
         try:
             self._ticket.wait()
         except RuntimeError as error:
-            explain(error, f"reducing the gradients of unit {self.name!r}")
+            cause = difference(self.route.shard, *self.route.replicate)
+            explain(error, f"reducing the gradients of unit {self.name!r}", cause)
             raise
 
     def release(self) -> None:

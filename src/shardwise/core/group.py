@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .agreement import difference
 from .buffer import Gather, ShardedBuffer
 from .comm import StagedCollective
 from .device import (
@@ -255,7 +256,7 @@ class ParamGroup:
             try:
                 ticket.wait()
             except RuntimeError as error:
-                explain(error, f"gathering the parameters of unit {self.name!r}")
+                explain(error, f"gathering the parameters of unit {self.name!r}", difference(self.mesh.shard))
                 raise
         if self.policy.offload:
             self.shards.read_by = ticket
