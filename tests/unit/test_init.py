@@ -548,6 +548,24 @@ def test_operators_that_torch_does_not_know_may_draw() -> None:
     assert_recorded(lambda: Built(lambda m: build(m, 0.0)))
 
 
+@pytest.mark.parametrize("draws_more", [False, True])
+def test_values_that_were_drawn_before_all_else_fix_the_seed_too(draws_more: bool) -> None:
+    def build(m: Any) -> None:
+        m.a = nn.Parameter(torch.poisson(torch.full((6,), 9.0)))  # draws as many numbers as the values tell
+        m.b = nn.Parameter(torch.rand(3) if draws_more else torch.ones(3))
+
+    def make() -> nn.Module:
+        return Built(build)
+
+    truth, following = built(make), torch.rand(3)
+    assert_same(materialize(on_meta(make)), truth)
+    assert torch.equal(torch.rand(3), following)
+    assert_same(materialize(on_meta(make), seed=3), truth)
+    assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(3).get_state())
+    with pytest.raises(RuntimeError, match="used values of random tensors"):
+        materialize(on_meta(make), seed=4)
+
+
 def test_random_buffers_follow_the_seed_unless_loaded() -> None:
     def make() -> nn.Module:
         return Built(buffers)

@@ -129,7 +129,7 @@ def _states(work: Work, meshes: Sequence[DeviceMesh], seed: int | None, fast: bo
     """The states of the program's generators from which the constructors are replayed, the same on all ranks."""
     records, lacking = list(work), [(target.name, target.mesh) for members in work.values() for target, _ in members]
     origins = _origins(records)
-    drawn = [(record, origins[op.before]) for record in records for op in record.ops if op.before is not None]
+    drawn = [(record, origins[position]) for record in records for position in record.positions]
     own = [origin for origin in dict.fromkeys(origin for _, origin in drawn) if origin.is_of_program]
     seeded = _seeded(own, seed) if seed is not None else {}
     used = dict.fromkeys(origin for record, origin in drawn if record.values_were_used and origin.is_of_program)

@@ -119,7 +119,7 @@ class Recorder(OperatorMode):
     def settle(self) -> None:
         """Nothing that was recorded waits for its values: put the generators where the constructor leaves them, unless
         what an earlier context recorded does."""
-        if any(position.draw is not None for position in self.record.entry):
+        if any(position.previous is not None for position in self.record.entry):
             return
         generators = [*default_generators(), *self.record.generators.values()]
         with as_recorded():
@@ -299,8 +299,9 @@ class Recorder(OperatorMode):
         """Inside, the generators that something may draw from are where the constructor would have them."""
         generators = given or default_generators()
         marks = [generator.get_state() for generator in generators]
-        for generator in generators:
-            if (position := marked_position(generator)) is not None:
+        positions = [marked_position(generator) for generator in generators]
+        for generator, position in zip(generators, positions, strict=True):
+            if position is not None:
                 with self.paused():
                     state = self._states.at(position)
                 generator.set_state(state)
@@ -308,11 +309,21 @@ class Recorder(OperatorMode):
         try:
             yield
         finally:
-            if all(torch.equal(g.get_state(), state) for g, state in zip(generators, states, strict=True)):
-                for generator, mark in zip(generators, marks, strict=True):  # nothing was drawn
+            for generator, position, state, mark in zip(generators, positions, states, marks, strict=True):
+                if torch.equal(generator.get_state(), state):  # nothing was drawn
                     generator.set_state(mark)
-            else:
-                self.record.values_were_used = True
+                else:
+                    self.record.values_were_used = True
+                    self._go_on(generator, position, is_given=bool(given))
+
+    def _go_on(self, generator: torch.Generator, position: Position | None, *, is_given: bool) -> None:
+        """``generator``, which was at ``position``, has drawn numbers for real. The stream goes on: its start tells of
+        another seed, for which the numbers would be others."""
+        if position is None:
+            return
+        after = Position(generator.device, state=generator.get_state(), previous=position)
+        leave_mark(generator, after, len(self.record.positions), self.record.serial if is_given else None)
+        self.record.positions += [position, after]
 
     def _note_born(self, result: Any, known: list[torch.UntypedStorage]) -> None:
         for tensor in tensors_in(result):

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 class Position:
-    """A point in a stream: its start, or after a draw.
+    """A point in a stream: its start, or after numbers were drawn.
 
     Args:
-        state: of the generator at the start; None after a draw.
+        state: of the generator at the start, and where numbers were drawn for real; None after a draw that is recorded.
         device: of the generator.
         is_entry: whether this start is the state that the program had when recording began, which another seed
             replaces; the constructor's own ``torch.manual_seed`` makes a start that stays.
-        previous: the position from which ``draw`` drew.
-        draw: the operator that drew last.
+        previous: the position from which numbers were drawn last.
+        draw: the operator that drew them, if it is recorded.
     """
 
     __slots__ = ("__weakref__", "_start", "device", "draw", "draws", "is_entry", "previous", "state")
@@ -54,7 +54,7 @@ class Position:
     @property
     def is_of_program(self) -> bool:
         """As an origin (see `States`): whether another seed replaces it; if not, the constructor itself seeded it."""
-        return self.is_entry or self.draw is not None
+        return self.is_entry or self.previous is not None
 
     def followed(self, origins: Mapping[Position, Position]) -> Position | None:
         """What ``origins`` has for this position, or for the last one before it that is in there; None if none is."""
