@@ -145,7 +145,10 @@ def test_sizes_of_files(limit: int, files: int) -> None:
 
 @pytest.mark.parametrize(
     ("size", "files"),
-    [("1KB", 4), ("1.2 kb", 3), ("1.2KiB", 3), ("2.5kb", 2), (" 5 GB ", 1), ("4001b", 1), ("999", 4), ("1TiB", 1)],
+    [
+        *[("1KB", 4), ("1.2 kb", 3), ("1.2KiB", 3), ("2.5kb", 2), (" 5 GB ", 1), ("4001b", 1), ("999", 4), ("1TiB", 1)],
+        pytest.param("9" * 400, 1, id="beyond floats"),
+    ],
 )
 def test_written_sizes(tmp_path: Path, size: str, files: int) -> None:
     """Four tensors of 600, 600, 1,200 and 1,000 bytes."""

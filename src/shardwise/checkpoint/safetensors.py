@@ -11,6 +11,7 @@ import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 
 import torch
@@ -237,7 +238,7 @@ def _parse_size(size: int | str) -> int:
     if isinstance(size, str):
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", size, re.IGNORECASE)
         base = 1024 if found and found[3] else 1000
-        count = int(float(found[1]) * base ** " KMGT".index(found[2].upper() or " ")) if found else 0
+        count = int(Fraction(found[1]) * base ** " KMGT".index(found[2].upper() or " ")) if found else 0
     else:
         count = size
     if count <= 0:
