@@ -524,6 +524,18 @@ def test_beside_parameters_that_are_not_sharded() -> None:
     assert_same_state(results[1][1], results[0][1])
 
 
+@on_ranks(2)
+def test_zeroing_gradients_in_place_beside_parameters_that_are_not_sharded() -> None:
+    layers = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))
+    shardwise.fully_shard(layers[0])
+    for settings in ({}, {"foreach": True}, {"fused": True}):
+        optimizer = flat(torch.optim.AdamW, layers.parameters(), **settings)
+        layers(torch.randn(4, 5)).square().mean().backward()
+        optimizer.zero_grad(set_to_none=False)
+        assert not any(whole(parameter.grad).any() for parameter in layers.parameters())
+        assert {name: optimizer.defaults[name] for name in settings} == settings
+
+
 @on_ranks(4)
 def test_beside_tensor_parallelism() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

@@ -139,11 +139,14 @@ class FlatOptimizer(Optimizer):
     @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the optimizer's own."""
-        tracer = trace_by(None)
+        tracer, defaults = trace_by(None), self.defaults
+        # One by one: torch's operators on many tensors take no plain ones beside sharded ones.
+        self.defaults = {**defaults, "foreach": False, "fused": False}
         try:
             with without_torch_function():
                 super().zero_grad(set_to_none)
         finally:
+            self.defaults = defaults
             trace_by(tracer)
 
     @untraced
