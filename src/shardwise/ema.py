@@ -15,7 +15,7 @@ from .core.device import copy_each, local_of, move_each, not_inference, shard_li
 from .core.errors import StateError
 from .core.flat import refuse_flat
 from .core.module import unit_of
-from .core.parameter import owner_of
+from .core.parameter import owner_of, refuse_lazy
 from .core.shards import is_cut_alike
 
 
@@ -45,7 +45,7 @@ class EMA:
     Raises:
         StateError: if parameters are on the meta device, or without values.
         TypeError: for an argument of a wrong type.
-        ValueError: if ``decay`` is out of range, or ``dtype`` is not a floating-point one.
+        ValueError: if ``decay`` is out of range, ``dtype`` is not a floating-point one, or a lazy module has not run.
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.999, *, dtype: torch.dtype | None = None):
@@ -233,6 +233,7 @@ def _register_sharded(model: nn.Module) -> None:
 
 
 def _copy_of(name: str, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    refuse_lazy(f"parameter {name!r}", parameter)
     if parameter.is_meta:
         raise StateError(
             f"parameter {name!r} is on the meta device, so there is nothing to average: initialize it first"

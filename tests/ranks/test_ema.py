@@ -218,6 +218,8 @@ def test_what_cannot_be_averaged() -> None:
         EMA(model)
     with pytest.raises(ValueError, match="still on the meta device"):
         EMA(wrap(model, shardwise.fully_shard, mesh=mesh))
+    with pytest.raises(ValueError, match=r"parameter '0\.weight' has no shape yet"):
+        EMA(nn.Sequential(nn.LazyLinear(3)))
     plain = make()
     for decay in (-0.1, 1.5, float("nan")):
         with pytest.raises(ValueError, match="decay must be between 0 and 1"):

@@ -818,6 +818,21 @@ def test_memory_format_of_what_others_put_on_meta() -> None:
     assert_same(materialize(model, seed=3), built(lambda: nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)))
 
 
+def test_lazy_modules_beside_what_others_put_on_meta() -> None:
+    model = nn.Sequential(nn.LazyLinear(3), meta(lambda: nn.Linear(3, 3)))
+    materialize(model, seed=3)
+    assert_same(model[1], built(lambda: nn.Linear(3, 3)))
+    assert model(torch.ones(2, 5)).shape == (2, 3)
+
+
+def test_lazy_modules_on_meta_are_named() -> None:
+    model = meta(lambda: nn.Sequential(nn.Linear(5, 5), nn.LazyLinear(3)))
+    with pytest.raises(ValueError, match=r"'1\.weight' has no shape yet: run the lazy modules"):
+        materialize(model)
+    model(torch.empty(2, 5, device="meta"))
+    assert_same(materialize(model, seed=3), built(lambda: nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))))
+
+
 def test_initializers_run_after_the_constructor() -> None:
     def make() -> nn.Module:
         return nn.Sequential(nn.Linear(3, 3), skip_init(nn.Linear, 3, 3))

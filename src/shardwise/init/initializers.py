@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..core.errors import StateError
 from ..core.module import FSDPModule, class_before_sharding
@@ -85,6 +86,8 @@ def _stand_ins(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    if is_lazy(tensor):  # has neither a shape nor values
+        return tensor
     # On the host, whose numbers are the same everywhere and are those of a plain constructor.
     whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     if not isinstance(tensor, nn.Parameter):

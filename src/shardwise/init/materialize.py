@@ -66,19 +66,20 @@ def materialize(
 
     Raises:
         TypeError: for an argument of a wrong type.
-        ValueError: for a seed of more than 64 bits.
+        ValueError: for a seed of more than 64 bits, or naming a tensor on the meta device of a lazy module that has
+            not run.
         StateError: naming what nothing initializes, or why the recorded history does not hold; nothing is changed then.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"materialize takes a module, not {type(model).__name__}")
     shards = find_shards(model)
     names = names_of_modules(model, shards)
-    targets = find_targets(names, shards)
     # Also where this rank lacks nothing: others might, which all have to know.
     meshes = find_meshes(names, shards)
     with _Generators() as generators:
         with telling_failure(meshes):
             _check_arguments(seed, init_fn)
+            targets = find_targets(names, shards)
             work = _work(names, targets, init_fn, seed)
             generators.find_followers(list(work), seed)
         states = _states(work, meshes, seed, fast)

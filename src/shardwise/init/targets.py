@@ -12,11 +12,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import is_lazy
 
 from ..core.device import local_of, shard_like, spec_of, wrap_local
 from ..core.errors import StateError
-from ..core.parameter import owner_of
+from ..core.parameter import owner_of, refuse_lazy
 from ..core.shards import Shards
 from ..core.slot import Slot
 from ..core.whole import without_repeats
@@ -213,7 +212,11 @@ def _visit(name: str, module: nn.Module, found: dict[nn.Module, str]) -> None:
 
 
 def find_targets(names: Mapping[nn.Module, str], shards: list[Shards]) -> list[Target]:
-    """All parameters and buffers without values, of the modules that have these ``names``."""
+    """All parameters and buffers without values, of the modules that have these ``names``.
+
+    Raises:
+        ValueError: naming one on the meta device that is of a lazy module, so that it has no shape.
+    """
 
     def full(site: Site) -> str:
         return f"{names[site.module]}.{site.name}" if names.get(site.module) else site.name
@@ -230,7 +233,8 @@ def find_targets(names: Mapping[nn.Module, str], shards: list[Shards]) -> list[T
     for module in names:
         for site in sites_of(module):
             tensor = site.get()
-            if owner_of(tensor) is None and not is_lazy(tensor) and _is_meta(tensor):
+            if owner_of(tensor) is None and _is_meta(tensor):
+                refuse_lazy(repr(full(site)), tensor)
                 plain.setdefault(id(tensor), []).append(site)
     targets += [WholeTarget(full(sites[0]), sites, device) for sites in plain.values()]
     return targets
