@@ -440,20 +440,25 @@ def test_plain_dcp_loads_ours_into_fsdp2(kind: str) -> None:
         assert_same(theirs.state(), first[0])
 
 
-@on_ranks(2, verb=[shardwise.fully_shard, torch_fully_shard])
-def test_within_inference_mode(verb: Any) -> None:
-    """As of an evaluation whose model turns out to be the best. What is loaded there can be trained."""
+def meta_by_default() -> torch.device:
+    return torch.device("meta")
+
+
+@on_ranks(2, verb=[shardwise.fully_shard, torch_fully_shard], mode=[torch.inference_mode, meta_by_default])
+def test_within_modes(verb: Any, mode: Callable[[], Any]) -> None:
+    """As of an evaluation whose model turns out to be the best, and where models are made without memory. What is
+    loaded there can be trained."""
     run = Run(verb=verb)
     run.steps(1)
     truth = run.state()
     values = {name: truth[name] for name in run.model.state_dict()}
     with shared_directory() as directory:
-        with torch.inference_mode():
+        with mode():
             run.save(directory)
             shardwise.save_safetensors(run.model, directory)
             assert_same(shardwise.full_state_dict(run.model, rank0_only=False), values)
         others = [Run(verb=verb, seed=2) for _ in range(3)]
-        with torch.inference_mode():
+        with mode():
             others[0].load(directory)
             shardwise.load_safetensors(others[1].model, directory)
             shardwise.load_full_state_dict(others[2].model, values, broadcast_from_rank0=False)

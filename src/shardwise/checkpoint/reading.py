@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from ..core.device import HOST
 from .atomic import DCP_METADATA
 from .integrity import CheckpointError, CorruptFileError, Manifest, is_plain, raw, read_all
 from .names import listed
@@ -162,7 +163,9 @@ class StoredData:
             reader = _DirectReader(self.directory, self.kinds, frozenset(self.manifest.unusual), advance)
         reader.set_up_storage_reader(self.metadata, True)
         try:
-            reader.read_data(create_default_local_load_plan(values, self.metadata), planner).wait()
+            with HOST:  # torch reads offsets from tensors on the default device
+                plan = create_default_local_load_plan(values, self.metadata)
+            reader.read_data(plan, planner).wait()
         except (CheckpointError, UnsafeObjectError):
             raise
         except Exception as error:  # unpickling what is damaged may fail in any way

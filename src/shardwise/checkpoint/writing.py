@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from ..core.device import HOST
 from .atomic import DCP_METADATA
 from .integrity import CheckpointError, FileSum, Manifest, is_plain, raw, sum_file, summed
 from .names import listed
@@ -133,7 +134,8 @@ def write_leaves(
     with ranks.together():
         planner.set_up_planner({}, None, ranks.is_first)
         writer.set_up_storage_writer(ranks.is_first, rank=ranks.position, use_collectives=True)
-        plan = planner.create_local_plan()
+        with HOST:  # torch reads offsets from tensors on the default device
+            plan = planner.create_local_plan()
     plans, metadata = ranks.gather(plan), None
     with ranks.together():
         if plans is not None:

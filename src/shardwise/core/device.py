@@ -317,7 +317,8 @@ set_gradient: Callable[[torch.Tensor, torch.Tensor | None], None] = _gradient.__
 
 def region_of(spec: ParallelSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Offsets and sizes, per tensor dim, of this rank's part of a DTensor that is cut as ``spec`` says."""
-    sizes, offsets = compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)
+    with HOST:  # torch reads offsets from tensors on the default device
+        sizes, offsets = compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)
     return tuple(offsets), tuple(sizes)
 
 
