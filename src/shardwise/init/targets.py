@@ -171,7 +171,7 @@ class BufferTarget(Target):
 
     def write(self, whole: torch.Tensor) -> None:
         local, whole = without_repeats(local_of(self.sites[0].get()), whole)
-        with torch.no_grad(), torch.inference_mode(local.is_inference()):
+        with torch.inference_mode(local.is_inference()), torch.no_grad():  # the former sets both
             local.copy_(whole)
 
 
