@@ -566,6 +566,26 @@ def test_values_that_were_drawn_before_all_else_fix_the_seed_too(draws_more: boo
         materialize(on_meta(make), seed=4)
 
 
+def test_values_that_were_drawn_from_a_stream_of_the_constructor() -> None:
+    def build(m: Any) -> None:
+        torch.manual_seed(5)
+        m.a = nn.Parameter(torch.rand(3))
+        m.b = torch.poisson(torch.full((6,), 9.0))
+
+    truth, following = built(lambda: Built(build)), torch.rand(3)
+    assert_same(materialize(on_meta(lambda: Built(build))), truth)
+    assert torch.equal(torch.rand(3), following)
+
+
+def test_random_buffers_that_are_views_follow_the_seed() -> None:
+    @torch.no_grad()
+    def build(m: Any) -> None:
+        m.a = nn.Parameter(torch.rand(3))
+        m.noise = nn.Buffer(nn.Parameter(torch.rand(4, 3))[1:])
+
+    assert_same(materialize(on_meta(lambda: Built(build), seed=8), seed=3), built(lambda: Built(build)))
+
+
 def test_random_buffers_follow_the_seed_unless_loaded() -> None:
     def make() -> nn.Module:
         return Built(buffers)

@@ -242,10 +242,10 @@ class _Generators:
     def find_followers(self, records: Sequence[Record], seed: int | None) -> None:
         """Find the generators that ``records`` drew from, and nothing else since."""
         starts = {position.start for record in records for position in record.entry}
-        ops = {op for record in records for op in record.ops}
+        known = {position for record in records for position in record.positions}
         continues = seed is None and not any(record.is_of_constructor for record in records)
         for (generator, _), position in zip(self._saved, self._before, strict=True):
-            if continues or (position is not None and (position.start in starts or position.draw in ops)):
+            if continues or (position is not None and (position.start in starts or position in known)):
                 self._followers.append(generator)
         self._followers += [generator for record in records for generator in record.generators.values()]
 
