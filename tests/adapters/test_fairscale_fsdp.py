@@ -1050,6 +1050,8 @@ def test_refuses_what_does_not_fit() -> None:
         (TypeError, "move_grads_to_cpu='no'", lambda: FSDP(nn.Linear(2, 2), move_grads_to_cpu="no")),
         (TypeError, "names to tensors, not list", lambda: FSDP(nn.Linear(2, 2)).load_state_dict([])),
         (TypeError, "not NoneType: .*None", lambda: FSDP(nn.Linear(2, 2)).get_shard_from_optim_state_dict(None)),
+        (ValueError, "has 'model'", lambda: FSDP(nn.Linear(2, 2)).get_shard_from_optim_state_dict({"model": {}})),
+        (ValueError, "has nothing", lambda: FSDP(nn.Linear(2, 2)).get_shard_from_optim_state_dict({})),
         (ValueError, "gradient_predivide_factor=0", lambda: FSDP(nn.Linear(2, 2), gradient_predivide_factor=0)),
         (ValueError, "divide_factor=inf", lambda: FSDP(nn.Linear(2, 2), gradient_predivide_factor=float("inf"))),
         (

@@ -599,7 +599,8 @@ class FullyShardedDataParallel(Settings):
             them in the order of `parameters`.
 
         Raises:
-            ValueError: if it has more parameters, or splits parameters that are joined here.
+            ValueError: if it has more parameters, splits parameters that are joined here, or is no state dict of an
+                optimizer.
             TypeError: for anything that is not a mapping, as what `gather_full_optim_state_dict` gives where it is not
                 received.
         """

@@ -251,6 +251,11 @@ def shard_optimizer_state(
             "get_shard_from_optim_state_dict takes the whole state on every rank, in a dict, not "
             f"{type(full).__name__}: gather_full_optim_state_dict(recipient_rank=None) gives it to all"
         )
+    if not {"state", "param_groups"} <= full.keys():
+        raise ValueError(
+            "get_shard_from_optim_state_dict takes an optimizer's state dict, with 'state' and 'param_groups', and "
+            f"this has {', '.join(map(repr, list(full)[:5])) or 'nothing'}"
+        )
     is_fairscales = "param_id_map" in full
     parts = _parts_by_instance(instances) if is_fairscales else numbered_parts(root, instances)
     numbers: dict[int, list[int]] = {}
