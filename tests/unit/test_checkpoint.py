@@ -951,12 +951,12 @@ def test_what_a_killed_save_of_the_other_kind_left(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["last"]
 
 
-@pytest.mark.parametrize("damage", [0, 100, 700, b"storage"])
+@pytest.mark.parametrize("damage", [0, 100, 700, 7000, b"storage"])
 def test_a_damaged_file_of_lightning_is_named(tmp_path: Path, damage: int | bytes) -> None:
     path, directory = tmp_path / "file", tmp_path / "directory"
     for target in (path, directory / METADATA):
         dcp.save({"model": {"weight": torch.ones(2)}}, checkpoint_id=directory)
-        torch.save({"weight": torch.ones(2), "epoch": 3}, target)
+        torch.save({"weight": torch.ones(2000), "epoch": 3}, target)
         content = target.read_bytes()
         target.write_bytes(
             content[:damage] if isinstance(damage, int) else content.replace(damage, b"\xff" * len(damage))

@@ -6,6 +6,7 @@ state_dict` makes them, and all else is in ``meta.pt``, as Lightning's own strat
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import shutil
@@ -97,10 +98,12 @@ def _reading(path: Path) -> Iterator[None]:
     """Name the file in what `torch.load` raises; of one that is damaged that may be anything."""
     try:
         yield
-    except (OSError, pickle.UnpicklingError) as error:  # others tell these by their type
-        error.add_note(f"shardwise: while {path} was read")
-        raise
     except Exception as error:
+        # Where a file ends too early, torch's reader seeks to before its beginning.
+        ends_early = isinstance(error, OSError) and error.errno == errno.EINVAL
+        if isinstance(error, (OSError, pickle.UnpicklingError)) and not ends_early:  # others tell these by their type
+            error.add_note(f"shardwise: while {path} was read")
+            raise
         raise CheckpointError(f"{path} cannot be read: {error!r}") from error
 
 
