@@ -1601,9 +1601,24 @@ def other_numbers_of_optimizers(directory: Path) -> None:
             trainer(directory, ours(state_dict_type=kind)).fit(TwoParts(1), loader(True), ckpt_path=path)
 
 
+def state_of_another_shape(directory: Path) -> None:
+    """Otherwise the next step would fail, by an operator's name."""
+    used, path = trainer(directory, max_epochs=1), directory / "shapes.ckpt"
+    used.fit(Module(), loader(True))
+    used.save_checkpoint(path)
+    if used.is_global_zero:
+        saved = torch.load(path, weights_only=False)
+        saved["optimizer_states"][0]["state"][3]["exp_avg"] = torch.ones(2, 2)
+        torch.save(saved, path)
+    dist.barrier()
+    with raises(ValueError, "AdamW", "'exp_avg' of parameter 3 has shape (2, 2)", "(13,)"):
+        trainer(directory).fit(Module(), loader(True), ckpt_path=path)
+
+
 CASES = (
     file_replaced,
     other_numbers_of_optimizers,
+    state_of_another_shape,
     fit_by_both_names,
     all_hooks,
     every_stage,

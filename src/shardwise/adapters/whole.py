@@ -13,7 +13,7 @@ from ..checkpoint.names import listed
 from ..checkpoint.objects import Path, key_of, leaves
 from ..checkpoint.ranks import saving_ranks
 from ..core.device import not_inference, shard_like
-from ..core.step import parameters_of
+from ..core.step import ELEMENTWISE, parameters_of
 from ..core.tree import map_tensors, tensors_in
 
 
@@ -78,15 +78,32 @@ def cut(value: Any, parameter: torch.Tensor) -> Any:
 @torch.no_grad()
 def cut_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
     """The state dict ``saved`` with this rank's parts in the place of whole tensors; ``saved`` is not changed, and its
-    tensors, which may be mapped from a file, are copied."""
+    tensors, which may be mapped from a file, are copied.
+
+    Raises:
+        ValueError: naming what has another shape than a sharded parameter, if ``optimizer`` is elementwise.
+    """
     keys = [key for group in saved["param_groups"] for key in group["params"]]
     state = dict(saved["state"])
     with not_inference():
         # Not strict: `load_state_dict` reports groups that differ.
         for key, parameter in zip(keys, parameters_of(optimizer), strict=False):
             if key in state:
+                _refuse_other_shapes(optimizer, key, state[key], parameter)
                 state[key] = {name: _copied(cut(value, parameter), value) for name, value in state[key].items()}
     return {**saved, "state": state}
+
+
+def _refuse_other_shapes(optimizer: Optimizer, key: Any, values: Mapping[str, Any], parameter: torch.Tensor) -> None:
+    if type(optimizer) not in ELEMENTWISE or not isinstance(parameter, DTensor):
+        return
+    for name, value in values.items():
+        # Numbers such as those of steps may be tensors of any shape.
+        if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != parameter.shape:
+            raise ValueError(
+                f"the state of {type(optimizer).__name__} does not fit: {name!r} of parameter {key!r} has shape "
+                f"{tuple(value.shape)}, and the parameter {tuple(parameter.shape)}"
+            )
 
 
 def _copied(part: Any, value: Any) -> Any:
