@@ -117,7 +117,15 @@ _NOTHING = contextlib.nullcontext()
 
 def not_inference() -> contextlib.AbstractContextManager[Any]:
     """Tensors made inside are ordinary ones also under `torch.inference_mode`, so training can use them later."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING
+    return _ordinary() if torch.is_inference_mode_enabled() else _NOTHING
+
+
+@contextlib.contextmanager
+def _ordinary() -> Iterator[None]:
+    # To leave inference turns gradients on, also inside of `no_grad`.
+    is_on = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(is_on):
+        yield
 
 
 @contextlib.contextmanager
