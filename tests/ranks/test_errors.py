@@ -88,6 +88,19 @@ def test_another_model_on_one_rank_of_three() -> None:
 
 
 @on_ranks(2)
+def test_conversions_that_one_rank_has_taken_over() -> None:
+    """By something that communicates nothing."""
+    model = wrap(MLP(), fully_shard)
+    model.to(torch.float64)
+    if dist.get_rank():
+        model.state_dict()
+        for unit in model._unit.own_context().units:
+            for group in unit.groups:
+                group.adopt_registered()
+    model(torch.ones(2, model.layers[0].in_features, dtype=torch.float64)).sum().backward()
+
+
+@on_ranks(2)
 def test_units_in_another_order() -> None:
     """In which they are wrapped, and not in which they run: ranks need not agree on that."""
     context = shardwise.FSDPCommContext("cpu")

@@ -13,10 +13,12 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from .comm import Comm
+from .device import local_of
 from .errors import StateError
 
 if TYPE_CHECKING:
     from .group import ParamGroup
+    from .slot import Slot
 
 _posted: weakref.WeakKeyDictionary[Comm, tuple[int, Counter[str], dict[str, str]]] = weakref.WeakKeyDictionary()
 """What was posted last over these ranks: its number, signatures, and what to call a unit with such a signature."""
@@ -74,14 +76,26 @@ def _difference(comm: Comm) -> str:
 
 def _signature(group: ParamGroup) -> str:
     """The same for all groups whose gathers are alike."""
-    parts = [(buffer.layout, buffer.local.dtype, buffer.dtype) for buffer in group.shards.buffers]
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+    parts = [(_shape(slot), slot.buffer.layout.tensors[slot.index].dim, _dtype(slot)) for slot in group.slots]
+    return hashlib.sha256(repr((parts, group.policy.precision.param_dtype)).encode()).hexdigest()[:16]
 
 
 def _described(group: ParamGroup) -> str:
-    slots = group.slots
-    shown = [f"{slot.name} {tuple(slot.buffer.layout.tensors[slot.index].shape)}" for slot in slots[:NAMED_PARAMETERS]]
-    if len(slots) > NAMED_PARAMETERS:
+    shown = [f"{slot.name} {_shape(slot)}" for slot in group.slots[:NAMED_PARAMETERS]]
+    if len(group.slots) > NAMED_PARAMETERS:
         shown.append("…")
-    dtypes = ", ".join(dict.fromkeys(str(buffer.local.dtype) for buffer in group.shards.buffers))
-    return f"unit {group.name!r} with {', '.join(shown)} in {dtypes}"
+    return f"unit {group.name!r} with {', '.join(shown)} in {', '.join(dict.fromkeys(map(_dtype, group.slots)))}"
+
+
+def _shape(slot: Slot) -> tuple[int, ...]:
+    return tuple(slot.buffer.layout.tensors[slot.index].shape)
+
+
+def _dtype(slot: Slot) -> str:
+    """That the parameter is gathered from: what was converted is taken over with the next gather, on some ranks before
+    that."""
+    try:
+        registered = slot.registered()
+    except StateError:  # it is missing, which is told when the unit runs
+        registered = slot.sharded
+    return str(local_of(slot.sharded if registered is slot.unsharded else registered).dtype)
