@@ -35,9 +35,9 @@ def check_alike(groups: Iterable[ParamGroup]) -> None:
     """
     by_comm: defaultdict[Comm, list[ParamGroup]] = defaultdict(list)
     for group in groups:
-        for comm in (group.mesh.shard, *group.mesh.replicate):
-            if comm.size > 1:
-                by_comm[comm].append(group)
+        # Not among replicas: one may run a forward alone, so that ranks would not post as often.
+        if group.mesh.shard.size > 1:
+            by_comm[group.mesh.shard].append(group)
     for comm, members in by_comm.items():
         signed = [(_signature(group), _described(group)) for group in members]
         counts = Counter(signature for signature, _ in signed)
@@ -48,13 +48,8 @@ def check_alike(groups: Iterable[ParamGroup]) -> None:
             raise StateError(text)
 
 
-def difference(*comms: Comm) -> str:
-    """What this rank and its neighbors among ``comms`` have wrapped otherwise, as far as they have posted it; empty if
-    nothing."""
-    return next(filter(None, map(_difference, comms)), "")
-
-
-def _difference(comm: Comm) -> str:
+def difference(comm: Comm) -> str:
+    """What this rank and its neighbors have wrapped otherwise, as far as they have posted it; empty if nothing."""
     if comm not in _posted:
         return ""
     number, counts, descriptions = _posted[comm]

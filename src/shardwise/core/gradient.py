@@ -407,8 +407,7 @@ class Reduction:
         try:
             self._ticket.wait()
         except RuntimeError as error:
-            cause = difference(self.route.shard, *self.route.replicate)
-            explain(error, f"reducing the gradients of unit {self.name!r}", cause)
+            explain(error, f"reducing the gradients of unit {self.name!r}", difference(self.route.shard))
             raise
 
     def release(self) -> None:
