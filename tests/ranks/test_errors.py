@@ -24,6 +24,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardwise
 from shardwise import Placements, fully_shard
+from shardwise.core.comm import comm_for
 from shardwise.core.errors import StateError
 
 from ..models import MLP, Transformer, inputs_for, wrap
@@ -119,6 +120,45 @@ def test_units_in_another_order() -> None:
     for layer in layers if dist.get_rank() else layers[::-1]:
         fully_shard(layer, comm_ctx=context)
     layers[1](layers[0](torch.ones(2, WIDTH))).sum().backward()
+
+
+@on_ranks(2)
+def test_another_model_over_ranks_that_are_connected_again() -> None:
+    """What was said of the first model was read for the second, where the groups have one name and one store."""
+    for width in (WIDTH, WIDTH + 2):
+        group = dist.new_group([0, 1], use_local_synchronization=True)
+        model = fully_shard(nn.Linear(width, width), mesh=DeviceMesh.from_group(group, "cpu"))
+        time.sleep(0.5 * dist.get_rank())
+        model(torch.ones(2, width))
+        dist.barrier()
+        dist.destroy_process_group(group)
+
+
+@on_ranks(2)
+def test_another_model_in_the_next_world_of_one_store() -> None:
+    """As torchrun's."""
+    store = dist.distributed_c10d._get_default_store()
+    for width in (WIDTH, WIDTH + 2):
+        dist.barrier()
+        rank = dist.get_rank()
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
+        model = fully_shard(nn.Linear(width, width))
+        time.sleep(0.5 * rank)
+        model(torch.ones(2, width))
+
+
+@on_ranks(2)
+def test_models_on_two_devices_of_one_group() -> None:
+    world = dist.group.WORLD
+    assert world is not None
+    host, other = comm_for(world, torch.device("cpu")), comm_for(world, torch.device("cuda"))
+    if not dist.get_rank():
+        assert host.post("the host's") != other.post("the other's")
+    dist.barrier()
+    if dist.get_rank():
+        assert host.posted_by(0, host.post("")) == "the host's"
+        assert other.posted_by(0, other.post("")) == "the other's"
 
 
 # -- What to wrap

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .group import ParamGroup
     from .slot import Slot
 
-_posted: weakref.WeakKeyDictionary[Comm, tuple[int, Counter[str], dict[str, str]]] = weakref.WeakKeyDictionary()
+_posted: weakref.WeakKeyDictionary[Comm, tuple[str, Counter[str], dict[str, str]]] = weakref.WeakKeyDictionary()
 """What was posted last over these ranks: its number, signatures, and what to call a unit with such a signature."""
 
 NAMED_PARAMETERS = 3

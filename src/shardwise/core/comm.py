@@ -44,10 +44,18 @@ DIRECT_BELOW_BYTES = 4 * 2**20
 """Among more than two ranks, gloo's own reduce and broadcast are faster for whole tensors from this size on than direct
 messages, all of which the owner would have to send or hold."""
 EXIT_PAUSE_SECONDS = 0.02
+NO_STORE = (RuntimeError, ValueError, KeyError)
+"""What is raised where a store is gone or never was, as of a fake group, and where the process group was destroyed."""
 
 _comms: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Comm]] = weakref.WeakKeyDictionary()
 _groups_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 """How many groups `new_group_of` has made of the same ranks, by the default group of that time."""
+_posts: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
+"""How often this process has posted in each place, by the default group of that time: a process group that is made
+again may have the name of the one before, and one with two backends has a `Comm` for each."""
+_worlds: Counter[str] = Counter()
+"""In how many default groups this process has posted in each place: the store of the next may be that of the last, and
+have its posts still."""
 
 
 class _Done:
@@ -73,7 +81,6 @@ class Comm:
     """A whole tensor of so many bytes is sent from and to its own memory, a smaller one in a run with others."""
     run_bytes = 25 * 2**20
     """Largest run of several whole tensors: one run is sent while the gradients of the next are computed."""
-    _posts = 0
     is_asynchronous = False
     """Whether collectives run beside the current stream, and not on it, which on an accelerator is that of a `Lane` and
     has a higher priority than NCCL's own."""
@@ -143,24 +150,35 @@ class Comm:
         elif self.rank == target:
             dist.recv(tensor, group=self.group, group_src=source)
 
-    def post(self, text: str) -> int:
+    def post(self, text: str) -> str:
         """Let the other ranks read ``text``, and wait for none of them; gives its number, the same on all ranks that
-        post as often."""
-        self._posts += 1
-        with contextlib.suppress(RuntimeError):  # of stores that do not exist, as of a fake group
-            self._store().set(f"{self._posts}/{self.rank}", text)
-        return self._posts
+        post as often, and empty if it cannot be read."""
+        with contextlib.suppress(*NO_STORE):
+            store, place = self._store()
+            assert dist.group.WORLD is not None
+            posts = _posts.setdefault(dist.group.WORLD, Counter())
+            _worlds[place] += place not in posts
+            posts[place] += 1
+            number = f"{_worlds[place]}.{posts[place]}"
+            store.set(f"{number}/{self.rank}", text)
+            return number
+        return ""
 
-    def posted_by(self, rank: int, number: int) -> str | None:
+    def posted_by(self, rank: int, number: str) -> str | None:
         """What ``rank`` has posted under ``number``; None if it has not yet, or nobody can tell."""
         key = f"{number}/{rank}"
-        with contextlib.suppress(RuntimeError):
-            store = self._store()
+        with contextlib.suppress(*NO_STORE):
+            store, _ = self._store()
             return store.get(key).decode() if store.check([key]) else None
         return None
 
-    def _store(self) -> PrefixStore:
-        return PrefixStore(f"shardwise/{self.group.group_name}", dist.distributed_c10d._get_default_store())
+    def _store(self) -> tuple[PrefixStore, str]:
+        """Where these ranks post, and no others, and what that is called."""
+        group, store = self.group, dist.distributed_c10d._get_default_store()
+        # Other ranks may have had a group of this name, in another world.
+        described = f"{group.group_name} {dist.get_process_group_ranks(group)}"
+        place = hashlib.sha1(described.encode(), usedforsecurity=False).hexdigest()
+        return PrefixStore(f"shardwise/{place}", store), place
 
     def gather_objects(self, value: Any) -> list[Any]:
         """What every rank passed, in rank order; pickled, so for small things."""
