@@ -122,30 +122,38 @@ def test_units_in_another_order() -> None:
     layers[1](layers[0](torch.ones(2, WIDTH))).sum().backward()
 
 
-@on_ranks(2)
-def test_another_model_over_ranks_that_are_connected_again() -> None:
-    """What was said of the first model was read for the second, where the groups have one name and one store."""
-    for width in (WIDTH, WIDTH + 2):
-        group = dist.new_group([0, 1], use_local_synchronization=True)
-        model = fully_shard(nn.Linear(width, width), mesh=DeviceMesh.from_group(group, "cpu"))
-        time.sleep(0.5 * dist.get_rank())
-        model(torch.ones(2, width))
-        dist.barrier()
-        dist.destroy_process_group(group)
+@on_ranks(2, how=["ddp", "replicas", "unsharded", "kept"])
+def test_a_forward_on_one_rank_that_gathers_nothing(how: str) -> None:
+    """Of another model than all ranks run first."""
+    mesh = init_device_mesh("cpu", (2, 1) if how == "replicas" else (2,))
+    placements = {"ddp": Placements.ddp, "kept": Placements.zero1}.get(how, Placements.zero3)
+    first, second = (fully_shard(nn.Linear(WIDTH, w), mesh=mesh, placements=placements) for w in (2, 3))
+    if how in ("unsharded", "kept"):
+        second.unshard()
+    if how == "kept":
+        second.reshard()
+    if not dist.get_rank():
+        second(torch.ones(2, WIDTH))
+    dist.barrier()
+    for model in (first, second):
+        model(torch.ones(2, WIDTH)).sum().backward()
 
 
 @on_ranks(2)
-def test_another_model_in_the_next_world_of_one_store() -> None:
-    """As torchrun's."""
-    store = dist.distributed_c10d._get_default_store()
-    for width in (WIDTH, WIDTH + 2):
-        dist.barrier()
-        rank = dist.get_rank()
+def test_posts_over_ranks_that_are_connected_again_have_other_numbers() -> None:
+    """The group has the name of the one before, and the store its posts; in the next world too, if torchrun made it."""
+    dist.barrier()
+    store, names, numbers = dist.HashStore(), set(), []
+    for _ in range(2):
         dist.destroy_process_group()
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
-        model = fully_shard(nn.Linear(width, width))
-        time.sleep(0.5 * rank)
-        model(torch.ones(2, width))
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        for _ in range(2):
+            group = dist.new_group([0], use_local_synchronization=True)
+            names.add(group.group_name)
+            numbers.append(comm_for(group, torch.device("cpu")).post(""))
+            dist.destroy_process_group(group)
+    assert len(names) == 1
+    assert len({*numbers}) == 4
 
 
 @on_ranks(2)

@@ -28,16 +28,17 @@ NAMED_PARAMETERS = 3
 
 
 def check_alike(groups: Iterable[ParamGroup]) -> None:
-    """Post what ``groups``, all of a model, are, and compare it with the neighbors'.
+    """Post what ``groups``, all of a model that are gathered, are, and compare it with the neighbors'.
+
+    To be called right before one is gathered. Only what all ranks do in one order gives their posts the same number, as
+    no forward over replicas does.
 
     Raises:
         StateError: naming another rank, which has other parameters, dtypes or units.
     """
     by_comm: defaultdict[Comm, list[ParamGroup]] = defaultdict(list)
     for group in groups:
-        # Not among replicas: one may run a forward alone, so that ranks would not post as often.
-        if group.mesh.shard.size > 1:
-            by_comm[group.mesh.shard].append(group)
+        by_comm[group.mesh.shard].append(group)
     for comm, members in by_comm.items():
         signed = [(_signature(group), _described(group)) for group in members]
         counts = Counter(signature for signature, _ in signed)

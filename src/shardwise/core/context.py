@@ -49,6 +49,7 @@ class FSDPCommContext:
         self.has_root = False
         self.forward_root: Unit | None = None
         self.passes = 0
+        self._is_agreed = False
         self._largest_unit: int | None = None
         self._units: list[weakref.ref[Unit]] = []
         self._reductions: deque[Reduction] = deque()
@@ -96,13 +97,20 @@ class FSDPCommContext:
         """A forward pass through the tree begins.
 
         Raises:
-            StateError: if it is the first, and another rank has other units.
+            StateError: if it is the first that gathers, and another rank has other units.
         """
-        if not self.passes:
-            check_alike(group for unit in self.units for group in unit.groups)
+        if not self._is_agreed:
+            self._agree()
         self.passes += 1
         self._largest_unit = None  # parameters may have another dtype since
         self.order.start_pass()
+
+    def _agree(self) -> None:
+        # Where nothing is gathered a rank may run forward alone, or other models first.
+        gathering = [group for unit in self.units for group in unit.groups if group.mesh.shard.size > 1]
+        if not gathering or any(group.has_to_gather for group in gathering):
+            check_alike(gathering)
+            self._is_agreed = True
 
     def gather_after(self, event: Any, first: Unit) -> None:
         """Let gathers start after ``event``. If the next one is that of ``first``, it does not wait for what is queued

@@ -139,6 +139,12 @@ class ParamGroup:
         return self.state is ShardState.UNSHARDED
 
     @property
+    def has_to_gather(self) -> bool:
+        """Whether its next forward hears from the other ranks."""
+        is_there = self.is_unsharded or self.is_gathering or (self._is_kept and not self.shards.changed())
+        return self.mesh.shard.size > 1 and not is_there
+
+    @property
     def is_gathering(self) -> bool:
         """Whether a gather was started that nobody waited for."""
         return self._gather is not None
