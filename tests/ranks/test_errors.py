@@ -27,7 +27,7 @@ from shardwise import Placements, fully_shard
 from shardwise.core.comm import comm_for
 from shardwise.core.errors import StateError
 
-from ..models import MLP, Transformer, inputs_for, wrap
+from ..models import MLP, Transformer, wrap
 from .harness import on_ranks
 from .test_autograd import Layer, stack
 from .test_parallel import named_axes
@@ -99,17 +99,6 @@ def test_conversions_that_one_rank_has_taken_over() -> None:
             for group in unit.groups:
                 group.adopt_registered()
     model(torch.ones(2, model.layers[0].in_features, dtype=torch.float64)).sum().backward()
-
-
-@on_ranks(2)
-def test_a_replica_that_one_rank_runs_alone() -> None:
-    whole = fully_shard(MLP(), placements="ddp")
-    if dist.get_rank():
-        with torch.no_grad():
-            whole(torch.ones(2, whole.layers[0].in_features))
-    model = wrap(Transformer(), fully_shard)
-    model(inputs_for(Transformer(), 0)).sum().backward()
-    whole(torch.ones(2, whole.layers[0].in_features)).sum().backward()
 
 
 @on_ranks(2)
