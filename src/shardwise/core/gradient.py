@@ -164,10 +164,12 @@ class GradientPlan:
             self._told = [*present], flags
         return self._told[1]
 
-    def knows(self, present: Sequence[bool]) -> bool:
+    def knows(self, present: Sequence[bool], like: torch.Tensor) -> bool:
         """Whether nothing has to be made on the host, or read there, where this rank has these gradients as last time,
-        and so have the others."""
-        return self._told is not None and self._told[0] == present and (all(present) or bool(self.exist))
+        of the dtype of ``like``, and so have the others."""
+        if self._told is None or self._told[0] != present or self._told[1].dtype != like.dtype:
+            return False
+        return all(present) or bool(self.exist)
 
     def stage(
         self, gradients: Sequence[torch.Tensor], present: Sequence[bool], out: torch.Tensor, allocate: Allocate
@@ -308,7 +310,7 @@ class Reduction:
         self._flags_on_host: torch.Tensor | None = None
         self._is_captured = lanes.scatter.is_captured
         if self._is_captured:
-            self._check_capture()
+            self._check_capture(gradients[0] if gradients else self.out)
         elif not route.stop_after_shard:
             self._receive_on_host()
         # Held like the inputs: a lane may read it long after it was replaced.
@@ -336,8 +338,9 @@ class Reduction:
         elif not (all(self.present) or out.is_cpu):
             self._flags_on_host = torch.empty(len(self.present), dtype=out.dtype, pin_memory=pins_memory(HOST))
 
-    def _check_capture(self) -> None:
-        """
+    def _check_capture(self, like: torch.Tensor) -> None:
+        """For gradients of the dtype of ``like``.
+
         Raises:
             StateError: the host would have to read what a graph that is captured computes.
         """
@@ -346,7 +349,7 @@ class Reduction:
                 f"unit {self.name!r}: gradients of offloaded parameters go to the host, which nothing that is captured "
                 "into a CUDA graph can wait for: shard without offload_policy, or do not capture"
             )
-        if not self.plan.knows(self.present):
+        if not self.plan.knows(self.present, like):
             raise StateError(
                 f"unit {self.name!r}: its backward is captured into a CUDA graph, and none has given gradients to the "
                 "same parameters before: run four training steps first, each as the one to be captured"
