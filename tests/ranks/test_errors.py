@@ -67,6 +67,7 @@ def assert_named(difference: str, world_size: int) -> None:
     is_last = dist.get_rank() == world_size - 1
     group = dist.new_group(timeout=timedelta(seconds=2))
     model = another_model(difference if is_last else "", DeviceMesh.from_group(group, "cpu"))
+    dist.barrier()
     time.sleep(1.0 if is_last else 0.0)
     with pytest.raises(RuntimeError) as caught:
         model(torch.ones(2, WIDTH))
