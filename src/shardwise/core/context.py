@@ -108,7 +108,7 @@ class FSDPCommContext:
     def _agree(self) -> None:
         # Where nothing is gathered a rank may run forward alone, or other models first.
         gathering = [group for unit in self.units for group in unit.groups if group.mesh.shard.size > 1]
-        if not gathering or any(group.has_to_gather for group in gathering):
+        if not gathering or any(group.has_to_gather(self.gather_lane) for group in gathering):
             check_alike(gathering)
             self._is_agreed = True
 

@@ -154,22 +154,27 @@ class GradientPlan:
 
     def _flag_rows(self, present: Sequence[bool], like: torch.Tensor) -> torch.Tensor:
         """One row of ones and zeros for every rank, or for all: which gradients this rank has."""
+        if (flags := self._kept_flags(present, like)) is not None:
+            return flags
+        rows, padding = 1 if self.sums_flags else self.world_size, self._flags_numel - len(present)
+        if all(present):
+            flags = like.new_ones(rows, self._flags_numel)
+        else:
+            row = sent_to(like.device, [*map(float, present), *[0.0] * padding], like.dtype)
+            flags = row.repeat(rows, 1)
+        self._told = [*present], flags
+        return flags
+
+    def _kept_flags(self, present: Sequence[bool], like: torch.Tensor) -> torch.Tensor | None:
+        """What `_flag_rows` gave last, if that was for the same."""
         if self._told is None or self._told[0] != present or self._told[1].dtype != like.dtype:
-            rows, padding = 1 if self.sums_flags else self.world_size, self._flags_numel - len(present)
-            if all(present):
-                flags = like.new_ones(rows, self._flags_numel)
-            else:
-                row = sent_to(like.device, [*map(float, present), *[0.0] * padding], like.dtype)
-                flags = row.repeat(rows, 1)
-            self._told = [*present], flags
+            return None
         return self._told[1]
 
     def knows(self, present: Sequence[bool], like: torch.Tensor) -> bool:
         """Whether nothing has to be made on the host, or read there, where this rank has these gradients as last time,
         of the dtype of ``like``, and so have the others."""
-        if self._told is None or self._told[0] != present or self._told[1].dtype != like.dtype:
-            return False
-        return all(present) or bool(self.exist)
+        return self._kept_flags(present, like) is not None and (all(present) or bool(self.exist))
 
     def stage(
         self, gradients: Sequence[torch.Tensor], present: Sequence[bool], out: torch.Tensor, allocate: Allocate

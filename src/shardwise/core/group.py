@@ -139,12 +139,6 @@ class ParamGroup:
         return self.state is ShardState.UNSHARDED
 
     @property
-    def has_to_gather(self) -> bool:
-        """Whether its next forward hears from the other ranks."""
-        is_there = self.is_unsharded or self.is_gathering or (self._is_kept and not self.shards.changed())
-        return self.mesh.shard.size > 1 and not is_there
-
-    @property
     def is_gathering(self) -> bool:
         """Whether a gather was started that nobody waited for."""
         return self._gather is not None
@@ -179,6 +173,11 @@ class ParamGroup:
             self._drop_resharded()
         self.shards.check_materialized()
         self._submit_gather(lane, ahead)
+
+    def has_to_gather(self, lane: Lane) -> bool:
+        """Whether the next forward gathers, on ``lane``."""
+        is_there = (self.is_unsharded or self._is_kept) and not self._may_differ(lane)
+        return not (is_there or self.is_gathering)
 
     def _may_differ(self, lane: Lane) -> bool:
         """Whether what was gathered before may not be what the shards are."""

@@ -43,8 +43,6 @@ class Ticket(Protocol):
         """Order the host after the work."""
 
 
-_NOTHING = contextlib.nullcontext()
-
 _abandoned: list[tuple[Callable[[], Any], Sequence[Waitable]]] = []
 """Works that nobody waited for before their `Flight` was deleted, each with a reference to the default process group of
 that time."""
@@ -62,9 +60,12 @@ class Flight:
     def wait(self) -> None:
         """Order the current stream, or the host, after them. Each is waited for once, whatever raises in between: the
         second wait for a message of gloo's is for one that never comes."""
-        while self.works:
-            work, self.works = self.works[0], self.works[1:]
-            work.wait()
+        left = iter(self.works)
+        try:
+            for work in left:
+                work.wait()
+        finally:
+            self.works = tuple(left)
 
     # Arguments, since the names of modules may go before objects when the interpreter ends.
     def __del__(self, abandoned: list[Any] = _abandoned, world: Any = GroupMember, refer: Any = weakref.ref) -> None:
@@ -115,7 +116,7 @@ class Lane(ABC):
     def own_memory(self) -> contextlib.AbstractContextManager[object]:
         """What is allocated inside is this lane's, if it is a stream: it need not wait for the computation to use that
         first, and uses it again once it is free. The computation must not use it first."""
-        return _NOTHING
+        return contextlib.nullcontext()
 
     @abstractmethod
     def wait_for_computation(self) -> None:
