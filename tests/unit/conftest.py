@@ -1,13 +1,16 @@
-"""A process group without processes."""
+"""A process group without processes, and what it gathers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from shardwise.core.comm import Comm
 
 
 @pytest.fixture
@@ -25,3 +28,17 @@ def fake_mesh() -> Iterator[Callable[..., DeviceMesh]]:
     yield make
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def gathers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of ranks of each gather so far."""
+    sizes: list[int] = []
+    gather = Comm.all_gather
+
+    def noted(comm: Comm, *args: Any) -> Any:
+        sizes.append(comm.size)
+        return gather(comm, *args)
+
+    monkeypatch.setattr(Comm, "all_gather", noted)
+    return sizes

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import CPUOffloadPolicy, Placements, fully_shard
 from shardwise.core import lanes
-from shardwise.core.comm import Comm
 
 from ..models import MLP, inputs_for, wrap
 
@@ -26,20 +25,6 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
         monkeypatch.setattr(lanes._HostLane, "is_captured", property(lambda self: on))
 
     return switch
-
-
-@pytest.fixture
-def gathers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by one with each gather."""
-    seen: list[int] = []
-    gather = Comm.all_gather
-
-    def counted(self: Comm, outputs: Any, inputs: Any) -> Any:
-        seen.append(1)
-        return gather(self, outputs, inputs)
-
-    monkeypatch.setattr(Comm, "all_gather", counted)
-    return seen
 
 
 def evaluate(model: Any) -> None:
