@@ -53,12 +53,16 @@ class Contender:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def step(self) -> float:
-        """One whole training step; gives its loss in nats per token."""
+    def queue_step(self) -> Tensor:
+        """One whole training step, for which nothing waits; gives its loss in nats per token."""
         loss = self.forward()
         loss.backward()
         self.update()
-        return loss.item()
+        return loss.detach()
+
+    def step(self) -> float:
+        """One whole training step; gives its loss in nats per token."""
+        return self.queue_step().item()
 
     def resident_bytes(self) -> int:
         """Bytes that this rank keeps between steps: parameters (its shards) and optimizer state."""

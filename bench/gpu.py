@@ -187,22 +187,15 @@ def measure_graphs(work: Work) -> dict[str, dict[str, list[float]]]:
             for contender in (one, other):
                 contender.optimizer = torch.optim.AdamW(contender.model.parameters(), lr=1e-4, capturable=True)
             replay = _captured(other)
-            losses = [_queued_step(one) for _ in range(BEFORE_CAPTURE + 1)]
+            losses = [one.queue_step() for _ in range(BEFORE_CAPTURE + 1)]
             if not torch.equal(losses[-1], replay()):
                 raise BenchError(f"{name}: a replay gives another loss than the step that it replaces")
-            actions[name, "step"] = functools.partial(_timed, functools.partial(_queued_step, one))
+            actions[name, "step"] = functools.partial(_timed, one.queue_step)
             actions[name, "replay"] = functools.partial(_timed, replay)
         gc.collect()
         gc.freeze()
         runs = interleave(actions, WARM_UP, work.rounds)
     return {name: {kind: runs[name, kind] for kind in ("step", "replay")} for name in ENGINES}
-
-
-def _queued_step(contender: Contender) -> Tensor:
-    loss = contender.forward()
-    loss.backward()
-    contender.update()
-    return loss.detach()
 
 
 def _captured(contender: Contender) -> Callable[[], Tensor]:
@@ -211,12 +204,11 @@ def _captured(contender: Contender) -> Callable[[], Tensor]:
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(BEFORE_CAPTURE):
-            _queued_step(contender)
+            contender.queue_step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        loss = _queued_step(contender)
-
+        loss = contender.queue_step()
     return functools.partial(_replay, contender, graph, loss)
 
 
