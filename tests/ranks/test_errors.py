@@ -49,44 +49,63 @@ def refused(kind: type[Exception] | tuple[type[Exception], ...], *words: str) ->
 # -- Other ranks
 
 
-def another_model(difference: str, mesh: DeviceMesh) -> Any:
+def another_model(difference: str, mesh: DeviceMesh, placements: Placements) -> Any:
     """A wrapped model, with a ``difference`` from the usual one if that is named."""
     layers: list[nn.Module] = [Layer() for _ in range(4 if difference == "a unit more" else 3)]
     if difference == "wider":
         layers[1] = nn.Sequential(nn.Linear(WIDTH, 4), nn.Linear(4, WIDTH))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if difference == "a policy" else None)
+    policy = MixedPrecisionPolicy(**{difference: torch.bfloat16} if difference.endswith("_dtype") else {})
     if difference == "a dtype":
         layers[1].to(torch.float64)
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    return fully_shard(nn.Sequential(*layers), mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, placements=placements)
+    return fully_shard(nn.Sequential(*layers), mesh=mesh, mp_policy=policy, placements=placements)
 
 
-def assert_named(difference: str, world_size: int) -> None:
-    """The last rank, which comes later, knows the cause; the others do when they hear nothing from it."""
-    is_last = dist.get_rank() == world_size - 1
-    group = dist.new_group(timeout=timedelta(seconds=2))
-    model = another_model(difference if is_last else "", DeviceMesh.from_group(group, "cpu"))
+def assert_named(difference: str, mesh: DeviceMesh, placements: Placements = Placements.zero3) -> None:
+    """The last rank, or the last replica, comes later and knows the cause; the others do when they hear nothing from
+    it. The groups of ``mesh`` wait for two seconds."""
+    is_last = mesh.get_coordinate()[0] == mesh.size(0) - 1
+    model = another_model(difference if is_last else "", mesh, placements)
     dist.barrier()
     time.sleep(1.0 if is_last else 0.0)
     with pytest.raises(RuntimeError) as caught:
-        model(torch.ones(2, WIDTH))
+        model(torch.ones(2, WIDTH)).sum().backward()
     told = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
     assert "anks do not share one model" in told
-    assert f"rank {world_size - 1} " in told
+    assert f"rank {mesh.size(0) - 1} " in told
     assert isinstance(caught.value, StateError) == is_last
     if is_last and difference == "wider":
         assert "unit '1' with 1.0.weight (4, 9), 1.0.bias (4,), 1.1.weight (9, 4), … in torch.float32" in told
 
 
-@on_ranks(2, difference=["wider", "a dtype", "a policy", "a unit more"])
+def impatient_mesh() -> DeviceMesh:
+    """All ranks."""
+    return DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=2)), "cpu")
+
+
+@on_ranks(2, difference=["wider", "a dtype", "param_dtype", "reduce_dtype", "a unit more"])
 def test_another_model_on_one_rank(difference: str) -> None:
-    assert_named(difference, 2)
+    assert_named(difference, impatient_mesh())
 
 
 @on_ranks(3)
 def test_another_model_on_one_rank_of_three() -> None:
-    assert_named("wider", 3)
+    assert_named("wider", impatient_mesh())
+
+
+@on_ranks(2, difference=["wider", "reduce_dtype", "a unit more"])
+def test_another_model_on_one_replica(difference: str) -> None:
+    assert_named(difference, impatient_mesh(), Placements.ddp)
+
+
+@on_ranks(4)
+def test_another_model_on_a_replica_of_two_ranks() -> None:
+    ranks = torch.arange(4).view(2, 2)
+    groups = [
+        dist.new_subgroups_by_enumeration(axis.tolist(), timeout=timedelta(seconds=2))[0] for axis in (ranks.T, ranks)
+    ]
+    assert_named("wider", DeviceMesh.from_group(groups, "cpu", ranks, mesh_dim_names=("replicate", "shard")))
 
 
 @on_ranks(2)

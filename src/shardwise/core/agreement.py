@@ -1,7 +1,7 @@
 """Whether the ranks that share parameters have wrapped them alike: otherwise gloo ends a process, and others wait.
 
-A rank posts what its gathers depend on, and compares it with what its neighbors have posted by then. Nobody waits for
-anybody: of two ranks that differ the later one knows it, and the other one when it fails to hear from that.
+A rank posts what its collectives depend on, and compares it with what its neighbors have posted by then. Nobody waits
+for anybody: of two ranks that differ the later one knows it, and the other one when it fails to hear from that.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ NAMED_PARAMETERS = 3
 """Of a unit, in a message."""
 
 
-def check_alike(groups: Iterable[ParamGroup]) -> None:
-    """Post what ``groups``, all of a model that are gathered, are, and compare it with the neighbors'.
+def check_alike(sharing: Iterable[tuple[Comm, ParamGroup]]) -> None:
+    """Post what the groups are that communicate over some ranks, all of a model, and compare it with the neighbors'.
 
-    To be called right before one is gathered. Only what all ranks do in one order gives their posts the same number, as
-    no forward over replicas does.
+    To be called right before one does. Only what all of those ranks do in one order gives their posts the same number,
+    as no forward over replicas does.
 
     Raises:
         StateError: naming another rank, which has other parameters, dtypes or units.
     """
     by_comm: defaultdict[Comm, list[ParamGroup]] = defaultdict(list)
-    for group in groups:
-        by_comm[group.mesh.shard].append(group)
+    for comm, group in sharing:
+        by_comm[comm].append(group)
     for comm, members in by_comm.items():
         signed = [(_signature(group), _described(group)) for group in members]
         counts = Counter(signature for signature, _ in signed)
@@ -49,8 +49,15 @@ def check_alike(groups: Iterable[ParamGroup]) -> None:
             raise StateError(text)
 
 
-def difference(comm: Comm) -> str:
-    """What this rank and its neighbors have wrapped otherwise, as far as they have posted it; empty if nothing."""
+def difference(*comms: Comm) -> str:
+    """What this rank and its neighbors over any of ``comms`` have wrapped otherwise, as far as they have posted it.
+
+    Empty if nothing.
+    """
+    return next(filter(None, map(_difference, comms)), "")
+
+
+def _difference(comm: Comm) -> str:
     if comm not in _posted:
         return ""
     number, counts, descriptions = _posted[comm]
@@ -71,9 +78,10 @@ def difference(comm: Comm) -> str:
 
 
 def _signature(group: ParamGroup) -> str:
-    """The same for all groups whose gathers are alike."""
+    """The same for all groups whose gathers and reductions are alike."""
     parts = [(_shape(slot), slot.buffer.layout.tensors[slot.index].dim, _dtype(slot)) for slot in group.slots]
-    return hashlib.sha256(repr((parts, group.policy.precision.param_dtype)).encode()).hexdigest()[:16]
+    precision = group.policy.precision
+    return hashlib.sha256(repr((parts, precision.param_dtype, precision.reduce_dtype)).encode()).hexdigest()[:16]
 
 
 def _described(group: ParamGroup) -> str:

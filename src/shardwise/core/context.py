@@ -49,7 +49,7 @@ class FSDPCommContext:
         self.has_root = False
         self.forward_root: Unit | None = None
         self.passes = 0
-        self._is_agreed = False
+        self._is_agreed = self._replicas_agree = False
         self._largest_unit: int | None = None
         self._units: list[weakref.ref[Unit]] = []
         self._reductions: deque[Reduction] = deque()
@@ -109,7 +109,7 @@ class FSDPCommContext:
         # Where nothing is gathered a rank may run forward alone, or other models first.
         gathering = [group for unit in self.units for group in unit.groups if group.mesh.shard.size > 1]
         if not gathering or any(group.has_to_gather(self.gather_lane) for group in gathering):
-            check_alike(gathering)
+            check_alike((group.mesh.shard, group) for group in gathering)
             self._is_agreed = True
 
     def gather_after(self, event: Any, first: Unit) -> None:
@@ -158,6 +158,17 @@ class FSDPCommContext:
             self._creates_graph = True
             for unit in self.units:
                 unit.guard_gradients()
+
+    def agree_on_replicas(self) -> None:
+        """Gradients are about to be summed over replicas.
+
+        Raises:
+            StateError: if they are the first, and another replica has other units.
+        """
+        if not self._replicas_agree:
+            groups = [group for unit in self.units for group in unit.groups]
+            check_alike((comm, group) for group in groups for comm in group.mesh.replicate if comm.size > 1)
+            self._replicas_agree = True
 
     def add_reduction(self, reduction: Reduction) -> None:
         """Let ``reduction`` run beside the computation."""

@@ -415,7 +415,8 @@ class Reduction:
         try:
             self._ticket.wait()
         except RuntimeError as error:
-            explain(error, f"reducing the gradients of unit {self.name!r}", difference(self.route.shard))
+            cause = difference(self.route.shard, *self.route.replicate)
+            explain(error, f"reducing the gradients of unit {self.name!r}", cause)
             raise
 
     def release(self) -> None:

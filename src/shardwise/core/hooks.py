@@ -556,6 +556,8 @@ class Unit:
             group.gradients.accumulate()
             return
         for slots, gradients in group.gradients.take():
+            if group.mesh.replicate and group.options.all_reduce_gradients:
+                context.agree_on_replicas()
             context.make_room_for_reduction()
             if (reduction := group.gradients.reduce(slots, gradients, context.reduce_lanes)) is not None:
                 context.add_reduction(reduction)
