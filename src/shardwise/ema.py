@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Real
 from types import TracebackType
 from typing import Any
 
@@ -216,10 +217,10 @@ class Swapped:
             self._ema.swap()
 
 
-def _check_decay(decay: float) -> None:
-    if isinstance(decay, bool) or not isinstance(decay, (int, float)):
+def _check_decay(decay: Any) -> None:
+    if isinstance(decay, bool) or not isinstance(decay, Real):
         raise TypeError(f"decay must be a number, not {decay!r}")
-    if not 0.0 <= decay <= 1.0:
+    if not 0.0 <= float(decay) <= 1.0:
         raise ValueError(f"decay must be between 0 and 1, not {decay}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -224,6 +225,7 @@ def test_what_cannot_be_averaged() -> None:
     for decay in (-0.1, 1.5, float("nan")):
         with pytest.raises(ValueError, match="decay must be between 0 and 1"):
             EMA(plain, decay)
+    assert EMA(plain, np.float32(0.5)).state_dict()["decay"] == 0.5
     with pytest.raises(TypeError, match="EMA takes a module"):
         EMA([plain])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="floating-point"):

@@ -1189,6 +1189,14 @@ def test_objects_that_run_code_are_refused(tmp_path: Path) -> None:
         assert load(tmp_path / "own").value == 4
 
 
+def test_extra_that_contains_itself(tmp_path: Path) -> None:
+    extra: dict[str, Any] = {"list": []}
+    extra["list"].append(extra)
+    with pytest.raises(ValueError, match="extra contains itself"):
+        save(tmp_path / "endless", extra=extra)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_metadata_that_runs_code_is_refused(tmp_path: Path) -> None:
     model = make()
     dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "theirs")

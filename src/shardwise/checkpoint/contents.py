@@ -39,7 +39,7 @@ def contents(
     Raises:
         StateError: naming parameters without values.
         TypeError: naming an object that cannot be pickled, or a tensor that is not dense.
-        ValueError: if an optimizer has parameters that the model does not have.
+        ValueError: if an optimizer has parameters that the model does not have, or ``extra`` contains itself.
     """
     found: dict[Path, Any] = {}
     # First, before anything here could draw a number.
@@ -52,13 +52,20 @@ def contents(
             found.update({**state, **cuts(state, names), **classes(state)})
     sharded: dict[str, DTensor] = {}
     if scheduler is not None:
-        captured = capture(scheduler, sharded, (SCHEDULER,))
+        captured = _captured(SCHEDULER, scheduler, sharded, (SCHEDULER,))
         found.update(leaves(captured, (SCHEDULER,)) if is_kept_by_leaves(captured) else [((SCHEDULER,), captured)])
     if extra is not None:
-        found[EXTRA,] = capture(extra, sharded)
+        found[EXTRA,] = _captured(EXTRA, extra, sharded)
     found.update({(EXTRA_TENSORS, name): tensor for name, tensor in sharded.items()})
     loads: dict[tuple[DeviceMesh, tuple[int, ...]], list[int]] = {}
     return {path: _leaf(path, value) for path, value in found.items() if _is_own(value, loads)}
+
+
+def _captured(name: str, value: Any, sharded: dict[str, DTensor], path: Path = ()) -> Any:
+    try:
+        return capture(value, sharded, path)
+    except RecursionError as error:
+        raise ValueError(f"{name} contains itself, or is nested too deeply to be saved: pass a tree") from error
 
 
 def _leaf(path: Path, value: Any) -> torch.Tensor | Pickled:
