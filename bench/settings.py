@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import shardwise
@@ -46,6 +47,7 @@ class Setting:
         micro_batches: backward passes of a step.
         reduces_each: whether each of them reduces.
         gathers_once: whether parameters stay gathered from one to the next.
+        theirs_stay: whether FSDP2's parameters stay gathered after the last of them too, until they are updated.
     """
 
     title: str
@@ -55,6 +57,7 @@ class Setting:
     micro_batches: int = 1
     reduces_each: bool = True
     gathers_once: bool = False
+    theirs_stay: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -84,6 +87,8 @@ SETTINGS = (
     Setting("parameters kept after forward", KEPT, KEPT),
     Setting("ZeRO-2; FSDP2 keeps parameters after forward", {"placements": "zero2"}, KEPT),
     Setting("ZeRO-1; FSDP2 keeps parameters after forward", {"placements": "zero1"}, KEPT),
+    Setting("ZeRO-2; FSDP2 keeps parameters after backward", {"placements": "zero2"}, KEPT, theirs_stay=True),
+    Setting("ZeRO-1; FSDP2 keeps parameters after backward", {"placements": "zero1"}, KEPT, theirs_stay=True),
     Setting(f"{MICRO_BATCHES} micro-batches, each reduced", micro_batches=MICRO_BATCHES),
     Setting(f"{MICRO_BATCHES} micro-batches, the last reduces", micro_batches=MICRO_BATCHES, reduces_each=False),
     Setting(
@@ -120,8 +125,8 @@ class Stepper:
             if self.contender.name != UNSHARDED:
                 model.set_requires_gradient_sync(self.setting.reduces_each or is_last)
                 model.set_is_last_backward(is_last)
-            if self.contender.name == FSDP2 and self.setting.gathers_once:
-                model.set_reshard_after_backward(is_last)
+            if self.contender.name == FSDP2 and (self.setting.gathers_once or self.setting.theirs_stay):
+                model.set_reshard_after_backward(is_last and not self.setting.theirs_stay)
             loss = self.contender.forward()
             loss.backward()
         return loss
@@ -130,7 +135,15 @@ class Stepper:
         """All of a step; gives its loss."""
         loss = self.passes()
         self.contender.update()
+        if self.contender.name == FSDP2 and self.setting.theirs_stay:
+            self.refresh()
         return loss.item()
+
+    def refresh(self) -> None:
+        """Let the next forward gather what was updated, which FSDP2 does not notice."""
+        for module in self.contender.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def make_stepper(name: str, setting: Setting, shape: Shape) -> Stepper:
