@@ -71,9 +71,9 @@ def assert_named(difference: str, mesh: DeviceMesh, placements: Placements = Pla
     time.sleep(1.0 if is_last else 0.0)
     with pytest.raises(RuntimeError) as caught:
         model(torch.ones(2, WIDTH)).sum().backward()
-    told = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    told = told_by(caught.value)
     assert "anks do not share one model" in told
-    assert f"rank {mesh.size(0) - 1} " in told
+    assert f"rank {dist.get_process_group_ranks(mesh.get_group(0))[-1]} " in told
     assert isinstance(caught.value, StateError) == is_last
     if is_last and difference == "wider":
         assert "unit '1' with 1.0.weight (4, 9), 1.0.bias (4,), 1.1.weight (9, 4), … in torch.float32" in told
@@ -106,6 +106,61 @@ def test_another_model_on_a_replica_of_two_ranks() -> None:
         dist.new_subgroups_by_enumeration(axis.tolist(), timeout=timedelta(seconds=2))[0] for axis in (ranks.T, ranks)
     ]
     assert_named("wider", DeviceMesh.from_group(groups, "cpu", ranks, mesh_dim_names=("replicate", "shard")))
+
+
+class Unlucky(nn.Module):
+    """Fails where it is told to."""
+
+    fails = False
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.fails:
+            raise ArithmeticError("no luck\nat all")
+        return inputs
+
+
+def unlucky_model(mesh: DeviceMesh) -> tuple[Any, Unlucky]:
+    unlucky = Unlucky()
+    layers = [Layer(), nn.Sequential(Layer(), unlucky), Layer()]
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(nn.Sequential(*layers), mesh=mesh), unlucky
+
+
+def told_by(error: BaseException) -> str:
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
+
+
+@on_ranks(3)
+def test_what_failed_on_another_rank_is_told() -> None:
+    """To all ranks that wait for it: also to one that reads what a third one, which waited too, may have told."""
+    model, unlucky = unlucky_model(impatient_mesh())
+    unlucky.fails = dist.get_rank() == 2
+    with pytest.raises((RuntimeError, ArithmeticError)) as caught:
+        model(torch.ones(2, WIDTH)).sum().backward()
+    assert isinstance(caught.value, ArithmeticError) == unlucky.fails
+    if not unlucky.fails:
+        cause = "Rank 2 failed before that, in the forward of unit '1': ArithmeticError: no luck."
+        assert cause in told_by(caught.value)
+
+
+@on_ranks(2)
+def test_what_failed_on_all_ranks_is_not_told_any_more() -> None:
+    model, unlucky = unlucky_model(init_device_mesh("cpu", (2,)))
+    comm = comm_for(dist.group.WORLD, torch.device("cpu"))
+    inputs = torch.ones(2, WIDTH)
+    unlucky.fails = True
+    for _ in range(2):
+        with pytest.raises(ArithmeticError):
+            model(inputs)
+        dist.barrier()
+        other = 1 - dist.get_rank()
+        assert comm.failure_elsewhere() == (other, "in the forward of unit '1': ArithmeticError: no luck")
+        dist.barrier()
+    unlucky.fails = False
+    model(inputs).sum().backward()
+    dist.barrier()
+    assert comm.failure_elsewhere() is None
 
 
 @on_ranks(2)

@@ -1,4 +1,6 @@
-"""Whether the ranks that share parameters have wrapped them alike: otherwise gloo ends a process, and others wait.
+"""What ranks tell each other: whether those that share parameters have wrapped them alike, and what failed on one.
+
+Otherwise gloo ends a process, and the others wait in vain.
 
 A rank posts what its collectives depend on, and compares it with what its neighbors have posted by then. Nobody waits
 for anybody: of two ranks that differ the later one knows it, and the other one when it fails to hear from that.
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from .comm import Comm
 from .device import local_of
-from .errors import StateError
+from .errors import StateError, explain
 
 if TYPE_CHECKING:
     from .group import ParamGroup
@@ -45,31 +47,49 @@ def check_alike(sharing: Iterable[tuple[Comm, ParamGroup]]) -> None:
         # Their order says nothing: ranks may have wrapped units in any.
         number = comm.post(" ".join(sorted(counts.elements())))
         _posted[comm] = number, counts, dict(signed)
-        if text := difference(comm):
+        if text := _difference(comm):
             raise StateError(text)
 
 
-def difference(*comms: Comm) -> str:
-    """What this rank and its neighbors over any of ``comms`` have wrapped otherwise, as far as they have posted it.
+def explain_failure(error: RuntimeError, what: str, *comms: Comm) -> None:
+    """Add to the ``error`` of a collective over one of ``comms`` what was being communicated, and the cause if others
+    of their ranks have told it; if not, tell them."""
+    causes = (cause(comm) for cause in (_difference, _failure_elsewhere) for comm in comms)
+    found = next(filter(None, causes), "")
+    explain(error, what, found)
+    if not found:
+        tell_failure(f"while {what}", comms)
 
-    Empty if nothing.
-    """
-    return next(filter(None, map(_difference, comms)), "")
+
+def tell_failure(text: str, comms: Iterable[Comm]) -> None:
+    """Let other ranks that fail later, of those of ``comms``, tell how this one did; empty if it did not."""
+    for comm in comms:
+        if comm.size > 1:
+            comm.tell_failure(text)
+
+
+def _failure_elsewhere(comm: Comm) -> str:
+    if comm.size == 1 or (found := comm.failure_elsewhere()) is None:
+        return ""
+    rank, text = found
+    return f"rank {rank} failed before that, {text}"
 
 
 def _difference(comm: Comm) -> str:
+    """What this rank and its neighbors have wrapped otherwise, as far as they have posted it; empty if nothing."""
     if comm not in _posted:
         return ""
     number, counts, descriptions = _posted[comm]
-    for rank in sorted({(comm.rank + step) % comm.size for step in (-1, 1)} - {comm.rank}):
-        posted = comm.posted_by(rank, number)
+    own = comm.global_rank(comm.rank)
+    for neighbor in sorted({(comm.rank + step) % comm.size for step in (-1, 1)} - {comm.rank}):
+        posted, rank = comm.posted_by(neighbor, number), comm.global_rank(neighbor)
         if posted is None or (theirs := Counter(posted.split())) == counts:
             continue
         only_here = next(iter(counts - theirs), None)
         if only_here is None:
-            what = f"rank {rank} has {(theirs - counts).total()} more units than rank {comm.rank}"
+            what = f"rank {rank} has {(theirs - counts).total()} more units than rank {own}"
         else:
-            what = f"rank {comm.rank} has {descriptions[only_here]}, and rank {rank} has no unit like that"
+            what = f"rank {own} has {descriptions[only_here]}, and rank {rank} has no unit like that"
         return (
             f"ranks do not share one model: {what}. Build the same modules on all ranks, and call fully_shard with the "
             "same options there"

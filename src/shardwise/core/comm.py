@@ -172,6 +172,26 @@ class Comm:
             return store.get(key).decode() if store.check([key]) else None
         return None
 
+    def tell_failure(self, text: str) -> None:
+        """Let `failure_elsewhere` of the other ranks find that this one failed, how ``text`` says; empty once it is
+        over."""
+        with contextlib.suppress(*NO_STORE):
+            store, place = self._store()
+            store.set(f"{_worlds[place]}.failed/{self.rank}", text)
+
+    def failure_elsewhere(self) -> tuple[int, str] | None:
+        """Another rank that has told that it failed, by its number in the default group, and how; None if none has."""
+        with contextlib.suppress(*NO_STORE):
+            number = f"{_worlds[self._store()[1]]}.failed"
+            for rank in range(self.size):
+                if rank != self.rank and (text := self.posted_by(rank, number)):
+                    return self.global_rank(rank), text
+        return None
+
+    def global_rank(self, rank: int) -> int:
+        """Number of ``rank`` in the default group."""
+        return dist.get_global_rank(self.group, rank)
+
     def _store(self) -> tuple[PrefixStore, str]:
         """Where these ranks post, and no others, and what that is called."""
         group, store = self.group, dist.distributed_c10d._get_default_store()

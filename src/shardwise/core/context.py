@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .agreement import check_alike
+from .agreement import check_alike, tell_failure
 from .device import backward_number, eager, in_compiled_autograd, label, queue_end_of_backward
-from .errors import StateError
+from .errors import StateError, is_explained
 from .gradient import Reduction, ReductionLanes
 from .iteration import Iteration
 from .lanes import Device, current_device, device_for
@@ -21,6 +21,10 @@ from .order import ExecutionOrder
 
 if TYPE_CHECKING:
     from .hooks import Unit
+
+
+MESSAGE_LENGTH = 300
+"""Characters of an exception's message that other ranks are told."""
 
 
 def _nothing() -> None:
@@ -49,7 +53,7 @@ class FSDPCommContext:
         self.has_root = False
         self.forward_root: Unit | None = None
         self.passes = 0
-        self._is_agreed = self._replicas_agree = False
+        self._is_agreed = self._replicas_agree = self._has_failed = False
         self._largest_unit: int | None = None
         self._units: list[weakref.ref[Unit]] = []
         self._reductions: deque[Reduction] = deque()
@@ -99,6 +103,9 @@ class FSDPCommContext:
         Raises:
             StateError: if it is the first that gathers, and another rank has other units.
         """
+        if self._has_failed:
+            self._tell_failure("")
+            self._has_failed = False
         if not self._is_agreed:
             self._agree()
         self.passes += 1
@@ -111,6 +118,17 @@ class FSDPCommContext:
         if not gathering or any(group.has_to_gather(self.gather_lane) for group in gathering):
             check_alike((group.mesh.shard, group) for group in gathering)
             self._is_agreed = True
+
+    def note_failure(self, unit: Unit, error: BaseException) -> None:
+        """The forward of ``unit`` raised: ranks that wait for this one in vain learn why."""
+        if not (self._has_failed or is_explained(error)):
+            message = str(error).partition("\n")[0][:MESSAGE_LENGTH]
+            self._tell_failure(f"in the forward of unit {unit.name!r}: {type(error).__name__}: {message}")
+        self._has_failed = True
+
+    def _tell_failure(self, text: str) -> None:
+        meshes = [group.mesh for unit in self.units for group in unit.groups]
+        tell_failure(text, dict.fromkeys(comm for mesh in meshes for comm in (mesh.shard, *mesh.replicate)))
 
     def gather_after(self, event: Any, first: Unit) -> None:
         """Let gathers start after ``event``. If the next one is that of ``first``, it does not wait for what is queued
@@ -287,6 +305,7 @@ class FSDPCommContext:
         self.order.forget()
         self.rest()
         self.forward_root, self._end_is_queued, self._creates_graph = None, False, False
+        self._has_failed = True
 
 
 def _current_device(device_type: str) -> torch.device:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+_EXPLAINED = "shardwise: this happened while"
+
 
 def explain(error: RuntimeError, what: str, cause: str = "") -> None:
     """Add to a communication error what was being communicated, and its ``cause`` or else what most often goes wrong
@@ -10,7 +12,12 @@ def explain(error: RuntimeError, what: str, cause: str = "") -> None:
         "Another rank failed or stopped, or does not run the same units in the same order: a unit that runs forward or "
         "backward on one rank must do so on all"
     )
-    error.add_note(f"shardwise: this happened while {what}. {cause[:1].upper() + cause[1:] or often}.")
+    error.add_note(f"{_EXPLAINED} {what}. {cause[:1].upper() + cause[1:] or often}.")
+
+
+def is_explained(error: BaseException) -> bool:
+    """Whether `explain` was given ``error``: what failed is communication, not what the module computes."""
+    return any(note.startswith(_EXPLAINED) for note in getattr(error, "__notes__", ()))
 
 
 class StateError(ValueError, RuntimeError):

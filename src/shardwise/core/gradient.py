@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 import torch
 
-from .agreement import difference
+from .agreement import explain_failure
 from .buffer import Allocate, cut_chunks, local_strides, thin_rows
 from .comm import Comm, StagedCollective, reduce_op
 from .device import HOST, chunk_cat, copy_each, is_elsewhere, pins_memory, sent_to
-from .errors import StateError, explain
+from .errors import StateError
 from .lanes import Lane, Step, Ticket, Waitable
 from .layout import Cut, TensorLayout, for_gradients
 
@@ -415,8 +415,8 @@ class Reduction:
         try:
             self._ticket.wait()
         except RuntimeError as error:
-            cause = difference(self.route.shard, *self.route.replicate)
-            explain(error, f"reducing the gradients of unit {self.name!r}", cause)
+            comms = self.route.shard, *self.route.replicate
+            explain_failure(error, f"reducing the gradients of unit {self.name!r}", *comms)
             raise
 
     def release(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .agreement import difference
+from .agreement import explain_failure
 from .buffer import Gather, ShardedBuffer
 from .comm import StagedCollective
 from .device import (
@@ -25,7 +25,6 @@ from .device import (
     unwrapped,
     without_torch_function,
 )
-from .errors import explain
 from .lanes import Lane, Lease, Ticket, Waitable
 from .mesh import DataParallelMesh, DataParallelRanks
 from .parameter import make_sharded_parameter, mark_replaced, remember_successor
@@ -261,7 +260,7 @@ class ParamGroup:
             try:
                 ticket.wait()
             except RuntimeError as error:
-                explain(error, f"gathering the parameters of unit {self.name!r}", difference(self.mesh.shard))
+                explain_failure(error, f"gathering the parameters of unit {self.name!r}", self.mesh.shard)
                 raise
         if self.policy.offload:
             self.shards.read_by = ticket

@@ -372,15 +372,17 @@ class Unit:
         try:
             args, kwargs = self.pre_forward(module, args, kwargs)
             return self.post_forward(module, args, function(*args, **kwargs))
-        except BaseException:
-            self.leave_by_exception(module)
+        except BaseException as error:
+            self.leave_by_exception(module, error)
             raise
 
     @eager
-    def leave_by_exception(self, module: nn.Module) -> None:
-        """Forward raised: what it began is over, so that the next one starts anew."""
+    def leave_by_exception(self, module: nn.Module, error: BaseException) -> None:
+        """Forward raised ``error``: what it began is over, so that the next one starts anew."""
         if self.phase is Phase.PRE_BACKWARD:
             return  # checkpointing stops a recomputation by an exception when it has what it needs
+        if self.context is not None:
+            self.context.note_failure(self, error)
         try:
             self._leave_call(module)
         finally:

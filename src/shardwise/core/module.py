@@ -98,8 +98,8 @@ class FSDPModule(_TorchModule):
         """Run forward; an exception leaves the unit as before it."""
         try:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        except BaseException:
-            self._unit.leave_by_exception(cast(nn.Module, self))
+        except BaseException as error:
+            self._unit.leave_by_exception(cast(nn.Module, self), error)
             raise
 
     def __deepcopy__(self, memo: Any) -> NoReturn:

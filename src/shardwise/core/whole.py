@@ -15,9 +15,10 @@ from itertools import accumulate
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from .agreement import explain_failure
 from .comm import Comm
 from .device import backward_number, copy_each, not_inference, owns_memory, sent_to, shares_storage
-from .errors import StateError, explain
+from .errors import StateError
 from .gradient import Scale, gradient_scale
 from .lanes import Flight
 from .layout import Run, whole
@@ -446,7 +447,7 @@ class OwnerReducer:
             flight.wait()
         except RuntimeError as error:
             names = ", ".join(repr(self.names[index]) for index in run.tensors[:3])
-            explain(error, f"reducing the gradients of {names} … to rank {run.owner}")
+            explain_failure(error, f"reducing the gradients of {names} … to rank {run.owner}", self.comm)
             raise
         if run.owner == self.comm.rank:
             if (after := self._scale(run).after) not in (None, 1.0):

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.optim import SGD, Optimizer
 
 from ..arguments import Argument, Support, check_arguments, documented, is_at_least
+from ..core.agreement import explain_failure
 from ..core.comm import Comm, SingleComm, comm_for
 from ..core.device import sent_to
-from ..core.errors import explain
 from ..core.layout import deal
 from ..core.norms import local_norms
 from ..core.parameter import refuse_lazy
@@ -239,7 +239,8 @@ class OSS(Optimizer):
         try:
             self._plan.run()
         except RuntimeError as error:
-            explain(error, "sending parameters to the other ranks after OSS stepped them")
+            comm = self._comm(self._device)
+            explain_failure(error, "sending parameters to the other ranks after OSS stepped them", comm)
             raise
 
     def _make_plan(self, signature: Signature) -> _BroadcastPlan:
