@@ -135,7 +135,7 @@ def give_ranks_the_same(monkeypatch: pytest.MonkeyPatch, pause: Callable[[], Non
     """Collectives are copies on the current stream, as if all ranks had this one's data; they ``pause`` around them."""
     Tensors = Sequence[torch.Tensor]  # noqa: N806
 
-    def all_gather(comm: Comm, outputs: Tensors, inputs: Tensors) -> list[Any]:
+    def all_gather(comm: Comm, outputs: Tensors, inputs: Tensors, purpose: str = "") -> list[Any]:
         pause()
         for output, input_ in zip(outputs, inputs, strict=True):
             for part in output.chunk(comm.size):
@@ -143,7 +143,7 @@ def give_ranks_the_same(monkeypatch: pytest.MonkeyPatch, pause: Callable[[], Non
         pause()
         return []
 
-    def reduce_scatter(comm: Comm, outputs: Tensors, inputs: Tensors, *, mean: bool) -> list[Any]:
+    def reduce_scatter(comm: Comm, outputs: Tensors, inputs: Tensors, *, mean: bool, purpose: str = "") -> list[Any]:
         pause()
         for output, input_ in zip(outputs, inputs, strict=True):
             torch.sum(input_.view(comm.size, -1), 0, out=output).div_(comm.size if mean else 1)

@@ -144,6 +144,37 @@ def test_what_failed_on_another_rank_is_told() -> None:
         assert cause in told_by(caught.value)
 
 
+class Dropped(nn.Module):
+    """Leaves out the layer that it is told to."""
+
+    def __init__(self, *widths: int) -> None:
+        super().__init__()
+        pairs = [(nn.Linear(WIDTH, width), nn.Linear(width, WIDTH)) for width in widths]
+        self.layers = nn.ModuleList([nn.Sequential(*pair) for pair in pairs])
+
+    def forward(self, hidden: torch.Tensor, left_out: int | None = None) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            hidden = hidden if index == left_out else layer(hidden)
+        return hidden
+
+
+@on_ranks(2, widths=[(4, 4, 4), (4, 5, 6)], left_out=[(None, 1), (1, 2)])
+def test_ranks_that_run_other_units(widths: tuple[int, ...], left_out: tuple[int | None, int]) -> None:
+    """Never with what another rank sent for another unit; and the second that fails knows where the first one was."""
+    model, mesh = Dropped(*widths), impatient_mesh()
+    for unit in (*model.layers, model):
+        fully_shard(unit, mesh=mesh)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(2, WIDTH), left_out[dist.get_rank()]).sum().backward()
+    told = told_by(caught.value)
+    assert "this happened while gathering the parameters of unit 'layers." in told
+    text = told if f"Rank {1 - dist.get_rank()} failed before that, while gathering the parameters of" in told else ""
+    both: list[str] = [""] * 2
+    dist.all_gather_object(both, text)
+    assert any(both)
+
+
 @on_ranks(2)
 def test_what_failed_on_all_ranks_is_not_told_any_more() -> None:
     model, unlucky = unlucky_model(init_device_mesh("cpu", (2,)))

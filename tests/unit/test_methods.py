@@ -368,9 +368,9 @@ def test_divide_factor_and_force_sum_reach_the_reduction(
     means: list[bool] = []
     original = Comm.reduce_scatter
 
-    def spy(comm: Comm, outputs: Any, inputs: Any, *, mean: bool) -> Any:
-        means.append(mean)
-        return original(comm, outputs, inputs, mean=mean)
+    def spy(comm: Comm, outputs: Any, inputs: Any, **options: Any) -> Any:
+        means.append(options["mean"])
+        return original(comm, outputs, inputs, **options)
 
     monkeypatch.setattr(Comm, "reduce_scatter", spy)
     run(model)

@@ -58,7 +58,7 @@ def explain_failure(error: RuntimeError, what: str, *comms: Comm) -> None:
     found = next(filter(None, causes), "")
     explain(error, what, found)
     if not found:
-        tell_failure(f"while {what}", comms)
+        tell_failure(f"while {what}: a unit that runs on one rank must run on all, in the same order", comms)
 
 
 def tell_failure(text: str, comms: Iterable[Comm]) -> None:

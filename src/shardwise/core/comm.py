@@ -17,6 +17,7 @@ import threading
 import time
 import uuid
 import weakref
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -98,8 +99,13 @@ class Comm:
         assert group is not None, "the process group was destroyed"
         return group
 
-    def all_gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[Waitable]:
-        """Fill ``outputs[i]`` (size x n_i elements) with all ranks' ``inputs[i]`` (n_i elements), in rank order."""
+    def all_gather(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], purpose: str = ""
+    ) -> list[Waitable]:
+        """Fill ``outputs[i]`` (size x n_i elements) with all ranks' ``inputs[i]`` (n_i elements), in rank order.
+
+        Ranks that name another ``purpose`` do not take these for theirs, where the backend can tell.
+        """
         outputs, inputs = _reals(outputs), _reals(inputs)
         if len(inputs) == 1:
             return _started(_all_gather_single(outputs[0], inputs[0], self.group, self.is_asynchronous))
@@ -107,10 +113,10 @@ class Comm:
         return _started(self.group.allgather_into_tensor_coalesced(outputs, inputs, options))
 
     def reduce_scatter(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *, mean: bool
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *, mean: bool, purpose: str = ""
     ) -> list[Waitable]:
         """Fill ``outputs[i]`` (n_i elements) with the sum (``mean``: the mean) over ranks of their part of
-        ``inputs[i]`` (size x n_i elements)."""
+        ``inputs[i]`` (size x n_i elements); ``purpose`` as of `all_gather`."""
         outputs, inputs = _reals(outputs), _reals(inputs)
         if len(inputs) == 1:
             work = _reduce_scatter_single(outputs[0], inputs[0], self.group, reduce_op(mean), self.is_asynchronous)
@@ -275,7 +281,9 @@ class GlooComm(Comm):
         # As bytes, since it refuses bool.
         return super().broadcast(tensor.view(torch.uint8), owner)
 
-    def all_gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[Waitable]:
+    def all_gather(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], purpose: str = ""
+    ) -> list[Waitable]:
         # Its coalesced all-gather copies everything through one more buffer.
         pairs = zip(outputs, inputs, strict=True)
         return _started(
@@ -283,7 +291,7 @@ class GlooComm(Comm):
         )
 
     def reduce_scatter(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *, mean: bool
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *, mean: bool, purpose: str = ""
     ) -> list[Waitable]:
         op = reduce_op(mean)
         pairs = zip(outputs, inputs, strict=True)
@@ -311,10 +319,11 @@ class PairwiseGlooComm(GlooComm):
         super().__init__(group)
         self._operations = 0
 
-    def _tag(self) -> int:
-        # Far from the small tags that users choose for messages of their own.
-        self._operations = (self._operations + 1) % 2**20
-        return 2**24 + self._operations
+    def _tag(self, kind: str = "", purpose: str = "") -> int:
+        # Far from the small tags that users choose for messages of their own. Ranks of which one left out a unit would
+        # otherwise take each other's messages: gloo ends a process if they are too long, and tells nobody if not.
+        self._operations = (self._operations + 1) % 2**14
+        return 2**30 + (_digest(kind + purpose) << 14) + self._operations
 
     def _peers(self) -> list[int]:
         """The other ranks, the next one first, so that not all send to the same one at once."""
@@ -329,26 +338,31 @@ class PairwiseGlooComm(GlooComm):
             works += [self.group.send([tensor], peer, tag) for peer, tensor in sent]
         return works
 
-    def all_gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[Waitable]:
+    def all_gather(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], purpose: str = ""
+    ) -> list[Waitable]:
         works: list[Waitable] = []
         for output, input_ in zip(outputs, inputs, strict=True):
-            parts, peers = output.split(input_.numel()), self._peers()
-            works += self._exchange(self._tag(), [(peer, parts[peer]) for peer in peers], zip(peers, repeat(input_)))
+            parts, peers, tag = output.split(input_.numel()), self._peers(), self._tag("gather ", purpose)
+            works += self._exchange(tag, [(peer, parts[peer]) for peer in peers], zip(peers, repeat(input_)))
             if parts[self.rank].data_ptr() != input_.data_ptr():
                 parts[self.rank].copy_(input_)
         return works
 
     def reduce_scatter(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *, mean: bool
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *, mean: bool, purpose: str = ""
     ) -> list[Waitable]:
-        return [self._reduce_scatter_one(output, input_, mean) for output, input_ in zip(outputs, inputs, strict=True)]
+        pairs = zip(outputs, inputs, strict=True)
+        return [
+            self._reduce_scatter_one(output, input_, mean, self._tag("reduce ", purpose)) for output, input_ in pairs
+        ]
 
-    def _reduce_scatter_one(self, output: torch.Tensor, input_: torch.Tensor, mean: bool) -> Waitable:
+    def _reduce_scatter_one(self, output: torch.Tensor, input_: torch.Tensor, mean: bool, tag: int) -> Waitable:
         parts, peers = input_.split(output.numel()), self._peers()
         # The last peer's part, which is added first, arrives in the output itself.
         spare = input_.new_empty((self.size - 2) * output.numel())
         received = [*(spare.split(output.numel()) if self.size > 2 else ()), output]
-        works = self._exchange(self._tag(), zip(peers, received, strict=True), [(peer, parts[peer]) for peer in peers])
+        works = self._exchange(tag, zip(peers, received, strict=True), [(peer, parts[peer]) for peer in peers])
         # gloo's ring adds from the rank before this one downwards and this one's own part last: the same bits.
         terms = [*reversed(received), parts[self.rank]]
 
@@ -388,6 +402,11 @@ class PairwiseGlooComm(GlooComm):
             received.clear()
 
         return [_Done(works, add)]
+
+
+@functools.lru_cache
+def _digest(purpose: str) -> int:
+    return zlib.crc32(purpose.encode()) % 2**16
 
 
 class StagedCollective(Protocol):

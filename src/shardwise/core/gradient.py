@@ -247,10 +247,12 @@ class Route:
             return self.custom.allocate(size, dtype=dtype, device=device)
         return torch.empty(size, dtype=dtype, device=device)
 
-    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
+    def reduce_scatter(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], purpose: str
+    ) -> Sequence[Waitable]:
         """Issue the reduce-scatter."""
         if self.custom is None:
-            return self.shard.reduce_scatter(outputs, inputs, mean=self.scale.mean)
+            return self.shard.reduce_scatter(outputs, inputs, mean=self.scale.mean, purpose=purpose)
         op = reduce_op(self.scale.mean)
         works = [
             self.custom(output_tensor=output, input_tensor=input_, group=self.shard.group, op=op)
@@ -369,10 +371,10 @@ class Reduction:
     def _steps(self, staged: Staged) -> tuple[list[Step], list[Step]]:
         """What is done before and after `release`."""
         route, out, plan, on_host, flags_on_host = self.route, self.out, self.plan, self._on_host, self._flags_on_host
-        thin = staged.thin  # the inputs are not held until the sums over replicas are there
+        thin, name = staged.thin, self.name  # the inputs are not held until the sums over replicas are there
 
         def scatter() -> Sequence[Waitable]:
-            works = [*route.reduce_scatter(staged.outputs, staged.inputs)] if staged.inputs else []
+            works = [*route.reduce_scatter(staged.outputs, staged.inputs, name)] if staged.inputs else []
             if thin is not None:
                 works += route.shard.all_reduce(thin, mean=route.scale.mean)
             return works

@@ -242,7 +242,7 @@ class ParamGroup:
     def _issue_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
         first = self.shards.buffers[0]
         if self.options.custom_gather is None or (custom := self._gathers_by(first)) is None:
-            return first.gather_comm.all_gather(outputs, inputs)
+            return first.gather_comm.all_gather(outputs, inputs, self.name)
         works = [
             custom(output_tensor=output, input_tensor=input_, group=first.comm.group, async_op=False)
             for output, input_ in zip(outputs, inputs, strict=True)
