@@ -80,11 +80,11 @@ def _difference(comm: Comm) -> str:
     if comm not in _posted:
         return ""
     number, counts, descriptions = _posted[comm]
-    own = comm.global_rank(comm.rank)
     for neighbor in sorted({(comm.rank + step) % comm.size for step in (-1, 1)} - {comm.rank}):
-        posted, rank = comm.posted_by(neighbor, number), comm.global_rank(neighbor)
+        posted = comm.posted_by(neighbor, number)
         if posted is None or (theirs := Counter(posted.split())) == counts:
             continue
+        own, rank = comm.global_rank(comm.rank), comm.global_rank(neighbor)
         only_here = next(iter(counts - theirs), None)
         if only_here is None:
             what = f"rank {rank} has {(theirs - counts).total()} more units than rank {own}"

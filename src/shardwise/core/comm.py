@@ -404,7 +404,7 @@ class PairwiseGlooComm(GlooComm):
         return [_Done(works, add)]
 
 
-@functools.lru_cache
+@functools.cache
 def _digest(purpose: str) -> int:
     return zlib.crc32(purpose.encode()) % 2**16
 
