@@ -18,6 +18,7 @@ from .truth import batch, gradients_of
 WIDTH, BRANCHES = 7, 3
 USED: list[list[set[int]]] = [
     # for each step, what each rank (the last one again for more ranks) uses
+    [{0, 1}, {0, 2}],
     [{0, 1, 2}, {0, 1, 2}],
     [{0}, {0}],
     [{0}, {0}],
@@ -60,11 +61,17 @@ def plain_gradients(model: nn.Module, step: int, ranks: int, micro_batches: int)
     return gradients_of(model)
 
 
-def check(model: Any, mesh: Any, micro_batches: int, ranks: int, **options: Any) -> None:
+def check(model: Any, mesh: Any, micro_batches: int, ranks: int, *, apart: bool = False, **options: Any) -> None:
+    """
+    Args:
+        apart: whether each branch is a unit.
+    """
     rank = dist.get_rank()
     torch.manual_seed(3)
     reference = Branches()
     model.load_state_dict(reference.state_dict())
+    for branch in model.branches if apart else ():
+        shardwise.fully_shard(branch, mesh=mesh, **options)
     wrapped = shardwise.fully_shard(model, mesh=mesh, **options)
     for step in range(len(USED)):
         for part in range(micro_batches):
@@ -84,6 +91,15 @@ def check(model: Any, mesh: Any, micro_batches: int, ranks: int, **options: Any)
 def test_branches_that_come_and_go(preset: str, micro_batches: int) -> None:
     ranks = dist.get_world_size()
     check(Branches(), init_device_mesh("cpu", (ranks,)), micro_batches, ranks, placements=preset)
+
+
+@on_ranks(2, 3, strategy=["ddp", "replicas"], micro_batches=[1, 2])
+def test_units_that_ranks_leave_out(strategy: str, micro_batches: int) -> None:
+    """Where each has the whole parameters, they need not run the same units, nor ever have run one."""
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,) if strategy == "ddp" else (ranks, 1))
+    placements = "ddp" if strategy == "ddp" else "zero3"
+    check(Branches(), mesh, micro_batches, ranks, apart=True, placements=placements)
 
 
 @on_ranks(4)

@@ -20,6 +20,7 @@ from .lanes import Device, current_device, device_for
 from .order import ExecutionOrder
 
 if TYPE_CHECKING:
+    from .group import ParamGroup
     from .hooks import Unit
 
 
@@ -59,6 +60,9 @@ class FSDPCommContext:
         self._reductions: deque[Reduction] = deque()
         self._replicating: deque[Reduction] = deque()
         self._landing: deque[Reduction] = deque()
+        self._turns: dict[ParamGroup, Unit] | None = None
+        """Whose reductions have yet to start in this backward, in the order in which all ranks start them."""
+        self._ready: set[ParamGroup] = set()
         self._end_is_queued = False
         self._queued_end: Callable[[], Any] = _nothing
         self._backward = -1
@@ -188,6 +192,41 @@ class FSDPCommContext:
             check_alike((comm, group) for group in groups for comm in group.mesh.replicate if comm.size > 1)
             self._replicas_agree = True
 
+    def reduce_in_turn(self, unit: Unit, group: ParamGroup) -> None:
+        """Start to reduce gradients of ``group``, which is whole on all ranks, once those before it have started: in
+        one order on all ranks, which may have run other units."""
+        if self._turns is None:
+            self._turns = self._make_turns()
+        self._turns.setdefault(group, unit)  # what comes late is the last
+        self._ready.add(group)
+        while self._turns and (first := next(iter(self._turns))) in self._ready:
+            self._turns.pop(first).start_reduction(first)
+            self._ready.remove(first)
+
+    def _make_turns(self) -> dict[ParamGroup, Unit]:
+        return {
+            group: unit
+            for unit in self._as_backward_comes()
+            for group in unit.groups
+            if group.is_whole_everywhere and unit.reduces(group) and group.gradients.may_have_any()
+        }
+
+    def _finish_turns(self) -> None:
+        """Reduce what no backward of this rank came to too: other ranks may have gradients of it."""
+        turns = self._make_turns() if self._turns is None else self._turns
+        self._turns = None
+        self._ready.clear()
+        for group, unit in turns.items():
+            if not unit.runs_forward:
+                group.show_once(self.gather_lane)
+                unit.start_reduction(group)
+
+    def _as_backward_comes(self) -> list[Unit]:
+        """The units, as backward mostly comes to them; not as this rank's forwards went, which others may not have
+        run."""
+        joined = self.units[::-1]
+        return [unit for is_root in (False, True) for unit in joined if unit.is_root == is_root]
+
     def add_reduction(self, reduction: Reduction) -> None:
         """Let ``reduction`` run beside the computation."""
         self._reductions.append(reduction)
@@ -219,15 +258,15 @@ class FSDPCommContext:
             self._end_is_queued = False
             if self.forward_root is not None and not self.forward_root.runs_forward:
                 self.forward_root = None
-            # As backward mostly comes to them, for ranks on which a unit's inputs need gradients have reduced its own
-            # before; not as this rank's forwards went, which others may not have run.
-            joined = self.units[::-1]
-            units = [unit for is_root in (False, True) for unit in joined if unit.is_root == is_root]
+            # In this order, since ranks on which a unit's inputs need gradients have reduced its own before.
+            units = self._as_backward_comes()
             for unit in units:
                 if creates_graph:
                     unit.end_of_differentiable_backward()
                 else:
                     unit.end_of_backward()
+            if not creates_graph:
+                self._finish_turns()
             # Before the last one too: who reads gradients between micro-batches finds all of them.
             self._finish_reductions()
             ended = [unit for unit in units if unit.iteration.ends]
@@ -270,6 +309,7 @@ class FSDPCommContext:
             with torch.no_grad(), self._ending():
                 for unit in units:
                     unit.end_of_backward()
+                self._finish_turns()
         finally:
             for iteration in iterations:
                 iteration.is_finishing = False
@@ -296,6 +336,8 @@ class FSDPCommContext:
 
     def reset(self) -> None:
         """Back to the state between iterations: wait for what is under way, drop it and all unreduced gradients."""
+        self._turns = None
+        self._ready.clear()
         for pending in (self._replicating, self._reductions, self._landing):
             while pending:
                 pending.popleft().abandon()

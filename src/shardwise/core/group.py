@@ -93,6 +93,8 @@ class ParamGroup:
         self.is_asked_for = False
         """Whether the user started the gather, and nobody waited for it: not whether the handle exists still, of which
         ranks may differ."""
+        self.is_whole_everywhere = self.mesh.shard.size == 1 < self.mesh.size
+        """Whether nothing but its reductions is communicated: ranks may run its unit forward or not, as they like."""
         self._is_kept = self._keeps_unsharded = self.mesh.strategy.keeps_unsharded
         self._is_replayed = False
         """Whether a graph was captured that has gathers of these: it writes the shards again whenever it is replayed,
@@ -113,6 +115,13 @@ class ParamGroup:
     @name.setter
     def name(self, name: str) -> None:
         self.shards.unit_name = name
+
+    def show_once(self, lane: Lane) -> None:
+        """Let there be unsharded parameters, which gradients may come for, though no forward needed them here."""
+        if not all(slot.was_unsharded for slot in self.slots):
+            self.unshard(lane)
+            self.wait_for_unshard()
+            self.reshard()
 
     def use_ranks(self, ranks: DataParallelRanks) -> None:
         """Communicate by ``ranks`` from now on: as many, and this rank in the same place."""

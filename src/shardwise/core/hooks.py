@@ -549,14 +549,25 @@ class Unit:
         if group.options.reshard_after_backward:
             group.reshard()
 
-    @labelled("FSDP::post_backward_reduce ({name})")
     def _reduce_group(self, group: ParamGroup) -> None:
+        assert self.context is not None
+        if not self.reduces(group):
+            group.gradients.accumulate()
+        elif group.is_whole_everywhere:
+            self.context.reduce_in_turn(self, group)
+        else:
+            self.start_reduction(group)
+
+    def reduces(self, group: ParamGroup) -> bool:
+        """Whether gradients of ``group`` are reduced after the backward that runs, and not kept for a later one."""
+        reduces_now = self.iteration.ends or group.mesh.strategy.reduces_every_backward
+        return group.options.reduce_gradients and reduces_now
+
+    @labelled("FSDP::post_backward_reduce ({name})")
+    def start_reduction(self, group: ParamGroup) -> None:
+        """Reduce what ``group`` has of gradients, and zeros for those that it has not."""
         context = self.context
         assert context is not None
-        reduces_now = self.iteration.ends or group.mesh.strategy.reduces_every_backward
-        if not (group.options.reduce_gradients and reduces_now):
-            group.gradients.accumulate()
-            return
         for slots, gradients in group.gradients.take():
             if group.mesh.replicate and group.options.all_reduce_gradients:
                 context.agree_on_replicas()
