@@ -88,7 +88,8 @@ class GradientReducer:
 
     def may_have_any(self) -> bool:
         """Whether any rank may have one that waits for its reduction; alike on all of them."""
-        return self._was_kept or any(slot.sharded.requires_grad for slot in self.slots)
+        with without_torch_function():
+            return self._was_kept or any(slot.sharded.requires_grad for slot in self.slots)
 
     def leaves_partial_sums(self) -> bool:
         """Whether sums over the sharding axis alone would be kept, if gradients were reduced now."""
