@@ -112,10 +112,11 @@ class Unlucky(nn.Module):
     """Fails where it is told to."""
 
     fails = False
+    error: Exception = ArithmeticError("no luck\nat all")
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if self.fails:
-            raise ArithmeticError("no luck\nat all")
+            raise self.error
         return inputs
 
 
@@ -142,6 +143,33 @@ def test_what_failed_on_another_rank_is_told() -> None:
     if not unlucky.fails:
         cause = "Rank 2 failed before that, in the forward of unit '1': ArithmeticError: no luck."
         assert cause in told_by(caught.value)
+
+
+class UnprintableError(Exception):
+    """Fails, too."""
+
+    def __str__(self) -> str:
+        raise AssertionError("it is printed")
+
+
+@on_ranks(2)
+def test_what_is_told_hides_nothing() -> None:
+    model, unlucky = unlucky_model(init_device_mesh("cpu", (2,)))
+    comm = comm_for(dist.group.WORLD, torch.device("cpu"))
+    unlucky.fails = True
+    errors = (
+        (UnprintableError("no"), "UnprintableError"),
+        (UnprintableError(torch.ones(1)), "UnprintableError"),
+        (FileNotFoundError(2, "gone", "\udcff"), "FileNotFoundError: [Errno 2] gone: '\\udcff'"),
+        (OSError("\udcff"), "OSError: ?"),
+    )
+    for unlucky.error, told in errors:
+        with pytest.raises(type(unlucky.error)) as caught:
+            model(torch.ones(2, WIDTH))
+        assert caught.value is unlucky.error
+        dist.barrier()
+        assert comm.failure_elsewhere() == (1 - dist.get_rank(), f"in the forward of unit '1': {told}")
+        dist.barrier()
 
 
 class Dropped(nn.Module):

@@ -183,7 +183,8 @@ class Comm:
         over."""
         with contextlib.suppress(*NO_STORE):
             store, place = self._store()
-            store.set(f"{_worlds[place]}.failed/{self.rank}", text)
+            # Messages have names of files, which need not be text.
+            store.set(f"{_worlds[place]}.failed/{self.rank}", text.encode(errors="replace").decode())
 
     def failure_elsewhere(self) -> tuple[int, str] | None:
         """Another rank that has told that it failed, by its number in the default group, and how; None if none has."""

@@ -126,8 +126,7 @@ class FSDPCommContext:
     def note_failure(self, unit: Unit, error: BaseException) -> None:
         """The forward of ``unit`` raised: ranks that wait for this one in vain learn why."""
         if not (self._has_failed or is_explained(error)):
-            message = str(error).partition("\n")[0][:MESSAGE_LENGTH]
-            self._tell_failure(f"in the forward of unit {unit.name!r}: {type(error).__name__}: {message}")
+            self._tell_failure(f"in the forward of unit {unit.name!r}: {_said_by(error)}")
         self._has_failed = True
 
     def _tell_failure(self, text: str) -> None:
@@ -348,6 +347,16 @@ class FSDPCommContext:
         self.rest()
         self.forward_root, self._end_is_queued, self._creates_graph = None, False, False
         self._has_failed = True
+
+
+def _said_by(error: BaseException) -> str:
+    """The kind of ``error``, and the first line of its message."""
+    message = ""
+    # To print what a user made may fail, or wait for a device: an exception may carry tensors.
+    if all(isinstance(argument, str | int | float) for argument in error.args):
+        with contextlib.suppress(Exception):
+            message = str(error).partition("\n")[0][:MESSAGE_LENGTH]
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def _current_device(device_type: str) -> torch.device:
