@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -120,12 +121,12 @@ class Unlucky(nn.Module):
         return inputs
 
 
-def unlucky_model(mesh: DeviceMesh) -> tuple[Any, Unlucky]:
+def unlucky_model(mesh: DeviceMesh, placements: str = "zero3") -> tuple[Any, Unlucky]:
     unlucky = Unlucky()
     layers = [Layer(), nn.Sequential(Layer(), unlucky), Layer()]
     for layer in layers:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(nn.Sequential(*layers), mesh=mesh), unlucky
+        fully_shard(layer, mesh=mesh, placements=placements)
+    return fully_shard(nn.Sequential(*layers), mesh=mesh, placements=placements), unlucky
 
 
 def told_by(error: BaseException) -> str:
@@ -170,6 +171,27 @@ def test_what_is_told_hides_nothing() -> None:
         dist.barrier()
         assert comm.failure_elsewhere() == (1 - dist.get_rank(), f"in the forward of unit '1': {told}")
         dist.barrier()
+
+
+@on_ranks(2, placements=["ddp", "zero3"])
+def test_ranks_have_met_by_a_file_that_is_gone(placements: str) -> None:
+    """The store would wait for it for five minutes, which is longer than a test may take."""
+    model, unlucky = unlucky_model(init_device_mesh("cpu", (2,)), placements)
+    store: Any = dist.distributed_c10d._get_default_store()
+    while not hasattr(store, "path"):
+        store = store.underlying_store
+    path = Path(store.path)
+    if dist.get_rank() == 0:
+        path.unlink()
+        path.parent.rmdir()
+    dist.barrier()
+    model(torch.ones(2, WIDTH)).sum().backward()
+    unlucky.fails = True
+    with pytest.raises(ArithmeticError):
+        model(torch.ones(2, WIDTH))
+    if dist.get_rank() == 0:
+        path.parent.mkdir()  # the harness removes it
+    dist.barrier()
 
 
 class Dropped(nn.Module):

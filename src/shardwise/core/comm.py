@@ -13,6 +13,7 @@ import contextlib
 import functools
 import hashlib
 import math
+import os
 import threading
 import time
 import uuid
@@ -202,6 +203,8 @@ class Comm:
     def _store(self) -> tuple[PrefixStore, str]:
         """Where these ranks post, and no others, and what that is called."""
         group, store = self.group, dist.distributed_c10d._get_default_store()
+        if _is_deleted(store):
+            raise StateError("the file by which the ranks have met is gone")
         # Other ranks may have had a group of this name, in another world.
         described = f"{group.group_name} {dist.get_process_group_ranks(group)}"
         place = hashlib.sha1(described.encode(), usedforsecurity=False).hexdigest()
@@ -403,6 +406,14 @@ class PairwiseGlooComm(GlooComm):
             received.clear()
 
         return [_Done(works, add)]
+
+
+def _is_deleted(store: Any) -> bool:
+    """Whether ``store`` is a file that is gone: it would wait for that, as if a rank had yet to come."""
+    while (wrapped := getattr(store, "underlying_store", None)) is not None:
+        store = wrapped
+    path = getattr(store, "path", None)
+    return path is not None and not os.path.exists(path)
 
 
 @functools.cache
