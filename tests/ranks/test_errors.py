@@ -158,18 +158,20 @@ def test_what_is_told_hides_nothing() -> None:
     model, unlucky = unlucky_model(init_device_mesh("cpu", (2,)))
     comm = comm_for(dist.group.WORLD, torch.device("cpu"))
     unlucky.fails = True
+    is_first = dist.get_rank() == 0
     errors = (
         (UnprintableError("no"), "UnprintableError"),
         (UnprintableError(torch.ones(1)), "UnprintableError"),
         (FileNotFoundError(2, "gone", "\udcff"), "FileNotFoundError: [Errno 2] gone: '\\udcff'"),
         (OSError("\udcff"), "OSError: ?"),
     )
-    for unlucky.error, told in errors:
+    for error, told in errors:
+        unlucky.error = error if is_first else Unlucky.error
         with pytest.raises(type(unlucky.error)) as caught:
             model(torch.ones(2, WIDTH))
         assert caught.value is unlucky.error
         dist.barrier()
-        assert comm.failure_elsewhere() == (1 - dist.get_rank(), f"in the forward of unit '1': {told}")
+        assert is_first or comm.failure_elsewhere() == (0, f"in the forward of unit '1': {told}")
         dist.barrier()
 
 
@@ -227,22 +229,56 @@ def test_ranks_that_run_other_units(shapes: str) -> None:
 
 
 @on_ranks(2)
-def test_what_failed_on_all_ranks_is_not_told_any_more() -> None:
-    model, unlucky = unlucky_model(init_device_mesh("cpu", (2,)))
-    comm = comm_for(dist.group.WORLD, torch.device("cpu"))
-    inputs = torch.ones(2, WIDTH)
-    unlucky.fails = True
-    for _ in range(2):
+def test_what_failed_on_a_rank_that_went_on_is_told() -> None:
+    """As one does that leaves out what it cannot compute."""
+    model, unlucky = unlucky_model(impatient_mesh())
+    unlucky.fails = dist.get_rank() == 1
+    if unlucky.fails:
         with pytest.raises(ArithmeticError):
-            model(inputs)
+            model(torch.ones(2, WIDTH))
+        unlucky.fails = False
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(2, WIDTH))
+    if dist.get_rank() == 0:
+        assert "Rank 1 failed before that, in the forward of unit '1': ArithmeticError" in told_by(caught.value)
+
+
+@on_ranks(2)
+def test_what_failed_in_the_first_forward_over_replicas_is_told() -> None:
+    model, unlucky = unlucky_model(impatient_mesh(), "ddp")
+    unlucky.fails = dist.get_rank() == 1
+    with pytest.raises(ArithmeticError if unlucky.fails else RuntimeError) as caught:
+        model(torch.ones(2, WIDTH)).sum().backward()
+    if not unlucky.fails:
+        assert "Rank 1 failed before that, in the forward of unit '1': ArithmeticError" in told_by(caught.value)
+
+
+@on_ranks(2)
+def test_what_failed_before_ranks_communicated_again_is_not_told() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    (model, unlucky), (another, _) = (unlucky_model(mesh) for _ in range(2))
+    comm, other = comm_for(dist.group.WORLD, torch.device("cpu")), 1 - dist.get_rank()
+
+    def fail_with(error: Exception) -> Any:
+        unlucky.fails, unlucky.error = True, error
+        with pytest.raises(type(error)):
+            model(torch.ones(2, WIDTH))
+        unlucky.fails = False
+        return told_elsewhere()
+
+    def told_elsewhere() -> Any:
         dist.barrier()
-        other = 1 - dist.get_rank()
-        assert comm.failure_elsewhere() == (other, "in the forward of unit '1': ArithmeticError: no luck")
+        found = comm.failure_elsewhere()
         dist.barrier()
-    unlucky.fails = False
-    model(inputs).sum().backward()
-    dist.barrier()
-    assert comm.failure_elsewhere() is None
+        return found
+
+    for going_on in (another, model):
+        told = fail_with(ArithmeticError(f"no luck on {dist.get_rank()}"))
+        assert told == (other, f"in the forward of unit '1': ArithmeticError: no luck on {other}")
+        going_on(torch.ones(2, WIDTH))
+        assert told_elsewhere() is None
+    # All ranks leave a forward by it: it is no cause of anything.
+    assert fail_with(StopIteration("enough")) is None
 
 
 @on_ranks(2)

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 _posted: weakref.WeakKeyDictionary[Comm, tuple[str, Counter[str], dict[str, str]]] = weakref.WeakKeyDictionary()
 """What was posted last over these ranks: its number, signatures, and what to call a unit with such a signature."""
 
+_failed: weakref.WeakSet[Comm] = weakref.WeakSet()
+"""Over which this rank has told a failure that others may wait because of."""
+
 NAMED_PARAMETERS = 3
 """Of a unit, in a message."""
 
@@ -53,19 +56,29 @@ def check_alike(sharing: Iterable[tuple[Comm, ParamGroup]]) -> None:
 
 def explain_failure(error: RuntimeError, what: str, *comms: Comm) -> None:
     """Add to the ``error`` of a collective over one of ``comms`` what was being communicated, and the cause if others
-    of their ranks have told it; if not, tell them."""
+    of their ranks have told it; if not, tell them, unless what this one has told before is the cause of this too."""
     causes = (cause(comm) for cause in (_difference, _failure_elsewhere) for comm in comms)
     found = next(filter(None, causes), "")
     explain(error, what, found)
     if not found:
-        tell_failure(f"while {what}: a unit that runs on one rank must run on all, in the same order", comms)
+        untold = [comm for comm in comms if comm not in _failed]
+        tell_failure(f"while {what}: a unit that runs on one rank must run on all, in the same order", untold)
 
 
 def tell_failure(text: str, comms: Iterable[Comm]) -> None:
-    """Let other ranks that fail later, of those of ``comms``, tell how this one did; empty if it did not."""
+    """Let other ranks that fail later, of those of ``comms``, tell how this one did."""
     for comm in comms:
         if comm.size > 1:
             comm.tell_failure(text)
+            _failed.add(comm)
+
+
+def forget_failures(comms: Iterable[Comm]) -> None:
+    """The ranks of ``comms`` have communicated since this one failed, if it did: none of them waits because of that."""
+    for comm in comms if _failed else ():
+        if comm in _failed:
+            _failed.discard(comm)
+            comm.tell_failure("")
 
 
 def _failure_elsewhere(comm: Comm) -> str:

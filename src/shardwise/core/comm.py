@@ -86,6 +86,8 @@ class Comm:
     is_asynchronous = False
     """Whether collectives run beside the current stream, and not on it, which on an accelerator is that of a `Lane` and
     has a higher priority than NCCL's own."""
+    _told = ""
+    """How this rank failed, as far as `tell_failure` knows."""
 
     def __init__(self, group: dist.ProcessGroup):
         # Weak, since the group is the key by which this object is found; the mesh keeps it alive.
@@ -164,7 +166,7 @@ class Comm:
             store, place = self._store()
             assert dist.group.WORLD is not None
             posts = _posts.setdefault(dist.group.WORLD, Counter())
-            _worlds[place] += place not in posts
+            _worlds[place] = _world(place)
             posts[place] += 1
             number = f"{_worlds[place]}.{posts[place]}"
             store.set(f"{number}/{self.rank}", text)
@@ -182,17 +184,23 @@ class Comm:
     def tell_failure(self, text: str) -> None:
         """Let `failure_elsewhere` of the other ranks find that this one failed, how ``text`` says; empty once it is
         over."""
+        text = text.encode(errors="replace").decode()  # messages have names of files, which need not be text
+        if text == self._told:
+            return
+        self._told = text
         with contextlib.suppress(*NO_STORE):
             store, place = self._store()
-            # Messages have names of files, which need not be text.
-            store.set(f"{_worlds[place]}.failed/{self.rank}", text.encode(errors="replace").decode())
+            store.set(f"{_world(place)}.failed/{self.rank}", text)
 
     def failure_elsewhere(self) -> tuple[int, str] | None:
-        """Another rank that has told that it failed, by its number in the default group, and how; None if none has."""
+        """Another rank that has told that it failed, by its number in the default group, and how; None if none has.
+
+        Not one that failed as this one did: exceptions that end forward on purpose are raised on all ranks.
+        """
         with contextlib.suppress(*NO_STORE):
-            number = f"{_worlds[self._store()[1]]}.failed"
+            number = f"{_world(self._store()[1])}.failed"
             for rank in range(self.size):
-                if rank != self.rank and (text := self.posted_by(rank, number)):
+                if rank != self.rank and (text := self.posted_by(rank, number)) and text != self._told:
                     return self.global_rank(rank), text
         return None
 
@@ -406,6 +414,12 @@ class PairwiseGlooComm(GlooComm):
             received.clear()
 
         return [_Done(works, add)]
+
+
+def _world(place: str) -> int:
+    """The number of the default group among those in which this process has posted, or will, in ``place``."""
+    assert dist.group.WORLD is not None
+    return _worlds[place] + (place not in _posts.get(dist.group.WORLD, ()))
 
 
 def _is_deleted(store: Any) -> bool:

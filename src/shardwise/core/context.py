@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .agreement import check_alike, tell_failure
+from .agreement import check_alike, forget_failures, tell_failure
+from .comm import Comm
 from .device import backward_number, eager, in_compiled_autograd, label, queue_end_of_backward
 from .errors import StateError, is_explained
 from .gradient import Reduction, ReductionLanes
@@ -54,7 +55,7 @@ class FSDPCommContext:
         self.has_root = False
         self.forward_root: Unit | None = None
         self.passes = 0
-        self._is_agreed = self._replicas_agree = self._has_failed = False
+        self._is_agreed = self._replicas_agree = self._is_failing = False
         self._largest_unit: int | None = None
         self._units: list[weakref.ref[Unit]] = []
         self._reductions: deque[Reduction] = deque()
@@ -107,9 +108,7 @@ class FSDPCommContext:
         Raises:
             StateError: if it is the first that gathers, and another rank has other units.
         """
-        if self._has_failed:
-            self._tell_failure("")
-            self._has_failed = False
+        self._is_failing = False
         if not self._is_agreed:
             self._agree()
         self.passes += 1
@@ -125,13 +124,20 @@ class FSDPCommContext:
 
     def note_failure(self, unit: Unit, error: BaseException) -> None:
         """The forward of ``unit`` raised: ranks that wait for this one in vain learn why."""
-        if not (self._has_failed or is_explained(error)):
-            self._tell_failure(f"in the forward of unit {unit.name!r}: {_said_by(error)}")
-        self._has_failed = True
+        if not (self._is_failing or is_explained(error)):
+            tell_failure(f"in the forward of unit {unit.name!r}: {_said_by(error)}", self._comms())
+        self._is_failing = True
 
-    def _tell_failure(self, text: str) -> None:
-        meshes = [group.mesh for unit in self.units for group in unit.groups]
-        tell_failure(text, dict.fromkeys(comm for mesh in meshes for comm in (mesh.shard, *mesh.replicate)))
+    def note_success(self) -> None:
+        """A forward came to its end, as it cannot before all ranks have come to it, if it gathers: one that caught what
+        it raised, and went on with its next forward alone, has left the others waiting until then."""
+        forget_failures(self._comms())
+
+    def _comms(self) -> Iterator[Comm]:
+        for group in (group for unit in self.units for group in unit.groups):
+            yield from (group.mesh.shard, *group.mesh.replicate)
+            if group.options.reduce_comm is not None:
+                yield group.options.reduce_comm
 
     def gather_after(self, event: Any, first: Unit) -> None:
         """Let gathers start after ``event``. If the next one is that of ``first``, it does not wait for what is queued
@@ -346,7 +352,6 @@ class FSDPCommContext:
         self.order.forget()
         self.rest()
         self.forward_root, self._end_is_queued, self._creates_graph = None, False, False
-        self._has_failed = True
 
 
 def _said_by(error: BaseException) -> str:

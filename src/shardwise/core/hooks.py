@@ -296,6 +296,7 @@ class Unit:
                 context.drop_prefetched()
         if context.forward_root is None:
             context.rest()
+            context.note_success()
         return output if self.precision.output_dtype is None else self._cast_output(output)
 
     @property
