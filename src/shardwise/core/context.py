@@ -125,7 +125,7 @@ class FSDPCommContext:
     def note_failure(self, unit: Unit, error: BaseException) -> None:
         """The forward of ``unit`` raised: ranks that wait for this one in vain learn why."""
         if not (self._is_failing or is_explained(error)):
-            tell_failure(f"in the forward of unit {unit.name!r}: {_said_by(error)}", self._comms())
+            tell_failure(f"in the forward of unit {unit.name or 'root'!r}: {_said_by(error)}", self._comms())
         self._is_failing = True
 
     def note_success(self) -> None:
