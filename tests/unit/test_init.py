@@ -893,6 +893,22 @@ def test_init_weights_of_the_model() -> None:
     assert_same(materialize(meta(Holder), seed=3), built(Holder))
 
 
+class Alone(nn.Linear):
+    """Its initializer takes no module, as ``reset_parameters`` does."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self._init_weights()
+
+    def _init_weights(self, std: float = 0.1) -> None:
+        nn.init.normal_(self.weight, std=std)
+
+
+def test_init_weights_without_a_module() -> None:
+    assert_same(materialize(meta(Alone), seed=3), built(Alone))
+    assert_same(materialize(meta(lambda: nn.Sequential(Alone(), nn.Linear(3, 3))), seed=3)[0], built(Alone))
+
+
 def test_what_nothing_initializes_is_named() -> None:
     model = nn.Sequential(meta(lambda: nn.Linear(3, 3)), nn.Sequential(meta(Bare)))
     state = torch.get_rng_state()

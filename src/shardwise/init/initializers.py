@@ -7,6 +7,7 @@ what they do is replayed as a constructor is: one tensor at a time, alike at any
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -109,8 +110,8 @@ class _Initialization:
 
     def run(self, init_fn: InitFn | None) -> None:
         """Call ``init_fn`` on each module with targets. What it leaves is initialized as constructors do it, inner
-        modules first: each resets its parameters, and one with ``_init_weights(module)`` then applies that to all
-        modules inside to which no inner one has applied its own."""
+        modules first: each resets its parameters, and then calls its ``_init_weights()``, or applies its
+        ``_init_weights(module)`` to all modules inside to which no inner one has applied its own."""
         by_user: set[nn.Module] = set()
         done: set[nn.Module] = set()
         for module in self._names:
@@ -118,16 +119,19 @@ class _Initialization:
                 self._call(init_fn, "init_fn", module)
                 if self._is_complete(module):
                     by_user.add(module)
+            initialize = getattr(module, "_init_weights", None)
+            applied = initialize if callable(initialize) and _takes_module(initialize) else None
             if self._is_to_be_reset(module, by_user):
                 reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-                if callable(reset):
-                    self._call(lambda _, own=reset: own(), "reset_parameters", module)  # type: ignore[misc]
-            if callable(initialize := getattr(module, "_init_weights", None)):
+                for name, own in (("reset_parameters", reset), ("_init_weights", None if applied else initialize)):
+                    if callable(own):
+                        self._call(lambda _, own=own: own(), name, module)  # type: ignore[misc]
+            if applied is not None:
                 inside = set(module.modules()) - done
                 done |= inside
                 for inner in self._names:
                     if inner in inside and inner in self._own and inner not in by_user:
-                        self._call(initialize, "_init_weights", inner)
+                        self._call(applied, "_init_weights", inner)
 
     def _is_to_be_reset(self, module: nn.Module, by_user: set[nn.Module]) -> bool:
         """A module without targets is reset if modules inside have some, unless ``init_fn`` has initialized any."""
@@ -144,6 +148,19 @@ class _Initialization:
         except Exception as error:
             error.add_note(f"shardwise: in {name} of {_described(module, self._names)}, called by materialize")
             raise
+
+
+def _takes_module(initialize: Callable[..., Any]) -> bool:
+    """Whether ``initialize`` is called with the module to initialize, and not with nothing."""
+    try:
+        parameters = inspect.signature(initialize).parameters.values()
+    except ValueError:  # it does not tell
+        return True
+    return any(
+        parameter.kind is parameter.VAR_POSITIONAL
+        or (parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD)
+        for parameter in parameters
+    )
 
 
 def _is_written(recorder: Recorder, tensor: torch.Tensor) -> bool:

@@ -43,9 +43,9 @@ def materialize(
     Of a model built under `init_on_meta` the values are, bit for bit, those of ``torch.manual_seed(seed); Model()``
     in one process, at any world size. A model that others put on the meta device, and tensors that the constructor
     left uninitialized, get theirs from ``init_fn``, or from the modules' own ``reset_parameters()`` (or
-    ``_reset_parameters()``) and ``_init_weights(module)``: inner modules before outer ones, drawing on the host, alike
-    at any world size. What has values already (say, from a checkpoint) stays. Memory: the shards and one tensor with
-    what its own initializer needs.
+    ``_reset_parameters()``) and ``_init_weights(module)`` or ``_init_weights()``: inner modules before outer ones,
+    drawing on the host, alike at any world size. What has values already (say, from a checkpoint) stays. Memory: the
+    shards and one tensor with what its own initializer needs.
 
     A collective: all ranks of the model's meshes call it, and end with parts of one model.
 
