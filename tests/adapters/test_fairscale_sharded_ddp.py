@@ -19,11 +19,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
+from shardwise import fully_shard
 from shardwise.core import comm as comm_module
 from shardwise.core import whole as whole_module
 from shardwise.core.comm import Comm, GlooComm, PairwiseGlooComm, comm_for
@@ -1235,6 +1237,39 @@ def test_buffers_that_are_expanded() -> None:
         wrap(model)
         assert torch.equal(model.expanded0, torch.full((3,), 5.0))
         assert torch.equal(model.expanded1, torch.tensor([[5.0] * 4, [6.0] * 4]))
+
+
+@on_ranks(2)
+def test_what_other_ranks_have_other_parts_of_is_refused_by_name() -> None:
+    model = nn.Sequential(FullyShardedDataParallel(nn.Linear(4, 4)), nn.Linear(4, 1))
+    with pytest.raises(ValueError, match=r"OSS: parameter '0.flat_param_0' of param group 0 is sharded"):
+        OSS(model.named_parameters(), lr=0.1)
+    oss = OSS(model[1].parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"OSS: parameter 0 of param group 1 is sharded"):
+        oss.add_param_group({"params": model[0].parameters()})
+    assert len(oss.param_groups) == 1
+    before = [parameter.detach().clone() for parameter in model[0].parameters()]
+    with pytest.raises(ValueError, match=r"ShardedDataParallel: '0.flat_param_0' is sharded"):
+        ShardedDDP(model, oss)
+    assert all(torch.equal(*pair) for pair in zip(before, model[0].parameters(), strict=True))
+    fully_shard(model[1], mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(ValueError, match=r"OSS: parameter 'weight' of param group 0 is sharded"):
+        OSS(model[1].named_parameters(), lr=0.1)
+
+
+@on_ranks(2)
+def test_parts_over_other_ranks_are_whole_here() -> None:
+    """As where ranks of a node share parameters, and OSS spans nodes: its ranks have the same parts."""
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    wrapped = FullyShardedDataParallel(model_of(MLP), process_group=alone)
+    oss = OSS(wrapped.parameters(), lr=0.1)
+    plain = model_of(MLP)
+    for model in (wrapped, plain):
+        model(inputs_for(plain, 0)).square().mean().backward()
+    oss.step()
+    SGD(plain.parameters(), lr=0.1).step()
+    for (name, mine), truth in zip(wrapped.state_dict().items(), plain.state_dict().values(), strict=True):
+        assert_same(name, mine, truth)
 
 
 @on_ranks(2)

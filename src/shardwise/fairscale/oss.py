@@ -24,7 +24,7 @@ from ..core.tree import map_tensors
 from ..core.whole import WholeBroadcast
 from ..grad import scale_to_norm
 from ..grad_scaler import dense_gradient
-from .ranks import check_same_on_ranks, describe
+from .ranks import check_same_on_ranks, describe, refuse_shards
 
 ARGUMENTS = {
     "params": Argument("parameters, named parameters or param groups, as for any torch optimizer"),
@@ -80,8 +80,8 @@ class OSS(Optimizer):
         broadcast_fp16: the same.
 
     Raises:
-        ValueError: for an optimizer that works on all parameters as one vector (LBFGS), or a broadcast_buffer_size
-            below -1.
+        ValueError: for an optimizer that works on all parameters as one vector (LBFGS), a broadcast_buffer_size
+            below -1, or parameters that are sharded.
         TypeError: if ``optim`` cannot be called, ``params`` is a set, or ``group`` not a process group.
         RuntimeError: without a process group.
     """
@@ -177,13 +177,15 @@ class OSS(Optimizer):
             param_group: ``params`` and any hyper-parameters.
 
         Raises:
-            ValueError: naming a parameter that has no shape yet; nothing is added then.
+            ValueError: naming a parameter that has no shape yet, or is sharded; nothing is added then.
         """
         super().add_param_group(param_group)
         params = self.param_groups[-1]["params"]
         try:
             for name, parameter in self.named():
                 refuse_lazy(name, parameter)
+            assert self.group is not None
+            refuse_shards("OSS", self.named(), self.group)
             owners, loads = deal([p.numel() for p in params], [p.requires_grad for p in params], self._loads)
             self._owners.append(owners)
             if "optim" in self.__dict__:

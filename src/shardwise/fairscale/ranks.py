@@ -16,7 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from ..core.comm import Comm, MissingComm, SingleComm, comm_for, new_group_like
+from ..core.flat import FlatShards
 from ..core.mesh import DataParallelRanks
+from ..core.parameter import owner_of
 from ..placements import Placements
 
 _reduce_comms: weakref.WeakKeyDictionary[dist.ProcessGroup, Comm] = weakref.WeakKeyDictionary()
@@ -150,6 +152,29 @@ def refuse_sparse(named: Iterable[tuple[str, torch.Tensor]]) -> None:
                 f"{name!r} is a tensor of layout {tensor.layout}, and all ranks get the first rank's parameters and "
                 "buffers, which must be dense for it: keep it as an attribute that is not registered, or make it dense"
             )
+
+
+def refuse_shards(wrapper: str, named: Iterable[tuple[str, torch.Tensor]], group: dist.ProcessGroup) -> None:
+    """
+    Raises:
+        ValueError: naming a parameter of which ranks of ``group`` have different parts: sent as a whole, one would
+            replace the others.
+    """
+    ranks = set(dist.get_process_group_ranks(group))
+    for name, tensor in named:
+        if len(ranks) > 1 and (isinstance(tensor, DTensor) or len(ranks.intersection(_ranks_with_parts(tensor))) > 1):
+            raise ValueError(
+                f"{wrapper}: {name} is sharded, and here whole parameters are given to ranks: leave out what is "
+                "sharded, and step it by a plain torch optimizer, whose state is in shards as the parameters are"
+            )
+
+
+def _ranks_with_parts(parameter: torch.Tensor) -> list[int]:
+    """The processes that have the parts of a 1-D shard; of any other parameter, none."""
+    owner = owner_of(parameter)
+    if not isinstance(owner, FlatShards) or isinstance(owner.mesh.shard, MissingComm):
+        return []
+    return dist.get_process_group_ranks(owner.mesh.shard.group)
 
 
 def check_same_on_ranks(wrapper: str, comm: Comm, described: Sequence[tuple[str, ...]], device: torch.device) -> None:

@@ -32,7 +32,7 @@ from ..core.step import parameters_of
 from ..core.tree import map_tensors, tensors_requiring_grad
 from ..core.whole import OwnerReducer, WholeBroadcast
 from .oss import OSS
-from .ranks import check_same_on_ranks, compute_device_of, describe, describe_settings, refuse_sparse
+from .ranks import check_same_on_ranks, compute_device_of, describe, describe_settings, refuse_shards, refuse_sparse
 
 ARGUMENTS = {
     "module": Argument("the model; every rank has all of it"),
@@ -82,9 +82,9 @@ class ShardedDataParallel(nn.Module):
     Raises:
         TypeError: if ``module`` is not a module, ``sharded_optimizer`` not an `OSS` or several, or ``process_group``
             not a process group.
-        ValueError: for a module on several types of devices, or with tensors that are sparse or have no shape yet, for
-            optimizers of other ranks than ``process_group``'s or that disagree on a parameter's owner, and if ranks
-            have different parameters or settings.
+        ValueError: for a module on several types of devices, or with tensors that are sparse, sharded or have no shape
+            yet, for optimizers of other ranks than ``process_group``'s or that disagree on a parameter's owner, and if
+            ranks have different parameters or settings.
     """
 
     def __init__(
@@ -124,6 +124,8 @@ class ShardedDataParallel(nn.Module):
             check_same_on_ranks("ShardedDataParallel", self._comm(device), mine, device)
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             refuse_lazy(repr(name), tensor)
+        parameters = ((repr(name), parameter) for name, parameter in module.named_parameters())
+        refuse_shards("ShardedDataParallel", parameters, self._group)
         self.device_type = _only_type(module)
         if self._size > 1 and (syncs or broadcast_buffers):
             refuse_sparse([*module.named_parameters(), *module.named_buffers()])
