@@ -9,6 +9,7 @@ import inspect
 import io
 import math
 import pickle
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -1291,6 +1292,37 @@ def test_buffers_by_hand() -> None:
     sharded.double()
     sharded.sync_buffers(blocking=True)
     assert (sharded.module.layers[0][1].running_mean == 3).all()
+
+
+@on_ranks(2)
+def test_buffers_that_nobody_waits_for() -> None:
+    """They arrive all the same, and nothing that was written later is lost."""
+    sharded, _ = shard(model_of(ConvNet), broadcast_buffers=False)
+    buffers = [buffer for buffer in sharded.module.buffers() if buffer.is_floating_point()]
+
+    def sync() -> None:
+        for buffer in buffers:
+            buffer.fill_(dist.get_rank() + 5)
+        sharded.sync_buffers()
+
+    sync()
+    limit = time.monotonic() + 30
+    while not all((buffer == 5).all() for buffer in buffers):
+        assert time.monotonic() < limit, buffers
+    sync()
+    dist.barrier()  # by itself it does not wait for what is under way
+    saved = {name: value.clone() for name, value in sharded.state_dict().items()}
+    assert all((value == 5).all() for name, value in saved.items() if "running" in name)
+    sync()
+    assert all((buffer == 5).all() for name, buffer in copy.deepcopy(sharded).named_buffers() if "running" in name)
+    sync()
+    sharded.load_state_dict({name: value + 2 if "running" in name else value for name, value in saved.items()})
+    sharded.eval()
+    sharded(inputs_for(sharded.module, 0))
+    assert all((buffer == 7).all() for buffer in buffers)
+    sync()
+    sharded.double()
+    assert all((buffer == 5).all() for name, buffer in sharded.named_buffers() if "running" in name)
 
 
 @on_ranks(2)

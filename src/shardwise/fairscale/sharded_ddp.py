@@ -174,22 +174,30 @@ class ShardedDataParallel(nn.Module):
             self._refresh_if_changed()
         self._wait_for_buffers()
         if self._broadcasts_buffers and not self._keeps_local:
-            self.sync_buffers(blocking=True)
+            self._broadcast_buffers()
 
-    def sync_buffers(self, blocking: bool = False) -> None:
-        """Give all ranks the first rank's buffers; a collective.
-
-        Args:
-            blocking: wait for them; otherwise the next forward does.
-        """
-        self._wait_for_buffers()
+    def _broadcast_buffers(self) -> None:
         buffers = list(self.module.buffers())
         if self._size == 1 or not buffers:
             return
         if self._buffer_broadcast is None or not _all_same(self._buffer_broadcast[0], buffers):
             self._buffer_broadcast = buffers, WholeBroadcast(buffers, [0] * len(buffers), self._comm)
-        finish = self._buffer_broadcast[1].start()
-        if blocking:
+        self._buffer_broadcast[1].start()()
+
+    def sync_buffers(self, blocking: bool = False) -> None:
+        """Give all ranks the first rank's buffers; a collective.
+
+        Args:
+            blocking: wait for them. Otherwise they arrive while the program goes on; the wrapper's next forward,
+                `state_dict`, `load_state_dict` and conversions wait for them.
+        """
+        self._wait_for_buffers()
+        buffers = list(self.module.buffers())
+        if self._size == 1 or not buffers:
+            return
+        # Each by itself, so that they arrive in their own memory, also for those who never come to wait.
+        finish = WholeBroadcast(buffers, [0] * len(buffers), self._comm, limit=0).start()
+        if blocking or not all(buffer.is_contiguous() for buffer in buffers):
             finish()
         else:
             self._finish_buffers = finish
@@ -373,9 +381,20 @@ class ShardedDataParallel(nn.Module):
                 f"ShardedDataParallel cannot move from {self.device_type} to {target}, since its optimizer's state "
                 "would stay: move the module before OSS and ShardedDataParallel are made"
             )
+        self._wait_for_buffers()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.refresh_trainable()
         return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module."""
+        self._wait_for_buffers()
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module."""
+        self._wait_for_buffers()
+        return super().load_state_dict(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -392,6 +411,7 @@ class ShardedDataParallel(nn.Module):
         """
         if self._group is not dist.group.WORLD:
             raise TypeError("ShardedDataParallel over a subgroup cannot be pickled, since process groups cannot")
+        self._wait_for_buffers()
         here = ("_group", "_gradient_hooks", "_buffer_broadcast", "_finish_buffers", "_watched", "_lost", "_inside")
         return {name: value for name, value in self.__dict__.items() if name not in here}
 
