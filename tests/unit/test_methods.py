@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import pytest
 import torch
@@ -673,6 +673,26 @@ def test_a_profiler_that_runs_again_sees_what_runs_meanwhile(fake_mesh: Mesh) ->
             "FSDP::post_backward_reshard (layers.1)": 1,
             "FSDP::post_backward_reduce (layers.1)": 1,
         }
+
+
+@pytest.mark.parametrize(
+    ("collective", "doing"),
+    [("all_gather", "gathering the parameters of unit"), ("reduce_scatter", "reducing the gradients of unit")],
+)
+def test_a_collective_that_does_not_start_names_the_unit(
+    fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch, collective: str, doing: str
+) -> None:
+    """gloo refuses messages to a rank that it knows to be gone."""
+    model = build(fake_mesh(4))
+    run(model)
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError("connection closed")
+
+    monkeypatch.setattr(Comm, collective, refuse)
+    with pytest.raises(RuntimeError, match="connection closed") as caught:
+        run(model)
+    assert [doing in note for note in caught.value.__notes__] == [True]
 
 
 def test_transformer_alone_is_no_fsdp_module() -> None:

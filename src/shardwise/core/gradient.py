@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -332,7 +332,7 @@ class Reduction:
                 tensor.div_(route.scale.before)
         self._staged: Staged | None = staged
         first, self._rest = self._steps(staged)
-        self._ticket: Ticket = lanes.scatter.submit(*first)
+        self._ticket: Ticket = self._submit(lanes.scatter, first)
         self.replicates = bool(self._rest)
         if self._rest and not staged.sent:
             self.release()
@@ -413,13 +413,23 @@ class Reduction:
             return [scatter], [first_all_reduce, *map(all_reduce, route.replicate[1:]), complete]
         return [scatter, between, complete], []
 
+    def _submit(self, lane: Lane, steps: Sequence[Step], after: Sequence[Any] | None = None) -> Ticket:
+        try:
+            return lane.submit(*steps, after=after)
+        except RuntimeError as error:  # gloo refuses messages once it knows that the other rank is gone
+            self._explain(error)
+            raise
+
     def _wait(self) -> None:
         try:
             self._ticket.wait()
         except RuntimeError as error:
-            comms = self.route.shard, *self.route.replicate
-            explain_failure(error, f"reducing the gradients of unit {self.name!r}", *comms)
+            self._explain(error)
             raise
+
+    def _explain(self, error: RuntimeError) -> None:
+        comms = self.route.shard, *self.route.replicate
+        explain_failure(error, f"reducing the gradients of unit {self.name!r}", *comms)
 
     def release(self) -> None:
         """Wait for the scatter, free what was sent, and start what is summed over replicas; once, which is at the start
@@ -432,7 +442,7 @@ class Reduction:
         self._staged = self._staging = None
         if self._rest:
             steps, self._rest = self._rest, []
-            self._ticket = self._lanes.replicate.submit(*steps, after=[self._ticket.event])
+            self._ticket = self._submit(self._lanes.replicate, steps, after=[self._ticket.event])
 
     @property
     def lands(self) -> bool:

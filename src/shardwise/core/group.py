@@ -215,7 +215,14 @@ class ParamGroup:
             after = prepared.after if prepared.stamp == self.shards.stamp() else None
         works = [gather for gather in gathers if gather.inputs or gather.prepare]
         issue = functools.partial(_issue, weakref.ref(self), works)
-        self._gather = lane.submit(issue, after=after) if works else None, gathers
+        ticket = None
+        if works:
+            try:
+                ticket = lane.submit(issue, after=after)
+            except RuntimeError as error:  # gloo refuses messages once it knows that the other rank is gone
+                self._explain(error)
+                raise
+        self._gather = ticket, gathers
 
     def _may_run_ahead(self, lane: Lane) -> bool:
         if not (lane.is_stream and lane is self._lane and self.shards.sees_writes) or lane.is_captured:
@@ -269,7 +276,7 @@ class ParamGroup:
             try:
                 ticket.wait()
             except RuntimeError as error:
-                explain_failure(error, f"gathering the parameters of unit {self.name!r}", self.mesh.shard)
+                self._explain(error)
                 raise
         if self.policy.offload:
             self.shards.read_by = ticket
@@ -289,6 +296,9 @@ class ParamGroup:
         self.shards.put_unsharded()
         self._drop_resharded()
         self.state = ShardState.UNSHARDED
+
+    def _explain(self, error: RuntimeError) -> None:
+        explain_failure(error, f"gathering the parameters of unit {self.name!r}", self.mesh.shard)
 
     def _free(self) -> None:
         self._lease = None
