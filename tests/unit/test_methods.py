@@ -655,6 +655,9 @@ def test_profiler_labels(fake_mesh: Mesh) -> None:
         assert f"FSDP::{name} (layers.1)" in names
     assert "FSDP::post_backward_reduce (layers.1)" in names
     assert "FSDP::backward_prefetch for layers.1" in names
+    for name in ("pre_forward", "all_gather", "post_forward", "pre_backward", "post_backward_reshard"):
+        assert f"FSDP::{name}" in names  # of the root, without a name, as in FSDP2
+    assert not any("root)" in name for name in names)
 
 
 def test_a_profiler_that_runs_again_sees_what_runs_meanwhile(fake_mesh: Mesh) -> None:

@@ -544,7 +544,8 @@ def labelled(text: str) -> Callable[[Method], Method]:
     """Calls of a method are profiler ranges in the class that `watched` gives.
 
     Args:
-        text: of the range, with the object's ``{name}``, in parentheses only where it has one, and arguments ``{0}``.
+        text: of the range, with the object's ``{name}`` or another attribute of it (``{of.fqn}``), in parentheses only
+            where that is not empty, and arguments ``{0}``.
     """
 
     def decorate(method: Method) -> Method:
@@ -570,7 +571,7 @@ def _as_range(method: Callable[..., Any], text: str) -> Callable[..., Any]:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_profiled():  # any more
             return method(self, *args, **kwargs)
-        with label(text.format(*args, name=self.name).removesuffix(" ()")):
+        with label(text.format(*args, name=self.name, of=self).removesuffix(" ()")):
             return method(self, *args, **kwargs)
 
     del run.__dict__["label"]  # `watched` of this class is the class itself

@@ -80,6 +80,8 @@ class ParamGroup:
 
     def __init__(self, shards: Shards):
         self.shards, self.policy = shards, shards.policy
+        self.fqn = ""
+        """Of the unit's module, for labels; empty for the root, as in the labels of its hooks."""
         self.options = GroupOptions()
         self.state = ShardState.SHARDED
         self.slots: Sequence[Slot] = shards.slots
@@ -109,7 +111,7 @@ class ParamGroup:
 
     @property
     def name(self) -> str:
-        """Of the unit, for messages and labels."""
+        """Of the unit, for messages."""
         return self.shards.unit_name
 
     @name.setter
@@ -191,7 +193,7 @@ class ParamGroup:
         """Whether what was gathered before may not be what the shards are."""
         return self._is_replayed or lane.is_captured or self.shards.changed()
 
-    @labelled("FSDP::all_gather ({name})")
+    @labelled("FSDP::all_gather ({of.fqn})")
     @outside_transforms
     def _submit_gather(self, lane: Lane, ahead: bool) -> None:
         self._is_kept = False  # should the gather fail

@@ -130,6 +130,7 @@ class Unit:
         """Set the name that labels and messages show."""
         self.name = name
         for group in self.groups:
+            group.fqn = name
             group.name = name or f"{type(self.modules[0]).__name__.removeprefix('FSDP')} (root)"
 
     def show_ranges(self) -> None:
