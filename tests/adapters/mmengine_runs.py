@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 
 import shardwise
+from shardwise.core.tree import tensors_in
 from tests.adapters.launching import ROOT, shared_directory
 from tests.ranks.harness import RankError, ranks
 
@@ -251,6 +252,8 @@ def check_same_file(found: Path, wanted: Path) -> None:
     for part in ("state_dict", "optimizer", "param_schedulers", "ema_state_dict"):
         if part in b:
             check_same(a[part], b[part])
+            # The file has all of the memory that a view is of.
+            assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors_in(a[part]))
     assert a["meta"].keys() == b["meta"].keys()
     assert (a["meta"]["epoch"], a["meta"]["iter"]) == (b["meta"]["epoch"], b["meta"]["iter"])
 

@@ -64,7 +64,14 @@ def gathered(tensor: torch.Tensor, keeps: bool) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         # Offloaded shards are gathered on the device where the mesh communicates.
         whole = cast(DTensor, tensor.to(tensor.device_mesh.device_type)).full_tensor()
-    return whole.cpu() if keeps else tensor
+    return _of_own_size(whole.cpu()) if keeps else tensor
+
+
+def _of_own_size(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, not as a view of more memory: `full_tensor` gives one of all ranks' parts with their padding, and a
+    file has all of the memory that a view is of."""
+    is_view = type(tensor) is torch.Tensor and tensor.untyped_storage().nbytes() > tensor.nbytes
+    return tensor.clone() if is_view else tensor
 
 
 def cut(value: Any, parameter: torch.Tensor) -> Any:
