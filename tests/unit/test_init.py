@@ -277,9 +277,20 @@ def parametrized(m: Any) -> None:
     m.b = parametrizations.spectral_norm(nn.Linear(3, 4))
 
 
+def by_index(m: Any) -> None:
+    m.rows, m.columns = nn.Parameter(torch.randn(5, 3)[[4, 0]]), nn.Parameter(torch.randn(3, 5)[:, [1, 3]])
+    m.shuffled = nn.Parameter(torch.arange(7.0)[torch.randperm(7)])
+    m.turned = nn.Parameter(torch.randn(3, 5).t()[torch.tensor([3, 1])])
+    m.pairs = nn.Parameter(torch.randn(4, 2, 3)[torch.randint(4, (2, 2)), :, torch.tensor([0, 2])])
+    m.empty = nn.Parameter(torch.randn(4, 3)[torch.tensor([], dtype=torch.long)])
+    with torch.no_grad():
+        m.rows[[0, 1]] = m.rows[[1, 0]]
+
+
 CONSTRUCTORS = [
     *(initializers, between_parameters, buffers, generators, generators_in_one_state, deep_copies, dtypes),
     *(ways_around_operators, conjugates, loads, copies_of_the_generator, onto_themselves, shared_elements),
+    by_index,
 ]
 
 

@@ -123,11 +123,20 @@ class Call:
         )
 
     @property
+    def _is_indexed_by_numbers(self) -> bool:
+        """Whether it is ``tensor[indices]`` without masks: how many elements those choose depends on shapes alone."""
+        if self.function is not torch.ops.aten.index.Tensor:
+            return False
+        return not any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(self._arguments[1][1:]))
+
+    @property
     def depends_on_values(self) -> bool:
         """Whether its results' shapes, its results that are not tensors, or how much it draws depend on values. Unknown
         operators and those without an honest meta kernel count as such."""
         tags = self.function.tags
-        if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
+        if torch.Tag.data_dependent_output in tags:
+            return True
+        if torch.Tag.dynamic_output_shape in tags and not self._is_indexed_by_numbers:
             return True
         if self.function.namespace != "aten" or self.name.startswith("quantize_per"):
             return True
