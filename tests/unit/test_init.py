@@ -920,6 +920,25 @@ def test_init_weights_without_a_module() -> None:
     assert_same(materialize(meta(lambda: nn.Sequential(Alone(), nn.Linear(3, 3))), seed=3)[0], built(Alone))
 
 
+class Residual(nn.Module):
+    """As a model of transformers whose blocks have no parameters of their own, and scale those of layers inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)) for _ in range(2)])
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Sequential):
+            nn.init.constant_(module[1].weight, 0.5)
+
+
+def test_init_weights_of_modules_without_parameters() -> None:
+    assert_same(materialize(meta(Residual), seed=3), built(Residual))
+
+
 def test_what_nothing_initializes_is_named() -> None:
     model = nn.Sequential(meta(lambda: nn.Linear(3, 3)), nn.Sequential(meta(Bare)))
     state = torch.get_rng_state()

@@ -130,14 +130,18 @@ class _Initialization:
                 inside = set(module.modules()) - done
                 done |= inside
                 for inner in self._names:
-                    if inner in inside and inner in self._own and inner not in by_user:
+                    if inner in inside and self._is_left(inner, by_user):
                         self._call(applied, "_init_weights", inner)
 
-    def _is_to_be_reset(self, module: nn.Module, by_user: set[nn.Module]) -> bool:
-        """A module without targets is reset if modules inside have some, unless ``init_fn`` has initialized any."""
+    def _is_left(self, module: nn.Module, by_user: set[nn.Module]) -> bool:
+        """Whether ``init_fn`` left ``module`` to itself. One without targets may initialize those of modules inside,
+        unless ``init_fn`` has initialized any."""
         if by_user or module in self._own:
-            return module in self._own and not self._is_complete(module)
+            return module in self._own and module not in by_user
         return any(inner in self._own for inner in module.modules())
+
+    def _is_to_be_reset(self, module: nn.Module, by_user: set[nn.Module]) -> bool:
+        return self._is_left(module, by_user) and not (module in self._own and self._is_complete(module))
 
     def _is_complete(self, module: nn.Module) -> bool:
         return all(_is_written(self._recorder, site.get()) for site in self._own[module])
