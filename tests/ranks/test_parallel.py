@@ -188,6 +188,19 @@ def test_axes_of_a_whole_mesh(axes: str) -> None:
         assert (weight, bias) == ("(_StridedShard(dim=0, sf=2), Shard(dim=0))", "(Shard(dim=0), Replicate())")
 
 
+@on_ranks(4, shards=[True, False])
+def test_axes_that_replicate_stay_apart(shards: bool) -> None:
+    """Only axes that shard become one; torch leaves the others, and the parameters on the whole mesh."""
+    mesh = init_device_mesh("cpu", (2, 1, 2, 1), mesh_dim_names=("pod", "host", "dp", "tp"))
+    dims = named_axes(shard="dp", replicate=("pod", "host")) if shards else named_axes(replicate=("pod", "host", "dp"))
+    model = on_whole_mesh(mesh)
+    shardwise.fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
+    bias: Any = model.layers[0].bias  # type: ignore[union-attr, index]
+    assert bias.device_mesh == mesh
+    assert bias.placements == (Replicate(), Replicate(), Shard(0) if shards else Replicate(), Replicate())
+    assert_close(train(model, dist.get_rank()), plain(make_mlp, dist.get_rank(), 4))
+
+
 @on_ranks(4, preset=["zero1", "zero2", "zero3", "hsdp", "ddp"])
 def test_replicate_and_shard(preset: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))

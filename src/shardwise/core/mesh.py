@@ -57,11 +57,13 @@ class DataParallelMesh(DataParallelRanks):
         mesh: one axis (shard) or two (replicate, shard).
         whole: the mesh that ``mesh`` was cut from by ``dp_mesh_dims``; parameters are then DTensors on it.
         axis_names: names of its data-parallel axes.
+        shard_names: names of those that shard.
     """
 
     mesh: DeviceMesh
     whole: DeviceMesh | None = None
     axis_names: tuple[str, ...] = ()
+    shard_names: tuple[str, ...] = ()
 
     @functools.cached_property
     def shard_axis(self) -> DeviceMesh:
@@ -118,7 +120,8 @@ def data_parallel_mesh(
     if axes is not None:
         strategy = strategy if axes.shard_names else Placements.ddp
         names = (*axes.replicate_names, *axes.shard_names)
-        return replace(data_parallel_mesh(_named_axes(mesh, axes), strategy), whole=mesh, axis_names=names)
+        own = data_parallel_mesh(_named_axes(mesh, axes), strategy)
+        return replace(own, whole=mesh, axis_names=names, shard_names=tuple(axes.shard_names))
     if mesh.ndim not in (1, 2):
         raise ValueError(
             f"fully_shard takes a 1-D mesh (shard) or a 2-D mesh (replicate, shard), not {mesh.ndim}-D: {mesh}; "

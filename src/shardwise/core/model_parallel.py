@@ -107,10 +107,10 @@ def _on_same_mesh(name: str, parameter: Any, dim: int, mesh: DataParallelMesh, w
                 "which must be Replicate() before fully_shard"
             )
     own = mesh.placements(dim)
-    if len(mesh.axis_names) == mesh.mesh.ndim:
+    if len(mesh.shard_names) <= 1:
         placements = list(spec.placements)
-        for axis in data_axes:
-            placements[axis] = _inner_cut(own[mesh.axis_names.index(names[axis])], spec, range(axis + 1, whole.ndim))
+        for axis in map(names.index, mesh.shard_names):
+            placements[axis] = _inner_cut(own[-1], spec, range(axis + 1, whole.ndim))
         return ModelParallel(spec, respec(spec, placements=placements), frozenset(data_axes))
     # Several axes shard as one, which the mesh of the sharded parameter has in their place.
     parts: list[DeviceMesh] = []
