@@ -211,6 +211,43 @@ def test_zeros_for_a_unit_that_took_no_part(reshards: bool) -> None:
         single.zero_grad()
 
 
+class Detached(nn.Module):
+    """Layers of one shape, all of which run; what some give is detached."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(BRANCHES))
+
+    def forward(self, x: torch.Tensor, used: set[int]) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            part = layer(x)
+            x = x + torch.tanh(part if index in used else part.detach())
+        return x
+
+
+@on_ranks(2, 3)
+def test_zeros_for_units_that_other_ranks_leave_out_of_the_loss() -> None:
+    """All of one shape, and their inputs need gradients: never reduced with another one's."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(4)
+    single, model = Detached(), Detached()
+    model.load_state_dict(single.state_dict())
+    for unit in (*model.layers, model):
+        shardwise.fully_shard(unit, reshard_after_forward=False)
+    model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
+    for step in range(3):
+        used = [{(step + one) % BRANCHES} for one in range(ranks)]
+        model(batch(step, rank, 4, WIDTH).requires_grad_(), used[rank]).square().sum().backward()
+        for other in range(ranks):
+            (single(batch(step, other, 4, WIDTH), used[other]).square().sum() / ranks).backward()
+        found = gradients_of(model)
+        for name, parameter in single.named_parameters():
+            expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            torch.testing.assert_close(found[name], expected)
+        model.zero_grad()
+        single.zero_grad()
+
+
 class Heads(nn.Module):
     """Two outputs, of which the second is a view of its linear layer's."""
 

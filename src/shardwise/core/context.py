@@ -198,8 +198,8 @@ class FSDPCommContext:
             self._replicas_agree = True
 
     def reduce_in_turn(self, unit: Unit, group: ParamGroup) -> None:
-        """Start to reduce gradients of ``group``, which is whole on all ranks, once those before it have started: in
-        one order on all ranks, which may have run other units."""
+        """Start to reduce gradients of ``group`` once those before it have started: in one order on all ranks, whose
+        backward passes may have come to other units."""
         if self._turns is None:
             self._turns = self._make_turns()
         self._turns.setdefault(group, unit)  # what comes late is the last
@@ -213,7 +213,7 @@ class FSDPCommContext:
             group: unit
             for unit in self._as_backward_comes()
             for group in unit.groups
-            if group.is_whole_everywhere and unit.reduces(group) and group.gradients.may_have_any()
+            if unit.takes_turns(group) and group.gradients.may_have_any()
         }
 
     def _finish_turns(self) -> None:

@@ -460,7 +460,8 @@ class FSDPModule(_TorchModule):
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Whether a trainable parameter without a gradient on any rank gets zeros instead of None.
 
-        Ranks that differ in what they use need no setting: those without a gradient contribute zeros.
+        Ranks that differ in what they use of a unit need no setting: those without a gradient contribute zeros. With
+        ``reshard_after_forward=False`` too, their backward may also leave out other units that ran forward.
         """
         for group in self._groups(recurse):
             group.options.zeros_for_unused = reduce_scatter_unused_params

@@ -87,7 +87,10 @@ class GradientReducer:
         return self.options.all_reduce_gradients and self._has_partial_sums()
 
     def may_have_any(self) -> bool:
-        """Whether any rank may have one that waits for its reduction; alike on all of them."""
+        """Whether any rank may have one that waits for its reduction; alike on all of them, if all ran forward where
+        that gathers."""
+        if self.mesh.shard.size > 1:
+            return self._was_kept or self.trains()
         with without_torch_function():
             return self._was_kept or any(slot.sharded.requires_grad for slot in self.slots)
 
