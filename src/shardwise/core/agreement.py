@@ -59,10 +59,12 @@ def explain_failure(error: RuntimeError, what: str, *comms: Comm) -> None:
     of their ranks have told it; if not, tell them, unless what this one has told before is the cause of this too."""
     causes = (cause(comm) for cause in (_difference, _failure_elsewhere) for comm in comms)
     found = next(filter(None, causes), "")
-    explain(error, what, found)
     if not found:
         untold = [comm for comm in comms if comm not in _failed]
         tell_failure(f"while {what}: a unit that runs on one rank must run on all, in the same order", untold)
+        # Of ranks that wait for each other, and so fail together, the last to tell finds the first.
+        found = next(filter(None, (_failure_elsewhere(comm, "at the same time") for comm in comms)), "")
+    explain(error, what, found)
 
 
 def tell_failure(text: str, comms: Iterable[Comm]) -> None:
@@ -81,11 +83,11 @@ def forget_failures(comms: Iterable[Comm]) -> None:
             comm.tell_failure("")
 
 
-def _failure_elsewhere(comm: Comm) -> str:
+def _failure_elsewhere(comm: Comm, when: str = "before that") -> str:
     if comm.size == 1 or (found := comm.failure_elsewhere()) is None:
         return ""
     rank, text = found
-    return f"rank {rank} failed before that, {text}"
+    return f"rank {rank} failed {when}, {text}"
 
 
 def _difference(comm: Comm) -> str:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -386,15 +386,15 @@ class ShardedDataParallel(nn.Module):
         self.refresh_trainable()
         return self
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """As of any module."""
         self._wait_for_buffers()
-        return super().state_dict(*args, **kwargs)
+        return super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As of any module."""
         self._wait_for_buffers()
-        return super().load_state_dict(*args, **kwargs)
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def __getattr__(self, name: str) -> Any:
         try:
