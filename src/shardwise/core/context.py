@@ -213,7 +213,7 @@ class FSDPCommContext:
             group: unit
             for unit in self._as_backward_comes()
             for group in unit.groups
-            if unit.takes_turns(group) and group.gradients.may_have_any()
+            if group.takes_turns and unit.reduces(group) and group.gradients.may_have_any()
         }
 
     def _finish_turns(self) -> None:

@@ -118,6 +118,12 @@ class ParamGroup:
     def name(self, name: str) -> None:
         self.shards.unit_name = name
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether its gradients are reduced after every backward that reduces on all ranks, also where that has not
+        come to its unit."""
+        return self.is_whole_everywhere or self.options.zeros_for_unused
+
     def show_once(self, lane: Lane) -> None:
         """Let there be unsharded parameters, which gradients may come for, though no forward needed them here."""
         if not all(slot.was_unsharded for slot in self.slots):

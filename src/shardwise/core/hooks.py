@@ -555,7 +555,7 @@ class Unit:
         assert self.context is not None
         if not self.reduces(group):
             group.gradients.accumulate()
-        elif self.takes_turns(group):
+        elif group.takes_turns:
             self.context.reduce_in_turn(self, group)
         else:
             self.start_reduction(group)
@@ -564,11 +564,6 @@ class Unit:
         """Whether gradients of ``group`` are reduced after the backward that runs, and not kept for a later one."""
         reduces_now = self.iteration.ends or group.mesh.strategy.reduces_every_backward
         return group.options.reduce_gradients and reduces_now
-
-    def takes_turns(self, group: ParamGroup) -> bool:
-        """Whether gradients of ``group`` are reduced after the backward that runs on all ranks, whether that has come
-        to the unit or not."""
-        return (group.is_whole_everywhere or group.options.zeros_for_unused) and self.reduces(group)
 
     @labelled("FSDP::post_backward_reduce ({name})")
     def start_reduction(self, group: ParamGroup) -> None:
