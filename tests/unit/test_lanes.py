@@ -16,17 +16,31 @@ SECOND = torch.device("cuda", 1)
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
-    """In place of the module of every device."""
+    """In place of all that torch has for streams of devices; the first device is the current one."""
     module = MagicMock()
+    module.current_device_index.return_value = 0
+    module.current_stream.side_effect = lambda index: getattr(module, f"of_{index}")
+    module.Stream.return_value.device_index = 1
+    for name in ("current_device_index", "current_stream", "set_stream"):
+        monkeypatch.setattr(torch.accelerator, name, getattr(module, name))
+    monkeypatch.setattr(torch, "Stream", module.Stream)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     return module
 
 
 def test_work_is_waited_for_on_its_own_device(streams: MagicMock) -> None:
     ticket = AcceleratorDevice(SECOND).lane().submit(lambda: ())
-    streams.current_stream.reset_mock()
+    streams.of_1.reset_mock()
     ticket.wait()
-    streams.current_stream.assert_called_once_with(SECOND)
+    streams.of_1.wait_event.assert_called_once_with(ticket.event)
+
+
+def test_both_devices_get_back_their_streams(streams: MagicMock) -> None:
+    """What is set last sets the current device."""
+    lane = AcceleratorDevice(SECOND).lane()
+    with lane.own_memory():
+        streams.set_stream.assert_called_once_with(streams.Stream.return_value)
+    assert [call.args for call in streams.set_stream.call_args_list[1:]] == [(streams.of_1,), (streams.of_0,)]
 
 
 @pytest.mark.parametrize("kind", [HostDevice, AcceleratorDevice])

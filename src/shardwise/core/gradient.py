@@ -310,12 +310,14 @@ class Reduction:
         self.plan, self.route, self.present = plan, route, present
         self.like, self.name = like, name
         self._give = deliver
+        self._is_captured = lanes.scatter.is_captured
+        if self._is_captured:
+            lanes.scatter.wait_for_computation()  # until it is captured too, it may not take memory that it has not yet
         # What is not scattered the computation packs into it.
         with lanes.scatter.own_memory() if plan.world_size > 1 else contextlib.nullcontext():
             self.out = route.allocate((plan.numel,), dtype=plan.dtype, device=device)
         self._on_host: torch.Tensor | None = None
         self._flags_on_host: torch.Tensor | None = None
-        self._is_captured = lanes.scatter.is_captured
         if self._is_captured:
             self._check_capture(gradients[0] if gradients else self.out)
         elif not route.stop_after_shard:

@@ -239,16 +239,36 @@ class HostDevice(Device):
         return value
 
 
+class _OnStream:
+    """Inside, the current stream is ``stream``. torch's own context asks each time which accelerators there are."""
+
+    __slots__ = ("_before", "_stream")
+
+    def __init__(self, stream: torch.Stream):
+        self._stream = stream
+        self._before: Sequence[torch.Stream] = ()
+
+    def __enter__(self) -> None:
+        # Setting a stream sets the device, which may be another than the current one.
+        devices = dict.fromkeys((self._stream.device_index, torch.accelerator.current_device_index()))
+        self._before = [*map(torch.accelerator.current_stream, devices)]
+        torch.accelerator.set_stream(self._stream)
+
+    def __exit__(self, *_: object) -> None:
+        for stream in self._before:
+            torch.accelerator.set_stream(stream)
+
+
 class _StreamTicket:
     """Holds what the work uses until the compute stream or the host waits for it, at the latest when it is deleted."""
 
     __slots__ = ("event", "lane", "steps")
 
-    def __init__(self, lane: _StreamLane, event: Any, steps: Sequence[Step]):
+    def __init__(self, lane: _StreamLane, event: torch.Event, steps: Sequence[Step]):
         self.lane, self.event, self.steps = lane, event, steps
 
     def wait(self) -> None:
-        self.lane.module.current_stream(self.lane.device).wait_event(self.event)
+        self.lane.computation.wait_event(self.event)
         self.steps = ()
 
     def synchronize(self) -> None:
@@ -263,60 +283,60 @@ class _StreamTicket:
 class _StreamLane(Lane):
     is_stream = True
 
-    def __init__(self, module: Any, device: torch.device):
+    def __init__(self, device: torch.device):
         super().__init__()
-        self.module, self.device = module, device
         # High priority: its kernels are short and computation waits for them.
-        self.stream = module.Stream(device=device, priority=-1)
+        self.stream = torch.Stream(device, priority=-1)
+        self._index = self.stream.device_index
+        module = torch.get_device_module(device)
         self._is_capturing: Callable[[], bool] = getattr(module, "is_current_stream_capturing", bool)
+
+    @property
+    def computation(self) -> torch.Stream:
+        """The stream that computes now."""
+        return torch.accelerator.current_stream(self._index)
 
     @property
     def is_captured(self) -> bool:
         return self._is_capturing()
 
     def own_memory(self) -> contextlib.AbstractContextManager[object]:
-        if self.is_captured:
-            self.wait_for_computation()  # until it is captured too, it may not take memory that it has not yet
         # The caching allocator gives a block again to the stream that was current when it was allocated.
-        context: contextlib.AbstractContextManager[object] = self.module.stream(self.stream)
-        return context
+        return _OnStream(self.stream)
 
     def wait_for_computation(self) -> None:
-        self.stream.wait_stream(self.module.current_stream(self.device))
+        self.stream.wait_stream(self.computation)
 
     def submit(self, *steps: Step, after: Sequence[Any] | None = None) -> Ticket:
-        computes = self.module.current_stream(self.device)
         if after is None:
             self.wait_for_computation()
         for event in after or ():
-            self.stream.wait_event(event)
+            self.wait_event(event)
         try:
-            with self.module.stream(self.stream):
+            with _OnStream(self.stream):
                 for step in steps:
                     for work in step():
                         work.wait()
         except BaseException:
-            computes.wait_stream(self.stream)  # unwinding frees what earlier steps still use
+            self.computation.wait_stream(self.stream)  # unwinding frees what earlier steps still use
             raise
         return _StreamTicket(self, self.stream.record_event(), steps)
 
     def wait_event(self, event: Any) -> None:
-        self.stream.wait_event(event)
+        # Users' are of a kind that waits for a stream of that kind alone, or for the current one.
+        with _OnStream(self.stream):
+            event.wait()
 
 
 class AcceleratorDevice(Device):
     """CUDA and devices with its stream semantics."""
 
-    def __init__(self, device: torch.device):
-        super().__init__(device)
-        self.module = torch.get_device_module(device)
-
     def mark(self) -> Any:
-        return self.module.current_stream(self.torch_device).record_event()
+        return torch.accelerator.current_stream(self.torch_device.index).record_event()
 
     def lane(self) -> Lane:
         _land_abandoned()
-        return _StreamLane(self.module, self.torch_device)
+        return _StreamLane(self.torch_device)
 
     def move_inputs(self, value: Any) -> Any:
         return map_leaves(self._move, value)
