@@ -439,6 +439,14 @@ def test_ignored_parameters_on_the_meta_device_are_refused(fake_mesh: Mesh) -> N
         model(torch.ones(2, 4))
 
 
+@pytest.mark.parametrize("inner", [True, False])
+def test_what_torch_has_sharded_is_refused_as_that(fake_mesh: Mesh, inner: bool) -> None:
+    mesh, model = fake_mesh(2), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    torch_fully_shard(model[0] if inner else model, mesh=mesh)
+    with pytest.raises(ValueError, match=r"parameter '0\.weight' is a DTensor on the data parallel mesh already.*torch's"):
+        fully_shard(model, mesh=mesh)
+
+
 def test_buffers_on_the_meta_device_are_refused(fake_mesh: Mesh) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     model[1].to("meta")

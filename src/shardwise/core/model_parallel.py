@@ -66,6 +66,11 @@ def describe(name: str, parameter: Any, dim: int, mesh: DataParallelMesh) -> Mod
         return _on_same_mesh(name, parameter, dim, mesh, mesh.whole)
     if not isinstance(parameter, DTensor):
         return None
+    if parameter.device_mesh == mesh.mesh:
+        raise ValueError(
+            f"parameter {name!r} is a DTensor on the data parallel mesh already, as torch's own fully_shard and "
+            "distribute_module leave them: shard it by one of them or by this fully_shard, not by both"
+        )
     try:
         return _beside_other_mesh(parameter, dim, mesh)
     except (RuntimeError, TypeError) as error:
