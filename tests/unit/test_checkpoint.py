@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import resource
 import shutil
 import signal
@@ -42,6 +43,7 @@ import shardwise
 from shardwise.checkpoint import CheckpointError, CorruptFileError, latest, load, save, wait
 from shardwise.checkpoint.asynchronous import background, host_copies
 from shardwise.checkpoint.atomic import Draft
+from shardwise.checkpoint.full_state import full_state_dict, load_full_state_dict
 from shardwise.checkpoint.integrity import BLOCK, Manifest, RunningSum, SummingStream, find_damage
 from shardwise.checkpoint.model_state import model_state
 from shardwise.checkpoint.objects import leaves, pickled, tree_of, unpickled, warn_of_unsafe
@@ -1082,6 +1084,29 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     ):
         with pytest.raises(TypeError, match=match):
             save(tmp_path, **arguments)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("function", "flag"),
+    [
+        (save, "async_"),
+        *((load, flag) for flag in ("rng", "strict", "weights_only")),
+        *((full_state_dict, flag) for flag in ("cpu", "rank0_only")),
+        (load_full_state_dict, "broadcast_from_rank0"),
+        (load_safetensors, "strict"),
+    ],
+)
+def test_a_string_is_no_flag(tmp_path: Path, function: Any, flag: str) -> None:
+    model = make()
+    arguments: dict[Any, tuple[Any, ...]] = {
+        full_state_dict: (model,),
+        load_full_state_dict: (model, model.state_dict()),
+        load_safetensors: (model, tmp_path),
+    }
+    message = re.escape(f"{function.__name__}({flag}='no'): pass True or False, not str")
+    with pytest.raises(TypeError, match=message):
+        function(*arguments.get(function, (tmp_path,)), **{flag: "no"})
     assert not list(tmp_path.iterdir())
 
 

@@ -1044,6 +1044,7 @@ def test_initializers_see_unwrapped_modules_and_cannot_reach_values(fake_mesh: M
         ((nn.Linear(1, 1), {"seed": True}), TypeError, "seed must be an int or None, not True"),
         ((nn.Linear(1, 1), {"seed": 2**64}), ValueError, "64 bits"),
         ((nn.Linear(1, 1), {"init_fn": 3}), TypeError, "init_fn must be a function of a module, not int"),
+        ((nn.Linear(1, 1), {"fast": "no"}), TypeError, "materialize(fast='no'): pass True or False, not str"),
     ],
 )
 def test_arguments(arguments: tuple[Any, ...], error: type[Exception], text: str) -> None:

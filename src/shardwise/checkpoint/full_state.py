@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..arguments import check_flag, check_flags
 from ..core.device import untracked
 from .interrupts import held
 from .matching import Match, WeightsError, check_ties, match
@@ -43,10 +44,12 @@ def full_state_dict(model: nn.Module, *, cpu: bool = True, rank0_only: bool = Tr
 
     Raises:
         ValueError: naming tensors without values, or sharded ones that ranks do not have alike; on all ranks.
+        TypeError: for an argument of a wrong type; on all ranks.
         RuntimeError: on all ranks, naming a tensor that one of them cannot keep, as when its memory is full.
     """
     peers = peers_of(model, of_world=True)
     with peers.together():
+        check_flags(full_state_dict, "full_state_dict", {"cpu": cpu, "rank0_only": rank0_only})
         state = weights_of(model, asked_by="full_state_dict")
         state.check_values()
     gathered = {name: (w.dtype, w.shape) for w in state.weights if isinstance(w.tensor, DTensor) for name in w.names}
@@ -106,9 +109,11 @@ def load_full_state_dict(model: nn.Module, sd: Mapping[str, Any] | None, *, broa
         ValueError: (also a RuntimeError) listing all missing, unexpected and mis-shaped names, and values that are
             not whole tensors, together; or, of a sharded model, if ranks differ in ``broadcast_from_rank0``; on all
             ranks.
-        TypeError: if ``sd`` is not a dict.
+        TypeError: if ``sd`` is not a dict, or another argument of a wrong type.
     """
     peers = peers_of(model, of_world=broadcast_from_rank0)
+    with peers.together():
+        check_flag("load_full_state_dict", "broadcast_from_rank0", broadcast_from_rank0)
     _check_same_source(peers, broadcast_from_rank0)
     with peers.together():
         loading = weights_of(model, asked_by="load_full_state_dict").with_extra_as_objects()

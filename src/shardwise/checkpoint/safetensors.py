@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..arguments import check_flag
 from ..core.device import untracked
 from .atomic import path_of, sync_directory
 from .integrity import CorruptFileError
@@ -83,6 +84,7 @@ def load_safetensors(
     """
     peers = peers_of(model)
     with peers.together():
+        check_flag("load_safetensors", "strict", strict)
         loading = weights_of(model, asked_by="load_safetensors", plain_names=True)
         stored, problems = _renamed(read_stored(path_or_dir), rename)
         matches, keys = match(loading, stored, str(path_or_dir), strict=strict, problems=problems)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..arguments import check_flag, check_flags
 from ..core.device import local_of, not_inference, untracked
 from .asynchronous import background, host_copies
 from .atomic import DCP_METADATA, MANIFEST, Draft, checkpoints_in, is_name_of_ours, latest, path_of, prune
@@ -85,6 +86,7 @@ def save(
     def collect() -> Leaves:
         if failed is not None:
             raise failed
+        check_flag("save", "async_", async_)
         _check_numbers(step, keep)
         leaves = contents(_module(model), _optimizers(model, optimizer), _scheduler(scheduler), extra)
         return host_copies(leaves) if async_ else leaves
@@ -197,6 +199,7 @@ def load(
     ranks = saving_ranks()
     background.finish()
     with ranks.together():
+        check_flags(load, "load", {"rng": rng, "strict": strict, "weights_only": weights_only})
         wanted = Wanted(_module(model), _optimizers(model, optimizer), _scheduler(scheduler), extra, rng)
         told = (root := path_of(directory)), _find(root, ranks)
     path, manifest = _first(ranks.exchange(told))

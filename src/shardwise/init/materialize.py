@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..arguments import check_flag
 from ..checkpoint.interrupts import held
 from ..core.errors import StateError
 from ..core.shards import Shards
@@ -78,7 +79,7 @@ def materialize(
     meshes = find_meshes(names, shards)
     with _Generators() as generators:
         with telling_failure(meshes):
-            _check_arguments(seed, init_fn)
+            _check_arguments(seed, init_fn, fast)
             targets = find_targets(names, shards)
             work = _work(names, targets, init_fn, seed)
             generators.find_followers(list(work), seed)
@@ -94,7 +95,8 @@ def materialize(
     return model
 
 
-def _check_arguments(seed: object, init_fn: object) -> None:
+def _check_arguments(seed: object, init_fn: object, fast: object) -> None:
+    check_flag("materialize", "fast", fast)
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise TypeError(f"seed must be an int or None, not {seed!r}")
     if isinstance(seed, int) and not -(2**63) <= seed < 2**64:
