@@ -200,6 +200,7 @@ def results() -> list[Tensor]:
     return [gathered, scattered, summed, *more, *parts]
 
 
+@needs_results
 def test_moves_what_a_fake_group_moves(fake_mesh: Callable[..., DeviceMesh]) -> None:
     fake_mesh(WORLD)
     expected = results()
