@@ -593,7 +593,7 @@ def test_replaced_and_added_parameters(flat: bool) -> None:
         late.state_dict()
         with pytest.raises(StateError, match=r"'bias'.* would change nothing"):
             optimizer.step()
-        late.module.weight = nn.Parameter(torch.zeros(4, 4 // dist.get_world_size()))
+        late.module.weight = nn.Parameter(torch.zeros(2, 8 // dist.get_world_size()))
         with pytest.raises(StateError, match=r"'weight'.*, was replaced by one of shape"):
             late.state_dict()
     late = FSDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), flatten_parameters=flat)

@@ -330,6 +330,53 @@ def test_params_are_those_of_the_optimizer(flat: bool) -> None:
     assert len(wrapped.non_shared_params()) == 2
 
 
+@on_ranks(1, 2, flat=FLAT)
+def test_parts_have_their_shapes(flat: bool) -> None:
+    """FairScale flattens what it cuts: of a world of one, only what it joins."""
+    results = []
+    with both_fsdps(flatten_parameters=flat) as makers:
+        for make in makers:
+            model = make()
+            optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+            train(model)
+            gradients = [p.grad.shape for p in model.parameters()]
+            model.clip_grad_norm_(0.1)
+            optimizer.step()
+            with model.no_sync():
+                train(model, 1)
+            train(model, 2)
+            optimizer.step()
+            moments = [optimizer.state[p]["momentum_buffer"].shape for p in model.parameters()]
+            with model.summon_full_params():
+                model[0].weight.data.mul_(2.0)
+            shards = model.local_state_dict()
+            parameters = [p.shape for p in model.parameters()]
+            assert gradients == moments == parameters
+            results.append((parameters, {name: (value.shape, value.clone()) for name, value in shards.items()}, model))
+    assert results[0][0] == results[1][0]
+    torch.testing.assert_close(results[1][1], results[0][1])
+    copied = pickle.loads(pickle.dumps(results[1][2]))
+    copied.load_local_state_dict({name: value.reshape(-1) for name, (_, value) in results[1][1].items() if value.ndim})
+    assert [p.shape for p in copied.parameters()] == results[1][0]
+
+
+@on_ranks(1)
+def test_a_parameter_without_dims_keeps_its_shape() -> None:
+    plain = nn.Linear(3, 2)
+    plain.scale = nn.Parameter(torch.tensor(2.0))
+    model = FSDP(copy.deepcopy(plain), flatten_parameters=False)
+    optimizer = Adam(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    torch.testing.assert_close(model.clip_grad_norm_(1.0), torch.tensor(3.0))
+    optimizer.step()
+    shapes = [p.shape for p in plain.parameters()]
+    assert [p.shape for p in model.parameters()] == shapes
+    gathered = model.gather_full_optim_state_dict(optimizer)
+    for state in (gathered, model.get_shard_from_optim_state_dict(gathered)):
+        assert [values["exp_avg"].shape for values in state["state"].values()] == shapes
+
+
 ZEROING: dict[str, Callable[[Any, Any], None]] = {
     "model": lambda model, optimizer: model.zero_grad(),
     "zeros": lambda model, optimizer: model.zero_grad(set_to_none=False),

@@ -53,7 +53,7 @@ class FlatRun:
     Args:
         name: of the sharded parameter, for messages.
         parts: at least one.
-        sharded: 1-D; its data become this rank's part of the run, with its padding.
+        sharded: its data become this rank's part of the run, with its padding.
         home: where ``sharded`` is registered at all times; None for a run of one parameter that is registered at the
             parameter's own places while it is sharded.
         values: whole values of the parts; None if ``sharded`` has its values already.
@@ -69,6 +69,11 @@ class FlatRun:
     def numel(self) -> int:
         """Elements without padding."""
         return sum(part.numel for part in self.parts)
+
+    def local_shape(self, ranks: int) -> tuple[int, ...]:
+        """What `torch.Tensor.view` makes of a rank's part before it is registered: a parameter by itself that only one
+        rank has keeps its own shape, as with FairScale; all else is 1-D."""
+        return self.parts[0].shape if self.home is None and ranks == 1 else (-1,)
 
 
 class AbsentParameter(torch.Tensor):
@@ -140,6 +145,7 @@ class FlatSlot(Slot):
     def __init__(self, run: FlatRun, buffer: ShardedBuffer, index: int, owner: weakref.ref[Shards]):
         super().__init__(run.name, [place for part in run.parts for place in part.places], buffer, index, run.sharded)
         self.parts, self.home, self.total, self._owner = run.parts, run.home, run.numel, owner
+        self._local_shape = run.local_shape(buffer.comm.size)
         self.address = run.sharded.data_ptr()
         """Of the sharded parameter's memory in the buffer."""
         self._faces: list[nn.Parameter] = []
@@ -149,8 +155,8 @@ class FlatSlot(Slot):
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's part of the run, with its padding; 1-D."""
-        return self.buffer.local_view(self.index)
+        """This rank's part of the run, with its padding, in the shape that it is registered in."""
+        return self.buffer.local_view(self.index).view(self._local_shape)
 
     @property
     def padding(self) -> int:
@@ -320,8 +326,8 @@ class FlatSlot(Slot):
     # -- Whole values
 
     def gather_like(self, shard: torch.Tensor) -> torch.Tensor:
-        """The whole run of which ``shard`` is this rank's part, padding included; all ranks call this."""
-        own = shard.detach().contiguous().to(self.buffer.device)
+        """The whole run of which ``shard`` is this rank's part, padding included, 1-D; all ranks call this."""
+        own = shard.detach().reshape(-1).to(self.buffer.device)
         if self.buffer.comm.size == 1 or not own.numel():
             return own
         run = own.new_empty(self.buffer.comm.size * own.numel())
@@ -330,12 +336,13 @@ class FlatSlot(Slot):
         return run
 
     def cut(self, run: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a whole run without padding, padded by zeros; memory of its own."""
+        """This rank's part of a whole run without padding, padded by zeros, in the shape of `local`; memory of its
+        own."""
         length = self.local.numel()
         part = run[self.buffer.comm.rank * length : (self.buffer.comm.rank + 1) * length]
         cut = run.new_zeros(length)
         cut[: part.numel()] = part
-        return cut
+        return cut.view(self._local_shape)
 
     def summon(self, *, volatile: bool) -> list[nn.Parameter]:
         """Register whole parameters in the dtype of the shards, and give them; all ranks call this, between uses.
@@ -394,7 +401,7 @@ class FlatSlot(Slot):
             )
         self.sharded.requires_grad_(True in trained)
         length = self.local.numel()
-        self.local.copy_(run.narrow(0, self.buffer.comm.rank * length, length))
+        self.local.copy_(run.narrow(0, self.buffer.comm.rank * length, length).view(self._local_shape))
 
     @property
     def is_summoned(self) -> bool:
@@ -408,7 +415,7 @@ class FlatSlot(Slot):
 
 
 class FlatShards(Shards):
-    """Runs of parameters, which optimizers see as 1-D tensors of this rank's elements.
+    """Runs of parameters, which optimizers see as tensors of this rank's elements.
 
     Args:
         runs: in the order that the slots get.
@@ -447,7 +454,7 @@ class FlatShards(Shards):
         """Put this rank's part of ``run`` into the buffer, and the sharded parameter around it."""
         chunk = buffer.local_view(index)
         if run.values is None:
-            chunk.copy_(run.sharded)
+            chunk.copy_(run.sharded.reshape(-1))
         else:
             start, position = buffer.layout.tensors[index].start(buffer.comm.rank), 0
             for value in run.values:
@@ -456,7 +463,7 @@ class FlatShards(Shards):
                     piece = value.detach().reshape(-1)[first - position : end - position]
                     chunk[first - start : end - start].copy_(piece)
                 position += value.numel()
-        run.sharded.data = chunk
+        run.sharded.data = chunk.view(run.local_shape(buffer.comm.size))
         set_owner(run.sharded, self.reference)
 
     def _remember(self, runs: Sequence[FlatRun]) -> None:
@@ -482,6 +489,16 @@ class FlatShards(Shards):
     def agree_on_gradients(self) -> None:
         for slot in self.slots:
             slot.agree_on_gradients()
+
+    def gradients_as_registered(
+        self, slots: Sequence[Any], gradients: Sequence[torch.Tensor | None]
+    ) -> Sequence[torch.Tensor | None]:
+        if self.mesh.shard.size > 1:
+            return gradients
+        return [
+            None if gradient is None else gradient.view(slot.local.shape)
+            for slot, gradient in zip(slots, gradients, strict=True)
+        ]
 
     # -- Whole values
 
@@ -553,11 +570,11 @@ class FlatShards(Shards):
         with torch.no_grad(), not_inference():
             buffer = self.buffers[position] = self._buffer_of([slot.total for slot in slots], dtype)
             for slot in slots:
-                chunk = buffer.local_view(slot.index)
-                chunk.copy_(slot.sharded)
-                slot.sharded.data = chunk
+                slot.buffer = buffer
+                slot.local.copy_(slot.sharded)
+                slot.sharded.data = slot.local
                 set_owner(slot.sharded, self.reference)
-                slot.buffer, slot.address = buffer, slot.sharded.data_ptr()
+                slot.address = slot.sharded.data_ptr()
                 slot.forget_unsharded()
                 slot._register_sharded()
         old.free()

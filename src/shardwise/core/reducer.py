@@ -281,6 +281,7 @@ class GradientReducer:
         old: list[torch.Tensor] = []
         parameters = [slot.sharded for slot, shard in zip(slots, shards, strict=True) if shard is not None]
         assert not torch.is_grad_enabled()
+        shards = self.shards.gradients_as_registered(slots, shards)
         wrapped = wrap_gradients([shard for shard in shards if shard is not None], parameters)
         # Out here, since what hooks do to sharded parameters has to be noticed.
         gradients = run_tensor_hooks(parameters, wrapped)

@@ -124,6 +124,12 @@ class Shards(ABC):
     def agree_on_gradients(self) -> None:
         """Let the unsharded faces, which are registered, require gradients where the sharded ones do now."""
 
+    def gradients_as_registered(
+        self, slots: Sequence[Slot], gradients: Sequence[torch.Tensor | None]
+    ) -> Sequence[torch.Tensor | None]:
+        """Reduced ``gradients`` of ``slots`` in the shapes of what is registered."""
+        return gradients
+
     # -- Making
 
     def _gather_dtype(self, dtype: torch.dtype) -> torch.dtype:

@@ -32,7 +32,7 @@ def norm_of_gradients(
         norms = by_comm.setdefault(slot.buffer.comm, [])
         gradient = slot.sharded.grad
         if gradient is not None and (numel := gradient.numel() - slot.padding):
-            norms.append(torch.linalg.vector_norm(gradient[:numel], norm_type, dtype=wide).to(device))
+            norms.append(torch.linalg.vector_norm(gradient.reshape(-1)[:numel], norm_type, dtype=wide).to(device))
     # One number for each communicator, whatever gradients this rank has: ranks outside of a smaller group (of experts)
     # have other parameters in their place.
     shares = [_share_of_norm(norms or [nothing], comm, everyone, norm_type) for comm, norms in by_comm.items()]

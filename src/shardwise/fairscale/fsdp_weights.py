@@ -92,11 +92,12 @@ def prepare_load(
 ) -> None:
     """Give the entries names with the wrapper, and register whole parameters to write into."""
     module._enter_loading(messages)
-    runs = {prefix + run.name: run.is_joined for run in module._runs} if module._gives_local else {}
-    for key in [key for key in state_dict if key.startswith(prefix) and not runs.get(key)]:
+    pairs = zip(module._runs, module._own_slots(), strict=True) if module._gives_local else ()
+    own = {prefix + run.name: (run.is_joined, slot.local.shape) for run, slot in pairs}
+    for key in [key for key in state_dict if key.startswith(prefix) and not own.get(key, (False,))[0]]:
         value = state_dict.pop(key)
-        if key in runs and isinstance(value, torch.Tensor):
-            value = value.reshape(-1)  # FairScale's shard of the only rank has the parameter's own shape
+        if key in own and isinstance(value, torch.Tensor) and value.numel() == own[key][1].numel():
+            value = value.reshape(own[key][1])  # the only rank's shard may have been saved with one dim
         state_dict[f"{prefix}{INNER}.{key.removeprefix(prefix)}"] = value
 
 
