@@ -422,7 +422,7 @@ def test_optimizers_of_named_parameters(flat: bool) -> None:
     assert (optimizer.param_groups[0]["param_names"], optimizer.param_groups[0]["lr"]) == (own, 0.3)
 
 
-@on_ranks(2, what=["strangers", "fewer", "order", "unstepped", "shape"])
+@on_ranks(2, what=["strangers", "fewer", "order", "unstepped", "shape", "none"])
 def test_optimizers_that_differ_on_a_rank_are_refused_on_all(what: str) -> None:
     model = FSDP(made(MLP), flatten_parameters=False)
     optimizer, other = (AdamW(model.parameters()) for _ in range(2))
@@ -433,12 +433,15 @@ def test_optimizers_that_differ_on_a_rank_are_refused_on_all(what: str) -> None:
         if what == "shape":
             other = optimizer
             other.state[parameters[0]]["rows"] = torch.ones(3)
+        elif what == "none":
+            other = None
         elif what != "unstepped":
             given = {"strangers": nn.Linear(2, 2).parameters(), "fewer": parameters[1:], "order": parameters[::-1]}
             other = AdamW(given[what])
     else:
         other = optimizer
-    with pytest.raises((ValueError, RuntimeError), match=r"not a shard of|no part|another order|step it on all|rank 1"):
+    expected = r"not a shard of|no part|another order|step it on all|takes the optimizer|rank 1"
+    with pytest.raises(TypeError if other is None else (ValueError, RuntimeError), match=expected):
         model.gather_full_optim_state_dict(other)
     optimizer.state[next(model.parameters())].pop("rows", None)
     assert (model.gather_full_optim_state_dict(optimizer) is None) == (dist.get_rank() != 0)

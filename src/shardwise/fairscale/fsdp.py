@@ -578,6 +578,7 @@ class FullyShardedDataParallel(Settings):
         Raises:
             ValueError: for a parameter that is not of this module, param groups in another order than `parameters`,
                 state that is not elementwise, or no such rank.
+            TypeError: for what is no optimizer.
         """
         if recipient_rank is not None and recipient_rank not in range(self.world_size):
             raise ValueError(

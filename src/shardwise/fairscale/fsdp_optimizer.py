@@ -66,6 +66,7 @@ def gather_optimizer_state(
     held: Mapping[torch.Tensor, Mapping[str, Any]] = {}
     failure: Exception | None = None
     try:
+        _check_optimizer(optimizer)
         members = [_slots_of_group(group, slots) for group in optimizer.param_groups]
         _check_order(_in_parameters_order(root, instances), optimizer)
         held = _state_by_parameter(optimizer)
@@ -89,6 +90,17 @@ def gather_optimizer_state(
         groups.append({**_settings_of(group), **names, "params": chosen})
     others = {key: value for key, value in optimizer.state_dict().items() if key not in ("state", "param_groups")}
     return {**copy.deepcopy(others), "state": dict(sorted(state.items())), "param_groups": groups}
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    """
+    Raises:
+        TypeError: for what is no optimizer, by its methods.
+    """
+    if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state_dict")):
+        raise TypeError(
+            f"gather_full_optim_state_dict takes the optimizer, with param_groups and state_dict, not {optimizer!r}"
+        )
 
 
 def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
