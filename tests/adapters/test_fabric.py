@@ -7,6 +7,7 @@ import copy
 import gc
 import importlib
 import json
+import os
 import resource
 import shutil
 import signal
@@ -682,7 +683,8 @@ def links(directory: Path) -> None:
 
 
 def failing_disks(directory: Path) -> None:
-    """A file that cannot be written whole, and one of those beside the tensors that was changed, are named."""
+    """A file that cannot be written whole, what is no file, and one of those beside the tensors that was changed, are
+    named."""
     for kind in ("full", "sharded"):
         used, path = by_block(state_dict_type=kind), directory / f"failing_{kind}"
         model = used.setup(make_net())
@@ -699,6 +701,13 @@ def failing_disks(directory: Path) -> None:
         state = {"step": 0}
         used.load(path, state)
         assert state == {"step": 1}
+        pipe = directory / f"pipe_{kind}"
+        if used.is_global_zero:
+            os.mkfifo(pipe)
+        used.barrier()
+        with pytest.raises(OSError, match=rf"{pipe.name} is a device, a pipe or a socket, whose place"):
+            used.save(pipe, {"model": model})
+        assert pipe.is_fifo()
     used.barrier()
     with pytest.raises(CheckpointError, match=r"writing a checkpoint into .*inside failed: .*Not a directory"):
         used.save(directory / "failing_full" / "inside", {"model": model})

@@ -131,9 +131,11 @@ def write_file(path: Path, write: Callable[[Path], object]) -> None:
     The old file is never written into: tensors that `read_file` returned may still be mapped from it.
 
     Raises:
+        FileExistsError: for a device, a pipe or a socket.
         IsADirectoryError: if there is a directory with something else than a checkpoint.
     """
     refuse_directory(path)
+    _refuse_device(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.unfinished")
     remove(draft)
@@ -169,13 +171,14 @@ def write_directory(path: Path, sharded: Mapping[str, Any], rest: Mapping[str, A
         rest: of the first rank: goes into ``meta.pt``.
 
     Raises:
-        CheckpointError: on all ranks, if one of them cannot write.
+        CheckpointError: on all ranks, if one of them cannot write, or ``path`` is a device, a pipe or a socket.
     """
     ranks, draft = saving_ranks(), path.with_name(f".{path.name}.unfinished")
     with not_inference():
         try:
             with ranks.together(), naming(path):
                 if ranks.is_first:
+                    _refuse_device(path)
                     remove(draft)
                     draft.mkdir(parents=True)
                 items = {where: as_saved(value, key_of(where)) for where, value in leaves(sharded)}
@@ -296,6 +299,17 @@ def refuse_directory(path: Path) -> None:
         raise IsADirectoryError(
             f"{path} is a sharded checkpoint with other files beside it ({names}), which a full checkpoint, one file, "
             "would delete: choose another path, or move them away"
+        )
+
+
+def _refuse_device(path: Path) -> None:
+    """
+    Raises:
+        FileExistsError: for what is neither a file nor a directory: renaming a checkpoint there would delete it.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise FileExistsError(
+            f"{path} is a device, a pipe or a socket, whose place a checkpoint would take: choose another path"
         )
 
 
