@@ -682,6 +682,25 @@ def links(directory: Path) -> None:
     assert not [entry.name for entry in directory.iterdir() if entry.name.startswith((".link", ".target"))]
 
 
+def working_directory(directory: Path) -> None:
+    """A sharded checkpoint may be saved into the working directory, or around it, as often as anywhere else."""
+    used, path = by_block(state_dict_type="sharded"), directory / "working"
+    model = used.setup(make_net())
+    if used.is_global_zero:
+        (path / "inside").mkdir(parents=True)
+    used.barrier()
+    for place, own in (".", path), ("..", path / "inside"):
+        with contextlib.chdir(own):
+            for step in range(3):
+                used.save(place, {"model": model, "step": step})
+                assert Path.cwd() == own.resolve()
+                Path(f"log_{dist.get_rank()}").write_text("written")
+            state = {"step": 0}
+            used.load(place, state)
+            assert state == {"step": 2}
+        assert (own / "log_0").read_text() == "written"
+
+
 def failing_disks(directory: Path) -> None:
     """A file that cannot be written whole, what is no file, and one of those beside the tensors that was changed, are
     named."""
@@ -1270,6 +1289,7 @@ CASES = (
     postponed_loads,
     other_objects,
     links,
+    working_directory,
     failing_disks,
     hosts_with_files_of_their_own,
     clipping,

@@ -32,7 +32,7 @@ from ..checkpoint.sharded import open_checked
 from ..checkpoint.weights import weights_of
 from ..checkpoint.writing import naming, write_leaves
 from ..core.device import not_inference
-from .replacing import METADATA, foreign_in, is_sharded, remove, take_place_of
+from .replacing import METADATA, foreign_in, is_sharded, remove, staying, take_place_of
 
 
 class Kind(Enum):
@@ -174,7 +174,7 @@ def write_directory(path: Path, sharded: Mapping[str, Any], rest: Mapping[str, A
         CheckpointError: on all ranks, if one of them cannot write, or ``path`` is a device, a pipe or a socket.
     """
     ranks, draft = saving_ranks(), path.with_name(f".{path.name}.unfinished")
-    with not_inference():
+    with not_inference(), staying(path):
         try:
             with ranks.together(), naming(path):
                 if ranks.is_first:

@@ -7,7 +7,7 @@ import ctypes
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ..checkpoint.atomic import DCP_METADATA, MANIFEST, sync_directory
@@ -55,6 +55,22 @@ def take_place_of(path: Path, draft: Path) -> None:
     if path.is_dir():
         _carry(doomed, path)  # what others have made there meanwhile
     remove(doomed)
+
+
+@contextlib.contextmanager
+def staying(path: Path) -> Iterator[None]:
+    """Keep the name of this process's working directory, if that is ``path`` or in it, which `take_place_of` replaces
+    inside: without one no relative path can be used."""
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:
+        yield  # it had none before
+        return
+    try:
+        yield
+    finally:
+        if here.is_relative_to(path):
+            os.chdir(here)
 
 
 def remove(path: Path) -> None:
