@@ -70,7 +70,8 @@ def staying(path: Path) -> Iterator[None]:
         yield
     finally:
         if here.is_relative_to(path):
-            os.chdir(here)
+            with contextlib.suppress(OSError):  # what is in the place now need not have the same directories inside
+                os.chdir(here)
 
 
 def remove(path: Path) -> None:
