@@ -3,8 +3,9 @@ is not used after it."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -99,17 +100,20 @@ class Trainer:
 def warmed_up(case: Case, flat: bool = False) -> Trainer:
     """After some steps, beside the stream that captures cannot use."""
     trainer = Trainer(case, flat)
-    if DEVICE != "cuda":
+    with beside_current_stream() if DEVICE == "cuda" else contextlib.nullcontext():
         for _ in range(4):
             trainer.step()
-        return trainer
+    return trainer
+
+
+@contextlib.contextmanager
+def beside_current_stream() -> Iterator[None]:
+    """On a stream that goes on where the current one is, which waits for it at the end."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(4):
-            trainer.step()
+        yield
     torch.cuda.current_stream().wait_stream(stream)
-    return trainer
 
 
 @pytest.mark.parametrize("name", [*CASES, "flat"])
