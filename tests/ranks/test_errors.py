@@ -229,6 +229,24 @@ def test_ranks_that_run_other_units(shapes: str) -> None:
     assert any(both)
 
 
+@on_ranks(2, way=["frozen", "converted"])
+def test_ranks_whose_parameters_part(way: str) -> None:
+    """After they agreed once. gloo would end a process that gets more than it expects."""
+    model, _ = unlucky_model(impatient_mesh())
+    model(torch.ones(2, WIDTH)).sum().backward()
+    if dist.get_rank() and way == "converted":
+        model[1].to(torch.float64)
+    elif dist.get_rank():
+        model[1][0].linear.weight.requires_grad_(False)
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(2, WIDTH)).sum().backward()
+    told = {*re.findall(r"of unit '1' \((\d+) elements of torch.(\w+)\)", told_by(caught.value))}
+    both: list[Any] = [None] * 2
+    dist.all_gather_object(both, told)
+    parts = {("99", "float32"), ("18", "float32")} if way == "frozen" else {("99", "float32"), ("99", "float64")}
+    assert parts in both
+
+
 @on_ranks(2)
 def test_what_failed_on_a_rank_that_went_on_is_told() -> None:
     """As one does that leaves out what it cannot compute."""

@@ -14,6 +14,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+import torch
+
 from .comm import Comm
 from .device import local_of
 from .errors import StateError, explain
@@ -61,10 +63,19 @@ def explain_failure(error: RuntimeError, what: str, *comms: Comm) -> None:
     found = next(filter(None, causes), "")
     if not found:
         untold = [comm for comm in comms if comm not in _failed]
-        tell_failure(f"while {what}: a unit that runs on one rank must run on all, in the same order", untold)
+        often = "a unit that runs on one rank must run on all, in the same order, and train the same parameters there"
+        tell_failure(f"while {what}: {often}", untold)
         # Of ranks that wait for each other, and so fail together, the last to tell finds the first.
         found = next(filter(None, (_failure_elsewhere(comm, "at the same time") for comm in comms)), "")
     explain(error, what, found)
+
+
+def sized(tensors: Iterable[tuple[torch.dtype, int]]) -> str:
+    """How many elements of which dtypes ``tensors`` have, each given by both: what ranks may differ in."""
+    totals: Counter[torch.dtype] = Counter()
+    for dtype, numel in tensors:
+        totals[dtype] += numel
+    return ", ".join(f"{numel} elements of {dtype}" for dtype, numel in totals.items())
 
 
 def tell_failure(text: str, comms: Iterable[Comm]) -> None:

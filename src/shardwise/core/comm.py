@@ -331,11 +331,13 @@ class PairwiseGlooComm(GlooComm):
         super().__init__(group)
         self._operations = 0
 
-    def _tag(self, kind: str = "", purpose: str = "") -> int:
-        # Far from the small tags that users choose for messages of their own. Ranks of which one left out a unit would
-        # otherwise take each other's messages: gloo ends a process if they are too long, and tells nobody if not.
+    def _tag(self, kind: str, part: torch.Tensor, purpose: str = "") -> int:
+        """Of messages like ``part``."""
+        # Far from the small tags that users choose for messages of their own. Ranks of which one left out a unit, or
+        # froze a parameter, would otherwise take each other's messages: gloo ends a process if they are too long, and
+        # tells nobody if not.
         self._operations = (self._operations + 1) % 2**14
-        return 2**30 + (_digest(kind + purpose) << 14) + self._operations
+        return 2**30 + (_digest(kind, purpose, part.numel(), part.dtype) << 14) + self._operations
 
     def _peers(self) -> list[int]:
         """The other ranks, the next one first, so that not all send to the same one at once."""
@@ -355,7 +357,7 @@ class PairwiseGlooComm(GlooComm):
     ) -> list[Waitable]:
         works: list[Waitable] = []
         for output, input_ in zip(outputs, inputs, strict=True):
-            parts, peers, tag = output.split(input_.numel()), self._peers(), self._tag("gather ", purpose)
+            parts, peers, tag = output.split(input_.numel()), self._peers(), self._tag("gather", input_, purpose)
             works += self._exchange(tag, [(peer, parts[peer]) for peer in peers], zip(peers, repeat(input_)))
             if parts[self.rank].data_ptr() != input_.data_ptr():
                 parts[self.rank].copy_(input_)
@@ -366,7 +368,8 @@ class PairwiseGlooComm(GlooComm):
     ) -> list[Waitable]:
         pairs = zip(outputs, inputs, strict=True)
         return [
-            self._reduce_scatter_one(output, input_, mean, self._tag("reduce ", purpose)) for output, input_ in pairs
+            self._reduce_scatter_one(output, input_, mean, self._tag("reduce", output, purpose))
+            for output, input_ in pairs
         ]
 
     def _reduce_scatter_one(self, output: torch.Tensor, input_: torch.Tensor, mean: bool, tag: int) -> Waitable:
@@ -394,7 +397,7 @@ class PairwiseGlooComm(GlooComm):
     def broadcast(self, tensor: torch.Tensor, owner: int) -> list[Waitable]:
         if not self._sends_whole(tensor):
             return super().broadcast(tensor, owner)
-        tag = self._tag()
+        tag = self._tag("broadcast", tensor)
         if self.rank != owner:
             return self._exchange(tag, [(owner, tensor)], ())
         return self._exchange(tag, (), zip(self._peers(), repeat(tensor)))
@@ -402,7 +405,7 @@ class PairwiseGlooComm(GlooComm):
     def reduce(self, tensor: torch.Tensor, owner: int) -> list[Waitable]:
         if not self._sends_whole(tensor):
             return super().reduce(tensor, owner)
-        tag = self._tag()
+        tag = self._tag("sum", tensor)
         if self.rank != owner:
             return self._exchange(tag, (), [(owner, tensor)])
         received = list(tensor.new_empty((self.size - 1, tensor.numel())))
@@ -431,8 +434,8 @@ def _is_deleted(store: Any) -> bool:
 
 
 @functools.cache
-def _digest(purpose: str) -> int:
-    return zlib.crc32(purpose.encode()) % 2**16
+def _digest(*described: object) -> int:
+    return zlib.crc32(repr(described).encode()) % 2**16
 
 
 class StagedCollective(Protocol):

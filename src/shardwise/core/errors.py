@@ -10,7 +10,7 @@ def explain(error: RuntimeError, what: str, cause: str = "") -> None:
     there."""
     often = (
         "Another rank failed or stopped, or does not run the same units in the same order: a unit that runs forward or "
-        "backward on one rank must do so on all"
+        "backward on one rank must do so on all, and train the same parameters there"
     )
     error.add_note(f"{_EXPLAINED} {what}. {cause[:1].upper() + cause[1:] or often}.")
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .agreement import explain_failure
+from .agreement import explain_failure, sized
 from .buffer import Allocate, cut_chunks, local_strides, thin_rows
 from .comm import Comm, StagedCollective, reduce_op
 from .device import HOST, chunk_cat, copy_each, is_elsewhere, pins_memory, sent_to
@@ -431,7 +431,8 @@ class Reduction:
 
     def _explain(self, error: RuntimeError) -> None:
         comms = self.route.shard, *self.route.replicate
-        explain_failure(error, f"reducing the gradients of unit {self.name!r}", *comms)
+        sizes = [(self.plan.dtype, tensor.numel) for tensor in self.plan.tensors]
+        explain_failure(error, f"reducing the gradients of unit {self.name!r} ({sized(sizes)})", *comms)
 
     def release(self) -> None:
         """Wait for the scatter, free what was sent, and start what is summed over replicas; once, which is at the start

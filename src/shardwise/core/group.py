@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .agreement import explain_failure
+from .agreement import explain_failure, sized
 from .buffer import Gather, ShardedBuffer
 from .comm import StagedCollective
 from .device import (
@@ -306,7 +306,8 @@ class ParamGroup:
         self.state = ShardState.UNSHARDED
 
     def _explain(self, error: RuntimeError) -> None:
-        explain_failure(error, f"gathering the parameters of unit {self.name!r}", self.mesh.shard)
+        sizes = [(buffer.dtype, tensor.numel) for buffer in self.shards.buffers for tensor in buffer.layout.tensors]
+        explain_failure(error, f"gathering the parameters of unit {self.name!r} ({sized(sizes)})", self.mesh.shard)
 
     def _free(self) -> None:
         self._lease = None
