@@ -147,6 +147,26 @@ def test_what_failed_on_another_rank_is_told() -> None:
         assert cause in told_by(caught.value)
 
 
+@on_ranks(2)
+def test_reset_of_a_reduction_that_no_other_rank_came_to() -> None:
+    model, mesh = nn.Sequential(Layer(), Layer()), impatient_mesh()
+    for layer in model:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh)
+
+    def fail(_: torch.Tensor) -> None:
+        raise Unlucky.error
+
+    model[0].register_forward_hook(lambda _module, _args, output: output.register_hook(fail) and None)
+    loss = model(torch.ones(2, WIDTH)).sum()
+    if dist.get_rank():
+        with pytest.raises(ArithmeticError):
+            loss.backward()
+        with pytest.raises(RuntimeError) as caught:
+            model.reset_iter_state()
+        assert "this happened while reducing the gradients of unit '1'" in told_by(caught.value)
+
+
 class UnprintableError(Exception):
     """Fails, too."""
 

@@ -485,7 +485,7 @@ class Reduction:
         raises says nothing of what comes next."""
         if self.route.hook is not None:
             self.route.hook = functools.partial(_try, self.route.hook)
-        self._ticket.wait()
+        self._wait()
         self._rest = []
         self._staged = self._added = self._staging = None
         self.plan.partial = None
