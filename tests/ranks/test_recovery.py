@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -176,6 +177,25 @@ def test_exception_on_all_ranks(failure: str, reshard: bool) -> None:
     torch.manual_seed(1)
     model = wrap(fragile_stack(), shardwise.fully_shard, reshard_after_forward=reshard)
     assert_like_plain(train_with_failures(model, FAILURES[failure], (0, 2, 3)), fragile_stack)
+
+
+@on_ranks(2)
+def test_exception_in_another_unit_on_each_rank() -> None:
+    """Not reset, and all had been communicated: ranks that know of other forwards expect the same in backward."""
+    torch.manual_seed(1)
+    model: Any = wrap(stack(Layer(), Fragile(), Fragile()), shardwise.fully_shard)
+    optimizer, record = make_optimizer(model), Record()
+    for step in range(4):
+        if step == 2:
+            disarm = fail_at("before")(SimpleNamespace(layers=model.layers[dist.get_rank() :]))
+            with pytest.raises(PlannedError):
+                step_once(model, step + 70, dist.get_rank())
+            disarm()
+        record.note(step_once(model, step, dist.get_rank()), model)
+        optimizer.step()
+        optimizer.zero_grad()
+    record.end(model)
+    assert_like_plain(record, lambda: stack(Layer(), Fragile(), Fragile()))
 
 
 @on_ranks(3, failure=list(FAILURES))

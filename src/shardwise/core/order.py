@@ -33,6 +33,8 @@ class ExecutionOrder(Generic[T]):
         self._runs: defaultdict[weakref.ref[T], int] = defaultdict(int)
         self._matches = True
         self._backward: list[weakref.ref[T]] = []
+        self._pass_begin = 0
+        """Position of the current pass's first forward."""
         self._settled = 0
         """Positions whose backward is over, as far as forward passes tell."""
 
@@ -41,7 +43,13 @@ class ExecutionOrder(Generic[T]):
         if self._place is not None:
             self._follow(None)
         self._place, self._first, self._matches = None, None, True
+        self._pass_begin = len(self._backward)
         self._runs.clear()
+
+    def abandon_pass(self) -> int:
+        """No backward comes to the current pass, which failed; gives the first position that is none any more."""
+        del self._backward[self._pass_begin :]
+        return len(self._backward)
 
     def _follow(self, unit: weakref.ref[T] | None) -> None:
         """``unit`` runs after the one at the current place (None: nothing does)."""
