@@ -370,6 +370,36 @@ def test_sharded_state_of_another_shape_with_tensor_parallelism(first: bool) -> 
     check_rows(parallel_model(first, 1), parallel_model(not first, 2))
 
 
+@on_ranks(1, 3)
+def test_state_of_another_shape_that_was_saved_of_plain_parameters() -> None:
+    """The checkpoint cannot say how it is to be sharded."""
+    torch.manual_seed(1)
+    plain = Transformer(layers=1)
+    check_rows(plain, wrap(Transformer(layers=1), shardwise.fully_shard, mesh=world_mesh()))
+
+
+class Closed(Rows):
+    """Does not make a step without being given one."""
+
+    def step(self, closure: Any = None) -> None:
+        closure()
+
+
+@on_ranks(2)
+def test_state_of_another_shape_of_an_optimizer_that_does_not_make_it_by_itself() -> None:
+    torch.manual_seed(1)
+    plain, model = Transformer(layers=1), wrap(Transformer(layers=1), shardwise.fully_shard, mesh=world_mesh())
+    optimizer, fresh = Rows(plain.parameters()), Closed(model.parameters())
+    with shared_directory() as directory:
+        optimizer.advance(plain)
+        save(directory, model=plain, optimizer=optimizer)
+        load(directory, model=model, optimizer=fresh)
+    for theirs, ours in zip(plain.parameters(), model.parameters(), strict=True):
+        assert ours.grad is None
+        assert all(torch.equal(fresh.state[ours][key], value) for key, value in optimizer.state[theirs].items())
+    assert fresh.param_groups[0]["lr"] == 0.1
+
+
 @on_ranks(2)
 def test_ranks_that_differ_in_strict() -> None:
     with shared_directory() as directory:

@@ -124,13 +124,48 @@ def classes(items: Mapping[Path, Any]) -> dict[Path, list[str]]:
     return {(CLASSES,): found} if found else {}
 
 
+def has_other_shapes(
+    tensors: Mapping[str, TensorStorageMetadata], paths: Mapping[str, Path], names: Names, known: Collection[str]
+) -> bool:
+    """Whether some saved state has another shape than its parameter, which is sharded. What was saved of plain
+    parameters, or by torch, does not tell whether it is to be sharded too: the optimizer does, by what it makes.
+
+    Args:
+        tensors: of the optimizer's keys.
+        paths: where each of its keys is in the saved tree.
+        names: of the model's parameters.
+        known: keys of which the checkpoint tells how they are cut, or that they are plain.
+    """
+    shapes = {name: one.shape for one, own in names.items() if isinstance(one, DTensor) for name in own}
+    sizes = [(paths[key], kind.size) for key, kind in tensors.items() if key not in known]
+    # Numbers are as they are, however their parameter is sharded.
+    return any(
+        size and shapes.get(str(path[1]), size) != size for path, size in sizes if path[0] == STATE and len(path) == 3
+    )
+
+
 def make_state(optimizers: Iterable[Optimizer], model: nn.Module) -> None:
     """Let optimizers without state make what they keep, by a step of no effect; not where parameters are on the meta
-    device."""
+    device.
+
+    Raises:
+        Exception: of the step; the optimizer's learning rates, and gradients, are as before then.
+    """
     for optimizer in optimizers:
         parameters = [one for group in optimizer.param_groups for one in group[PARAMETERS]]
-        if not optimizer.state and not any(one.is_meta for one in parameters):
+        if optimizer.state or any(one.is_meta for one in parameters):
+            continue
+        rates = [group.get("lr") for group in optimizer.param_groups]
+        gradients = [one.grad for one in parameters]
+        try:
             get_optimizer_state_dict(model, optimizer)  # torch's makes it
+        except Exception:
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                if "lr" in group:
+                    group["lr"] = rate
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            raise
 
 
 def _dim_of(placement: Placement) -> int | None:
