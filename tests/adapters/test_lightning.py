@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.nn.functional import all_gather
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 pytest.importorskip("lightning")
@@ -1615,7 +1615,54 @@ def state_of_another_shape(directory: Path) -> None:
         trainer(directory).fit(Module(), loader(True), ckpt_path=path)
 
 
+class Factored(torch.optim.Optimizer):
+    """Divides gradients of matrices by an average over their rows, which is sharded as they are."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.ndim == 2:
+                    rows, state = parameter.grad.square().mean(1), self.state[parameter]
+                    state.setdefault("rows", torch.zeros_like(rows)).lerp_(rows, 0.5)
+                    update = parameter.grad / state["rows"].add(1e-6).sqrt().unsqueeze(1)
+                    parameter.sub_(update * group["lr"])
+        return loss
+
+
+class WithFactored(Module):
+    """Trained by an optimizer with state of another shape than its parameters."""
+
+    def configure_optimizers(self) -> Any:
+        return Factored(self.parameters())
+
+
+def factored_state_resumed(directory: Path) -> None:
+    """Sharded as it was, though an optimizer that has made no step has none to tell how."""
+    whole = WithFactored()
+    trainer(directory, max_epochs=2).fit(whole, loader(True))
+    for kind in ("full", "sharded"):
+        first, module = trainer(directory, ours(state_dict_type=kind), max_epochs=1), WithFactored()
+        path = directory / f"factored-{kind}.ckpt"
+        first.fit(module, loader(True))
+        first.save_checkpoint(path)
+        resumed, used = WithFactored(), trainer(directory, ours(state_dict_type=kind))
+        used.fit(resumed, loader(True), ckpt_path=path)
+        assert all(map(torch.equal, module.losses + resumed.losses, whole.losses))
+        kept = [state["rows"] for state in used.optimizers[0].state.values()]
+        assert kept
+        assert all(isinstance(rows, DTensor) and rows.placements == (Shard(0),) for rows in kept)
+
+
 CASES = (
+    factored_state_resumed,
     file_replaced,
     other_numbers_of_optimizers,
     state_of_another_shape,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -10,7 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..checkpoint.names import listed
-from ..checkpoint.objects import Path, key_of, leaves
+from ..checkpoint.objects import Path, is_sum, key_of, leaves
+from ..checkpoint.optimizer_state import first_state, lacks_shape
 from ..checkpoint.ranks import saving_ranks
 from ..core.device import not_inference, shard_like
 from ..core.step import ELEMENTWISE, parameters_of
@@ -74,12 +76,32 @@ def _of_own_size(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone() if is_view else tensor
 
 
-def cut(value: Any, parameter: torch.Tensor) -> Any:
-    """This rank's part of ``value``, if that is a whole tensor of a sharded parameter's shape; else ``value``."""
-    is_whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-    if isinstance(parameter, DTensor) and is_whole and value.ndim and value.shape == parameter.shape:
-        return shard_like(value, parameter)
+def cut(value: Any, *likes: Any) -> Any:
+    """This rank's part of ``value``, if that is a whole tensor of the shape of a sharded one in ``likes``, such as a
+    parameter, by the first of these; else ``value``."""
+    if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.ndim:
+        for like in likes:
+            if isinstance(like, DTensor) and value.shape == like.shape and not is_sum(like):
+                return shard_like(value, like)
     return value
+
+
+def cut_values(
+    optimizer: Optimizer, whole: Mapping[torch.Tensor, Mapping[str, Any]]
+) -> dict[torch.Tensor, dict[str, Any]]:
+    """This rank's parts of an optimizer's state, by parameter, where that is whole tensors of sharded parameters."""
+    kept: Mapping[torch.Tensor, Any] = {}
+    if any(
+        isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and lacks_shape(value.shape, parameter)
+        for parameter, values in whole.items()
+        for value in values.values()
+    ):
+        with suppress(Exception):  # an optimizer that cannot make such a step gets plain tensors
+            kept = first_state(optimizer)
+    return {
+        parameter: {name: cut(value, parameter, kept.get(parameter, {}).get(name)) for name, value in values.items()}
+        for parameter, values in whole.items()
+    }
 
 
 @torch.no_grad()
@@ -94,10 +116,12 @@ def cut_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
     state = dict(saved["state"])
     with not_inference():
         # Not strict: `load_state_dict` reports groups that differ.
-        for key, parameter in zip(keys, parameters_of(optimizer), strict=False):
-            if key in state:
-                _refuse_other_shapes(optimizer, key, state[key], parameter)
-                state[key] = {name: _copied(cut(value, parameter), value) for name, value in state[key].items()}
+        given = {one: key for key, one in zip(keys, parameters_of(optimizer), strict=False) if key in state}
+        for parameter, key in given.items():
+            _refuse_other_shapes(optimizer, key, state[key], parameter)
+        for parameter, values in cut_values(optimizer, {one: state[key] for one, key in given.items()}).items():
+            whole = state[given[parameter]]
+            state[given[parameter]] = {name: _copied(value, whole[name]) for name, value in values.items()}
     return {**saved, "state": state}
 
 

@@ -6,13 +6,13 @@ says that one step was made. Here an optimizer is saved as it is, and what it wi
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.optim import Optimizer
 
@@ -124,48 +124,44 @@ def classes(items: Mapping[Path, Any]) -> dict[Path, list[str]]:
     return {(CLASSES,): found} if found else {}
 
 
-def has_other_shapes(
-    tensors: Mapping[str, TensorStorageMetadata], paths: Mapping[str, Path], names: Names, known: Collection[str]
-) -> bool:
-    """Whether some saved state has another shape than its parameter, which is sharded. What was saved of plain
-    parameters, or by torch, does not tell whether it is to be sharded too: the optimizer does, by what it makes.
-
-    Args:
-        tensors: of the optimizer's keys.
-        paths: where each of its keys is in the saved tree.
-        names: of the model's parameters.
-        known: keys of which the checkpoint tells how they are cut, or that they are plain.
-    """
-    shapes = {name: one.shape for one, own in names.items() if isinstance(one, DTensor) for name in own}
-    sizes = [(paths[key], kind.size) for key, kind in tensors.items() if key not in known]
-    # Numbers are as they are, however their parameter is sharded.
-    return any(
-        size and shapes.get(str(path[1]), size) != size for path, size in sizes if path[0] == STATE and len(path) == 3
-    )
-
-
-def make_state(optimizers: Iterable[Optimizer], model: nn.Module) -> None:
-    """Let optimizers without state make what they keep, by a step of no effect; not where parameters are on the meta
-    device.
+def first_state(optimizer: Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
+    """What ``optimizer`` keeps of each parameter after its first step, by a step of no effect; nothing where parameters
+    are on the meta device. Its own state, its settings, and the parameters and their gradients are then as before.
 
     Raises:
-        Exception: of the step; the optimizer's learning rates, and gradients, are as before then.
+        Exception: of the step.
     """
-    for optimizer in optimizers:
-        parameters = [one for group in optimizer.param_groups for one in group[PARAMETERS]]
-        if optimizer.state or any(one.is_meta for one in parameters):
-            continue
-        rates = [group.get("lr") for group in optimizer.param_groups]
-        gradients = [one.grad for one in parameters]
-        try:
-            get_optimizer_state_dict(model, optimizer)  # torch's makes it
-        except Exception:
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                if "lr" in group:
-                    group["lr"] = rate
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient
-            raise
+    parameters = [one for group in optimizer.param_groups for one in group[PARAMETERS]]
+    if any(one.is_meta for one in parameters):
+        return {}
+    state, groups = optimizer.state, [dict(group) for group in optimizer.param_groups]
+    kept = [(one, one.grad, local_of(one).detach().clone()) for one in parameters]
+    made: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
+    try:
+        optimizer.state = made  # type: ignore[assignment]
+        for one in parameters:
+            one.grad = torch.zeros_like(one) if one.requires_grad else None
+        for group in optimizer.param_groups:
+            if "lr" in group:
+                group["lr"] = torch.tensor(0.0) if isinstance(group["lr"], torch.Tensor) else 0.0
+        optimizer.step()
+    finally:
+        optimizer.state = state
+        for group, settings in zip(optimizer.param_groups, groups, strict=True):
+            group.clear()
+            group.update(settings)
+        with torch.no_grad():
+            for one, gradient, values in kept:
+                one.grad = gradient
+                local_of(one).detach().copy_(values)
+    return dict(made)
+
+
+def lacks_shape(size: Sequence[int], parameter: object) -> bool:
+    """Whether saved state of this size has another shape than its parameter, which is sharded. Only the optimizer
+    knows whether it keeps it sharded too (sums over rows, say): see `first_state`."""
+    # Numbers are the same on all ranks.
+    return isinstance(parameter, DTensor) and len(size) > 0 and tuple(size) != tuple(parameter.shape)
 
 
 def _dim_of(placement: Placement) -> int | None:
@@ -330,7 +326,7 @@ class SavedOptimizer:
         """
         held: dict[torch.Tensor, Any] = {}
         for optimizer in self._optimizers:
-            held.update(optimizer.state)
+            held.update(optimizer.state or self._first_state(optimizer))
         found = {}
         for key, path in (*self._state_paths.items(), *self._group_paths.items(), *self._other_paths.items()):
             if key in self._tensors:
@@ -341,6 +337,22 @@ class SavedOptimizer:
                 like = None if key in self._plain else parameter
                 found[key] = _target(self._tensors[key], like, existing, device, cut)
         return found
+
+    def _first_state(self, optimizer: Optimizer) -> Mapping[torch.Tensor, Any]:
+        """What an optimizer without state will keep, where the checkpoint does not tell enough of it."""
+        if self._objects.get(CLASSES):
+            return first_state(optimizer)
+        untold = self._state_paths.keys() & self._tensors.keys() - set(self._plain)
+        if any(
+            len(path) == 2
+            and f"{CUTS}.{key}" not in self._objects
+            and lacks_shape(self._tensors[key].size, self._parameters.get(str(path[0])))
+            for key, path in self._state_paths.items()
+            if key in untold
+        ):
+            with suppress(Exception):  # an optimizer that cannot make such a step gets plain tensors
+                return first_state(optimizer)
+        return {}
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Give the optimizers the saved state and settings; ``tensors`` are `targets`, with values."""

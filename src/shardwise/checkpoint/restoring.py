@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ from .contents import EXTRA, EXTRA_TENSORS, MODEL, OPTIMIZER, RANKS, RNG, SCHEDU
 from .model_state import Misfit, SavedModel
 from .names import listed, parameter_names
 from .objects import Path, capture, release, restore, tree_of
-from .optimizer_state import CLASSES, CUTS, STATE, SavedOptimizer, has_other_shapes, make_state, optimizer_paths
+from .optimizer_state import CLASSES, CUTS, STATE, SavedOptimizer, optimizer_paths
 from .reading import StoredData
 from .rng import seed_from, set_random_state
 
@@ -115,14 +114,7 @@ class Restoring:
                 "loaded at any, its state has to be DTensors)"
             )
         kinds = {key: tensors[own] for key in self._optimizer_paths if (own := self._own(key)) in tensors}
-        names = parameter_names(model)
-        if self._values.get(CLASSES):
-            make_state(optimizers, model)
-        known = {key for key in kinds if key in differing or f"{CUTS}.{key}" in self._values}
-        if has_other_shapes(kinds, self._optimizer_paths, names, known):
-            with suppress(Exception):  # an optimizer that cannot make such a step gets plain tensors
-                make_state(optimizers, model)
-        return SavedOptimizer(optimizers, names, kinds, self._optimizer_paths, self._values, differing)
+        return SavedOptimizer(optimizers, parameter_names(model), kinds, self._optimizer_paths, self._values, differing)
 
     # -- Reading
 

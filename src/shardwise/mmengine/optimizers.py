@@ -12,7 +12,7 @@ from mmengine.registry import OPTIMIZERS
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
-from ..adapters.whole import cut, cut_state
+from ..adapters.whole import cut_state, cut_values
 from ..adapters.wrapping import zero_what_waits
 from ..core.step import ELEMENTWISE
 from ..grad import clip_grad_norm_
@@ -66,5 +66,5 @@ def _wrappers_in(optim_wrapper: Any) -> Iterator[BaseOptimWrapper]:
 @torch.no_grad()
 def _cut_own_state(optimizer: Optimizer) -> None:
     """Cut the state that was loaded before `cut_state` was registered."""
-    for parameter, state in optimizer.state.items():
-        state.update({name: cut(value, parameter) for name, value in state.items()})
+    for parameter, values in cut_values(optimizer, optimizer.state).items():
+        optimizer.state[parameter].update(values)
