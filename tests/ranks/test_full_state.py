@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise
 from shardwise.checkpoint import full_state
@@ -101,6 +101,17 @@ def test_everything_that_a_unit_may_have(sharding: Callable[[nn.Module], nn.Modu
         for tensor in (*source.parameters(), *source.buffers()):
             tensor.zero_()
     assert_equal(everywhere, kept)  # shares no memory with the model
+
+
+@on_ranks(4, ranks=[[3, 1, 0, 2], [[0, 2], [3, 1]], [[2, 3], [1, 0]]])
+def test_meshes_whose_ranks_do_not_ascend(ranks: list[Any]) -> None:
+    """Their process groups number ranks otherwise than they do."""
+    names = ("replicate", "shard")[-torch.tensor(ranks).ndim :]
+    truth = build("mlp", 1).state_dict()
+    for model in (build("mlp", 2), on_meta(MODELS["mlp"])):
+        wrap(model, shardwise.fully_shard, mesh=DeviceMesh("cpu", ranks, mesh_dim_names=names))
+        load_full_state_dict(model, of_rank_zero(dict(truth)))
+        assert_equal(full_state_dict(model, rank0_only=False), dict(truth))
 
 
 @on_ranks(4, rows=[8, 10])

@@ -44,7 +44,10 @@ class Peers:
             if mesh.size(axis) > 1:
                 # `broadcast` goes along one axis after the other.
                 takes_part = list(own[axis + 1 :]) == first[axis + 1 :]
-                self._axes.append((mesh.get_group(axis), first[axis], takes_part))
+                source = int(mesh.mesh[(*own[:axis], first[axis], *own[axis + 1 :])])
+                group = mesh.get_group(axis)
+                # Groups have their ranks in another order than the mesh, if that is not ascending.
+                self._axes.append((group, dist.get_group_rank(group, source), takes_part))
 
     @property
     def is_first(self) -> bool:
