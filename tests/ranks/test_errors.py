@@ -612,6 +612,16 @@ def test_mesh_without_this_rank() -> None:
     assert not isinstance(layer, shardwise.FSDPModule)
 
 
+@on_ranks(4, ranks=[[3, 2, 1, 0], [[0, 2], [3, 1]]])
+def test_mesh_whose_ranks_do_not_ascend(ranks: list[Any]) -> None:
+    """Replicas would add up gradients of different rows, and checkpoints would have them in another order."""
+    names = ("replicate", "shard")[-torch.tensor(ranks).ndim :]
+    mesh, layer = DeviceMesh("cpu", ranks, mesh_dim_names=names), Layer()
+    with refused(ValueError, "mesh", "ascend", "shard"):
+        fully_shard(layer, mesh=mesh)
+    assert not isinstance(layer, shardwise.FSDPModule)
+
+
 @on_ranks(1, policy=["one dtype", "two dtypes"])
 def test_a_refused_parameter_leaves_the_others_as_they_are(policy: str) -> None:
     """The last one does not fit; nothing is sharded yet, so the model can be wrapped once that is mended."""

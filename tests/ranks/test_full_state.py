@@ -103,13 +103,14 @@ def test_everything_that_a_unit_may_have(sharding: Callable[[nn.Module], nn.Modu
     assert_equal(everywhere, kept)  # shares no memory with the model
 
 
-@on_ranks(4, ranks=[[3, 1, 0, 2], [[0, 2], [3, 1]], [[2, 3], [1, 0]]])
-def test_meshes_whose_ranks_do_not_ascend(ranks: list[Any]) -> None:
-    """Their process groups number ranks otherwise than they do."""
-    names = ("replicate", "shard")[-torch.tensor(ranks).ndim :]
+@on_ranks(4, ranks=[[3, 1, 0, 2], [[2, 3], [0, 1]]])
+def test_replicas_whose_ranks_do_not_ascend(ranks: list[Any]) -> None:
+    """Their process groups number ranks otherwise than the mesh does."""
+    is_cut = torch.tensor(ranks).ndim == 2
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard")[: 1 + is_cut])
     truth = build("mlp", 1).state_dict()
     for model in (build("mlp", 2), on_meta(MODELS["mlp"])):
-        wrap(model, shardwise.fully_shard, mesh=DeviceMesh("cpu", ranks, mesh_dim_names=names))
+        wrap(model, shardwise.fully_shard, mesh=mesh, placements=None if is_cut else "ddp")
         load_full_state_dict(model, of_rank_zero(dict(truth)))
         assert_equal(full_state_dict(model, rank0_only=False), dict(truth))
 

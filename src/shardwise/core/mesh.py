@@ -113,7 +113,7 @@ def data_parallel_mesh(
 
     Raises:
         ValueError: if the mesh does not have one or two axes, or not as many as the strategy needs, or not those
-            that are named, or not this rank.
+            that are named, or not this rank, or ranks in another order than process groups have them.
     """
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is not in {mesh}: call fully_shard on the ranks of its mesh only")
@@ -129,6 +129,12 @@ def data_parallel_mesh(
         )
     if strategy.mesh_ndim not in (None, mesh.ndim):
         raise ValueError(f"{strategy} needs a {strategy.mesh_ndim}-D mesh, not {mesh}")
+    if strategy.shards_optimizer and not bool((mesh.mesh.diff() > 0).all()):
+        # A rank would hold another part than its DTensors say, and replicas would add up gradients of different parts.
+        raise ValueError(
+            f"the ranks of {mesh} do not ascend along the axis that shards, as they do in its process groups: make the "
+            "mesh with them in ascending order"
+        )
     device = mesh_device(mesh)
     comms = [comm_for(mesh.get_group(axis), device) for axis in range(mesh.ndim)]
     shard, replicate = comms[-1], tuple(comms[:-1])
