@@ -366,6 +366,34 @@ def test_degenerate_axes(control: str, shape: tuple[int, int]) -> None:
     check(make, in_micro_batches(MESH_CONTROLS[control]), mesh=mesh, against_torch=False)
 
 
+@on_ranks(1, 2, control=["without_all_reduce", "mixed", "mixed_reversed"], one=["replicate", "shard"])
+def test_sums_over_one_rank_are_kept_as_over_more(control: str, one: str) -> None:
+    """What parameters have as gradients after each micro-batch, where a mesh axis, or both, are of one rank."""
+    size = dist.get_world_size()
+    shape = (1, size) if one == "replicate" else (size, 1)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    found: list[list[dict[str, torch.Tensor | None]]] = []
+    for verb in (shardwise.fully_shard, torch_fully_shard):
+        torch.manual_seed(1)
+        model = wrap(make(), verb, mesh=mesh)
+        found.append([])
+        for part in [*range(MICRO_BATCHES)] * 2:  # without zero_grad in between
+            MESH_CONTROLS[control](model, part)
+            model(batch(part, dist.get_rank(), 4, WIDTH)).square().mean().backward()
+            found[-1].append({name: whole_gradient(parameter) for name, parameter in model.named_parameters()})
+    for part, (ours, truth) in enumerate(zip(*found, strict=True)):
+        for name, gradient in truth.items():
+            if gradient is None:
+                assert ours[name] is None, (part, name)
+            else:
+                torch.testing.assert_close(ours[name], gradient, rtol=0, atol=0, msg=f"{name} after {part}")
+
+
+def whole_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+    gradient = parameter.grad
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
 @on_ranks(4, control=["mixed", "by_both", "always_reducing"], preset=[*PRESETS, "hsdp"])
 def test_presets_on_two_axes(control: str, preset: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))

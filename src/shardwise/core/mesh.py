@@ -48,6 +48,11 @@ class DataParallelRanks:
             size *= comm.size
         return size
 
+    @functools.cached_property
+    def has_replicas(self) -> bool:
+        """Whether gradients are summed over replicas, apart from the sum over the axis that shards."""
+        return bool(self.replicate)
+
 
 @dataclass(frozen=True, eq=False)
 class DataParallelMesh(DataParallelRanks):
@@ -64,6 +69,11 @@ class DataParallelMesh(DataParallelRanks):
     whole: DeviceMesh | None = None
     axis_names: tuple[str, ...] = ()
     shard_names: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def has_replicas(self) -> bool:
+        # One rank too is an axis of them, so that what is kept until it is summed does not depend on their number.
+        return self.mesh.ndim > 1 or not self.strategy.shards_optimizer
 
     @functools.cached_property
     def shard_axis(self) -> DeviceMesh:

@@ -96,11 +96,14 @@ class GradientReducer:
 
     def leaves_partial_sums(self) -> bool:
         """Whether sums over the sharding axis alone would be kept, if gradients were reduced now."""
-        options = self.options
-        return bool(self.mesh.replicate) and options.reduce_gradients and not options.all_reduce_gradients
+        return self.options.reduce_gradients and self._keeps_sums()
 
     def _has_partial_sums(self) -> bool:
-        return bool(self.mesh.replicate) and any(plan.partial is not None for plan in self._plans.values())
+        return self.mesh.has_replicas and any(plan.partial is not None for plan in self._plans.values())
+
+    def _keeps_sums(self) -> bool:
+        """Whether what is reduced now waits for its sum over replicas."""
+        return self.mesh.has_replicas and not self.options.all_reduce_gradients
 
     def trains(self) -> bool:
         """Whether any parameter requires a gradient."""
@@ -140,11 +143,12 @@ class GradientReducer:
                 self._zeros(s, s.buffer.dtype) if g is None else g for s, g in zip(slots, gradients, strict=True)
             ]
             present = [True] * len(slots)
-        if self.mesh.size == 1 and self.options.all_reduce_hook is None and not self._is_offloaded(slots[0]):
+        is_own = self.mesh.size == 1 and self.options.all_reduce_hook is None and not self._is_offloaded(slots[0])
+        if is_own and self._completes_sums():
             self._deliver_own(slots, gradients)
             return None
         idle: list[Slot] = []
-        if self._absences and self._may_leave_out():
+        if self._absences and self._completes_sums():
             idle = [slot for slot in slots if self._absences[slot] >= IDLE_AFTER]
         if not idle:
             return self._start(slots, gradients, lanes, present, functools.partial(self._deliver_and_note, slots))
@@ -178,10 +182,9 @@ class GradientReducer:
     def _is_offloaded(self, slot: Slot) -> bool:
         return is_elsewhere(slot.buffer.local, self.mesh.device)
 
-    def _may_leave_out(self) -> bool:
+    def _completes_sums(self) -> bool:
         """Whether the next reduction is complete in itself: sums kept for a later all-reduce must all be alike."""
-        keeps_sums = bool(self.mesh.replicate) and not self.options.all_reduce_gradients
-        return not keeps_sums and not self._has_partial_sums()
+        return not (self._keeps_sums() or self._has_partial_sums())
 
     @staticmethod
     def _finish_now(reduction: Reduction) -> None:
@@ -229,7 +232,7 @@ class GradientReducer:
             options.reduce_comm or mesh.shard,
             mesh.replicate,
             scale,
-            stop_after_shard=bool(mesh.replicate) and not options.all_reduce_gradients,
+            stop_after_shard=self._keeps_sums(),
             hook=options.all_reduce_hook,
             custom=options.custom_reduce_scatter,
         )
