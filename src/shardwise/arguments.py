@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, TypeVar
 
 AnyClass = TypeVar("AnyClass", bound=type)
@@ -90,6 +90,11 @@ def check_flag(name: str, key: str, value: object) -> None:
     # NumPy's is no int.
     if not (value is None or isinstance(value, int) or type(value).__name__ in ("bool", "bool_")):
         raise TypeError(f"{name}({key}={value!r}): pass True or False, not {type(value).__name__}")
+
+
+def is_whole_number(value: object) -> bool:
+    """Whether ``value`` is an int, NumPy's too, and no bool."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def is_at_least(least: float, value: Any) -> bool:

@@ -427,6 +427,8 @@ def test_keeping_the_newest(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="step must be at least 0"):
         save(tmp_path, step=-1)
     assert len(os.listdir(tmp_path)) == 3
+    assert save(tmp_path, step=np.int64(7), keep=np.int32(1)).name.endswith("-step-7")  # type: ignore[arg-type]
+    assert len(os.listdir(tmp_path)) == 1
 
 
 def test_an_old_checkpoint_that_cannot_be_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1053,6 +1053,15 @@ def test_arguments(arguments: tuple[Any, ...], error: type[Exception], text: str
         materialize(model, **options)
 
 
+def test_a_seed_of_numpy() -> None:
+    models = []
+    for seed in (5, np.int64(5)):
+        with init_on_meta():
+            model = nn.Linear(3, 4)
+        models.append(materialize(model, seed=seed))  # type: ignore[arg-type]
+    assert torch.equal(models[0].weight, models[1].weight)
+
+
 # -- Sharded, on every rank of a fake process group
 
 

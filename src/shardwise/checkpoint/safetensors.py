@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..arguments import check_flag
+from ..arguments import check_flag, is_whole_number
 from ..core.device import untracked
 from .atomic import path_of, sync_directory
 from .integrity import CorruptFileError
@@ -235,14 +235,14 @@ def _parse_size(size: int | str) -> int:
         TypeError: for neither a number nor a string.
         ValueError: if it is not a positive size.
     """
-    if isinstance(size, bool) or not isinstance(size, (int, str)):
+    if not (isinstance(size, str) or is_whole_number(size)):
         raise TypeError(f"max_shard_size must be bytes or a string such as '5GB', not {size!r}")
     if isinstance(size, str):
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", size, re.IGNORECASE)
         base = 1024 if found and found[3] else 1000
         count = int(Fraction(found[1]) * base ** " KMGT".index(found[2].upper() or " ")) if found else 0
     else:
-        count = size
+        count = int(size)
     if count <= 0:
         raise ValueError(f"max_shard_size={size!r} is not a size: give bytes, or a string such as '5GB' or '500MiB'")
     return count

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..arguments import check_flag, check_flags
+from ..arguments import check_flag, check_flags, is_whole_number
 from ..core.device import local_of, not_inference, untracked
 from .asynchronous import background, host_copies
 from .atomic import DCP_METADATA, MANIFEST, Draft, checkpoints_in, is_name_of_ours, latest, path_of, prune
@@ -306,7 +306,7 @@ def _new_draft(root: Path, step: int | None) -> Draft:
 
 def _check_numbers(step: int | None, keep: int | None) -> None:
     for name, value, least in (("step", step, 0), ("keep", keep, 1)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        if value is not None and not is_whole_number(value):
             raise TypeError(f"{name} must be an int or None, not {value!r}")
         if value is not None and value < least:
             raise ValueError(f"{name} must be at least {least}, not {value}")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..arguments import check_flag
+from ..arguments import check_flag, is_whole_number
 from ..checkpoint.interrupts import held
 from ..core.errors import StateError
 from ..core.shards import Shards
@@ -80,6 +80,7 @@ def materialize(
     with _Generators() as generators:
         with telling_failure(meshes):
             _check_arguments(seed, init_fn, fast)
+            seed = None if seed is None else int(seed)  # NumPy's would be compared with other ranks' by its name
             targets = find_targets(names, shards)
             work = _work(names, targets, init_fn, seed)
             generators.find_followers(list(work), seed)
@@ -95,11 +96,11 @@ def materialize(
     return model
 
 
-def _check_arguments(seed: object, init_fn: object, fast: object) -> None:
+def _check_arguments(seed: int | None, init_fn: object, fast: object) -> None:
     check_flag("materialize", "fast", fast)
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+    if seed is not None and not is_whole_number(seed):
         raise TypeError(f"seed must be an int or None, not {seed!r}")
-    if isinstance(seed, int) and not -(2**63) <= seed < 2**64:
+    if seed is not None and not -(2**63) <= seed < 2**64:
         raise ValueError(f"seed={seed}: torch's generators take seeds of 64 bits")
     if init_fn is not None and not callable(init_fn):
         raise TypeError(f"init_fn must be a function of a module, not {type(init_fn).__name__}")
