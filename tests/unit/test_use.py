@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 import shardwise
 from shardwise import FSDPCommContext, Placements, fully_shard
 from shardwise.adapters.wrapping import show_shards
+from shardwise.core.comm import Comm
 from shardwise.core.errors import StateError
 from shardwise.core.module import unit_of
 
@@ -462,6 +463,26 @@ def test_buffers_on_the_meta_device_are_refused(fake_mesh: Mesh) -> None:
     model[1].num_batches_tracked = torch.tensor(0)  # type: ignore[assignment]
     model(torch.ones(2, 4)).sum().backward()
     model(torch.ones(2, 4)).sum().backward()
+
+
+class EveryKeyWithoutValues:
+    """As torch 2.15's store of fake groups."""
+
+    def set(self, key: str, value: str) -> None:
+        pass
+
+    def check(self, keys: list[str]) -> bool:
+        return True
+
+    def get(self, key: str) -> bytes:
+        return b""
+
+
+def test_what_nobody_posted_is_no_difference(fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Comm, "_store", lambda comm: (EveryKeyWithoutValues(), "here"))
+    model = MLP()
+    fully_shard(model, mesh=fake_mesh(2, 2))
+    model(inputs_for(model)).sum().backward()
 
 
 def test_wrappers_have_no_memory_of_their_own(fake_mesh: Mesh) -> None:
