@@ -482,7 +482,7 @@ def test_what_nobody_posted_is_no_difference(fake_mesh: Mesh, monkeypatch: pytes
     monkeypatch.setattr(Comm, "_store", lambda comm: (EveryKeyWithoutValues(), "here"))
     model = MLP()
     fully_shard(model, mesh=fake_mesh(2, 2))
-    model(inputs_for(model)).sum().backward()
+    model(inputs_for(model, 0)).sum().backward()
 
 
 def test_wrappers_have_no_memory_of_their_own(fake_mesh: Mesh) -> None:
