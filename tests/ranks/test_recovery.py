@@ -89,6 +89,13 @@ def fail_in_forward_hook(model: Any) -> Callable[[], None]:
     return model.layers[1].register_forward_hook(hook).remove
 
 
+def fail_in_last(model: Any) -> Callable[[], None]:
+    def hook(*_: Any) -> None:
+        raise PlannedError
+
+    return model.last.register_forward_hook(hook).remove
+
+
 def fail_in_pre_hook(model: Any) -> Callable[[], None]:
     def hook(*_: Any) -> None:
         raise PlannedError
@@ -196,6 +203,29 @@ def test_exception_in_another_unit_on_each_rank() -> None:
         optimizer.zero_grad()
     record.end(model)
     assert_like_plain(record, lambda: stack(Layer(), Fragile(), Fragile()))
+
+
+@on_ranks(2)
+def test_exception_on_one_rank_behind_all_units() -> None:
+    """All leave out that step and do not reset: where nothing failed there was a pass to which no backward came."""
+    torch.manual_seed(1)
+    model: Any = fragile_stack()
+    for layer in (model.first, model.last):  # a root without parameters, which keeps none for backward
+        shardwise.fully_shard(layer)
+    wrap(model, shardwise.fully_shard)
+    optimizer, record = make_optimizer(model), Record()
+    for step in range(4):
+        if step == 2:
+            raised = pytest.raises(PlannedError) if dist.get_rank() else contextlib.nullcontext()
+            disarm = fail_in_last(model) if dist.get_rank() else lambda: None
+            with raised:
+                model(batch(step + 70, dist.get_rank(), 4, WIDTH))
+            disarm()
+        record.note(step_once(model, step, dist.get_rank()), model)
+        optimizer.step()
+        optimizer.zero_grad()
+    record.end(model)
+    assert_like_plain(record, fragile_stack)
 
 
 @on_ranks(3, failure=list(FAILURES))

@@ -132,6 +132,32 @@ def test_backward_does_not_go_on_to_forwards_whose_backward_is_over() -> None:
     assert list(order.behind(1)) == [things[0]]
 
 
+def test_backward_is_expected_in_as_many_passes_as_the_last_came_to() -> None:
+    """Ranks whose forwards raised, in different units or at all, expect the same of the passes after."""
+    things, (a, b) = references(2)
+    order: ExecutionOrder[Thing] = ExecutionOrder()
+
+    def passes(count: int) -> list[list[Thing]]:
+        positions = []
+        for _ in range(count):
+            order.start_pass()
+            positions += [order.record_for_backward(unit) for unit in (a, b)]
+        return [list(order.behind(position)) for position in reversed(positions)]
+
+    own, before = [[things[0]], []], [[things[index] for index in indices] for indices in ((0, 1, 0), (1, 0))]
+    assert passes(2) == own * 2
+    order.clear_backward()
+    order.start_pass()
+    order.record_for_backward(a)  # the rest of it failed
+    assert passes(2) == before + own
+    order.end_backward()
+    assert passes(1) == own
+    order.clear_backward()
+    passes(1)
+    order.forget()
+    assert passes(2) == own * 2
+
+
 def test_nothing_is_kept_alive() -> None:
     things, (a, b) = references(2)
     order: ExecutionOrder[Thing] = ExecutionOrder()

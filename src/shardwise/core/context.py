@@ -128,12 +128,6 @@ class FSDPCommContext:
             tell_failure(f"in the forward of unit {unit.name or 'root'!r}: {_said_by(error)}", self._comms())
         self._is_failing = True
 
-    def abandon_pass(self) -> None:
-        """The forward pass failed. Ranks that came to other units of it would expect others in the next backward."""
-        first = self.order.abandon_pass()
-        for unit in self.units:
-            unit.forget_positions(first)
-
     def note_success(self) -> None:
         """A forward came to its end, as it cannot before all ranks have come to it, if it gathers: one that caught what
         it raised, and went on with its next forward alone, has left the others waiting until then."""

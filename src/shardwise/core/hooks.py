@@ -398,7 +398,6 @@ class Unit:
                 group.reshard()
         if self.context is not None and self.context.forward_root is self:
             self.context.forward_root = None
-            self.context.abandon_pass()
             self.context.drop_prefetched()
             self.context.rest()
 
@@ -652,10 +651,6 @@ class Unit:
             if node() is not None:
                 self._calls[key], self._nodes[key] = count, node
         self._positions.clear()
-
-    def forget_positions(self, first: int) -> None:
-        """No backward comes to the forwards from position ``first`` on."""
-        self._positions = [position for position in self._positions if position < first]
 
     # -- Anywhere
 

@@ -32,9 +32,14 @@ class ExecutionOrder(Generic[T]):
         self._first: weakref.ref[T] | None = None
         self._runs: defaultdict[weakref.ref[T], int] = defaultdict(int)
         self._matches = True
-        self._backward: list[weakref.ref[T]] = []
-        self._pass_begin = 0
-        """Position of the current pass's first forward."""
+        self._backward: list[tuple[weakref.ref[T], int]] = []
+        """Units by position, each with the number of its pass."""
+        self._pass = 0
+        """Number of the current pass among those of which some unit takes part in backward."""
+        self._came_to: set[int] = set()
+        """Passes that the current backward has come to."""
+        self._goes_back = 0
+        """Through how many passes before the latest of its own the last backward went."""
         self._settled = 0
         """Positions whose backward is over, as far as forward passes tell."""
 
@@ -43,13 +48,9 @@ class ExecutionOrder(Generic[T]):
         if self._place is not None:
             self._follow(None)
         self._place, self._first, self._matches = None, None, True
-        self._pass_begin = len(self._backward)
+        if self._backward and self._backward[-1][1] == self._pass:
+            self._pass += 1
         self._runs.clear()
-
-    def abandon_pass(self) -> int:
-        """No backward comes to the current pass, which failed; gives the first position that is none any more."""
-        del self._backward[self._pass_begin :]
-        return len(self._backward)
 
     def _follow(self, unit: weakref.ref[T] | None) -> None:
         """``unit`` runs after the one at the current place (None: nothing does)."""
@@ -93,26 +94,39 @@ class ExecutionOrder(Generic[T]):
 
     def record_for_backward(self, unit: weakref.ref[T]) -> int:
         """``unit`` will take part in backward; gives its position."""
-        self._backward.append(unit)
+        self._backward.append((unit, self._pass))
         return len(self._backward) - 1
 
     def behind(self, position: int) -> Iterator[T]:
-        """The units expected next in backward: those that ran forward before ``position``, the last first.
+        """The units expected next in backward, which has come to ``position``: those that ran forward before, the last
+        first.
 
         Also where backward went another way the last time: ranks whose backward reaches different units gather alike.
+        But not in passes further back than the last backward went: if the forward of a rank has raised, and ranks left
+        out that step, they had other passes before, to which no backward comes.
         """
+        if not self._backward:
+            return
+        own = self._backward[min(position, len(self._backward) - 1)][1]
+        self._came_to.add(own)
+        earliest = min(own, max(self._came_to) - self._goes_back)
         first = self._settled if position >= self._settled else 0
         for index in range(min(position, len(self._backward)) - 1, first - 1, -1):
-            if (unit := self._backward[index]()) is None:
+            reference, number = self._backward[index]
+            if number < earliest or (unit := reference()) is None:
                 return
             yield unit
 
     def end_backward(self) -> None:
         """A backward of the iteration is over: those of forwards to come do not go on to the forwards before."""
         self._settled = len(self._backward)
+        if self._came_to:
+            self._goes_back = max(self._came_to) - min(self._came_to)
+            self._came_to.clear()
 
     def clear_backward(self) -> None:
         """The iteration's last backward is over."""
+        self.end_backward()
         self._backward.clear()
         self._settled = 0
 
@@ -121,4 +135,5 @@ class ExecutionOrder(Generic[T]):
         self._next.clear()
         self._runs.clear()
         self.clear_backward()
+        self._goes_back = 0
         self._place, self._first, self._matches = None, None, True
