@@ -73,9 +73,10 @@ _STATES = {
 class FullyShardedDataParallel(Settings):
     """Holds the parameters of a module in shards and brings them together while it computes.
 
-    Wrap from the inside out; then make the optimizer, whose parameters are 1-D tensors of this rank's elements. At
-    construction all ranks get the first rank's parameters and buffers. Everything that needs whole parameters is a
-    collective: `state_dict`, `load_state_dict`, `summon_full_params`, `apply`.
+    Wrap from the inside out; then make the optimizer, whose parameters are 1-D tensors of this rank's elements (what
+    is not joined keeps its shape in a world of one rank). At construction all ranks get the first rank's parameters and
+    buffers. Everything that needs whole parameters is a collective: `state_dict`, `load_state_dict`,
+    `summon_full_params`, `apply`.
 
     Attributes:
         rank: of this process in ``process_group``.
@@ -488,7 +489,7 @@ class FullyShardedDataParallel(Settings):
                 instance._gives_local = value
 
     def local_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """This rank's shards, 1-D and padded to equal sizes, and all buffers; loads at the same world size only.
+        """This rank's shards, padded to equal sizes, and all buffers; loads at the same world size only.
 
         Raises:
             ValueError: inside `summon_full_params`.

@@ -1,4 +1,4 @@
-"""Optimizer state of FullyShardedDataParallel, between 1-D shards and the parameters of the model without wrappers."""
+"""Optimizer state of FullyShardedDataParallel, between shards and the parameters of the model without wrappers."""
 
 from __future__ import annotations
 
