@@ -362,7 +362,7 @@ def test_a_forward_on_one_rank_that_gathers_nothing(how: str) -> None:
 
 @on_ranks(2)
 def test_posts_over_ranks_that_are_connected_again_have_other_numbers() -> None:
-    """The group has the name of the one before (up to torch 2.14), and the store its posts; in the next world too, if
+    """The group has the name of the one before (torch 2.13), and the store its posts; in the next world too, if
     torchrun made it."""
     dist.barrier()
     store, posts = dist.HashStore(), set()
