@@ -7,10 +7,11 @@ no time.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -200,16 +201,24 @@ def measure_graphs(work: Work) -> dict[str, dict[str, list[float]]]:
 
 def _captured(contender: Contender) -> Callable[[], Tensor]:
     """What replays a step, captured after some others; gives its loss, and keeps what the graph reads and writes."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    with beside_current_stream():
         for _ in range(BEFORE_CAPTURE):
             contender.queue_step()
-    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         loss = contender.queue_step()
     return functools.partial(_replay, contender, graph, loss)
+
+
+@contextlib.contextmanager
+def beside_current_stream() -> Iterator[None]:
+    """On a stream that goes on where the current one is, which waits for it at the end: what a graph that is captured
+    next must not hold is made there."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
 
 
 def _replay(_: Contender, graph: torch.cuda.CUDAGraph, loss: Tensor) -> Tensor:

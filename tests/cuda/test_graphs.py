@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import shardwise
+from bench.gpu import beside_current_stream
 
 from ..models import MLP, inputs_for
 from . import cases
@@ -104,16 +105,6 @@ def warmed_up(case: Case, flat: bool = False) -> Trainer:
         for _ in range(4):
             trainer.step()
     return trainer
-
-
-@contextlib.contextmanager
-def beside_current_stream() -> Iterator[None]:
-    """On a stream that goes on where the current one is, which waits for it at the end."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        yield
-    torch.cuda.current_stream().wait_stream(stream)
 
 
 @pytest.mark.parametrize("name", [*CASES, "flat"])

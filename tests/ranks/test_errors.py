@@ -362,18 +362,21 @@ def test_a_forward_on_one_rank_that_gathers_nothing(how: str) -> None:
 
 @on_ranks(2)
 def test_posts_over_ranks_that_are_connected_again_have_other_numbers() -> None:
-    """The group has the name of the one before (torch 2.13), and the store its posts; in the next world too, if
-    torchrun made it."""
+    """The group has the name of the one before, and the store its posts; in the next world too, if torchrun made it."""
     dist.barrier()
-    store, posts = dist.HashStore(), set()
+    store, names, numbers = dist.HashStore(), [], []
     for _ in range(2):
         dist.destroy_process_group()
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         for _ in range(2):
             group = dist.new_group([0], use_local_synchronization=True)
-            posts.add((group.group_name, comm_for(group, torch.device("cpu")).post("")))
+            names.append(group.group_name)
+            numbers.append(comm_for(group, torch.device("cpu")).post(""))
             dist.destroy_process_group(group)
-    assert len(posts) == 4
+    if torch.__version__ < "2.15":  # whose groups have other names each time, and so other places for their posts
+        assert len({*names}) == 1
+        assert len({*numbers}) == 4
+    assert len({*zip(names, numbers, strict=True)}) == 4
 
 
 @on_ranks(2)

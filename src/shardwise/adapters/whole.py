@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -12,7 +11,7 @@ from torch.optim import Optimizer
 
 from ..checkpoint.names import listed
 from ..checkpoint.objects import Path, is_sum, key_of, leaves
-from ..checkpoint.optimizer_state import first_state, lacks_shape
+from ..checkpoint.optimizer_state import untold_state
 from ..checkpoint.ranks import saving_ranks
 from ..core.device import not_inference, shard_like
 from ..core.step import ELEMENTWISE, parameters_of
@@ -79,25 +78,23 @@ def _of_own_size(tensor: torch.Tensor) -> torch.Tensor:
 def cut(value: Any, *likes: Any) -> Any:
     """This rank's part of ``value``, if that is a whole tensor of the shape of a sharded one in ``likes``, such as a
     parameter, by the first of these; else ``value``."""
-    if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.ndim:
+    if _is_whole(value) and value.ndim:
         for like in likes:
             if isinstance(like, DTensor) and value.shape == like.shape and not is_sum(like):
                 return shard_like(value, like)
     return value
 
 
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+
+
 def cut_values(
     optimizer: Optimizer, whole: Mapping[torch.Tensor, Mapping[str, Any]]
 ) -> dict[torch.Tensor, dict[str, Any]]:
     """This rank's parts of an optimizer's state, by parameter, where that is whole tensors of sharded parameters."""
-    kept: Mapping[torch.Tensor, Any] = {}
-    if any(
-        isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and lacks_shape(value.shape, parameter)
-        for parameter, values in whole.items()
-        for value in values.values()
-    ):
-        with suppress(Exception):  # an optimizer that cannot make such a step gets plain tensors
-            kept = first_state(optimizer)
+    items = ((value, parameter) for parameter, values in whole.items() for value in values.values())
+    kept = untold_state(optimizer, ((value.shape, parameter) for value, parameter in items if _is_whole(value)))
     return {
         parameter: {name: cut(value, parameter, kept.get(parameter, {}).get(name)) for name, value in values.items()}
         for parameter, values in whole.items()

@@ -157,11 +157,21 @@ def first_state(optimizer: Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
     return dict(made)
 
 
-def lacks_shape(size: Sequence[int], parameter: object) -> bool:
-    """Whether saved state of this size has another shape than its parameter, which is sharded. Only the optimizer
-    knows whether it keeps it sharded too (sums over rows, say): see `first_state`."""
+def untold_state(
+    optimizer: Optimizer, saved: Iterable[tuple[Sequence[int], object]]
+) -> Mapping[torch.Tensor, Mapping[str, Any]]:
+    """`first_state`, where something saved has another shape than its parameter, which is sharded: the optimizer alone
+    knows whether it keeps that sharded too (sums over rows, say). Nothing otherwise, and where it cannot make the step.
+
+    Args:
+        optimizer: that gets what is saved.
+        saved: size of each tensor of which the checkpoint does not say how it is sharded, and its parameter.
+    """
     # Numbers are the same on all ranks.
-    return isinstance(parameter, DTensor) and len(size) > 0 and tuple(size) != tuple(parameter.shape)
+    if any(isinstance(one, DTensor) and len(size) > 0 and tuple(size) != tuple(one.shape) for size, one in saved):
+        with suppress(Exception):
+            return first_state(optimizer)
+    return {}
 
 
 def _dim_of(placement: Placement) -> int | None:
@@ -342,17 +352,13 @@ class SavedOptimizer:
         """What an optimizer without state will keep, where the checkpoint does not tell enough of it."""
         if self._objects.get(CLASSES):
             return first_state(optimizer)
-        untold = self._state_paths.keys() & self._tensors.keys() - set(self._plain)
-        if any(
-            len(path) == 2
-            and f"{CUTS}.{key}" not in self._objects
-            and lacks_shape(self._tensors[key].size, self._parameters.get(str(path[0])))
+        told = {*self._plain, *(key for key in self._state_paths if f"{CUTS}.{key}" in self._objects)}
+        untold = (
+            (self._tensors[key].size, self._parameters.get(str(path[0])))
             for key, path in self._state_paths.items()
-            if key in untold
-        ):
-            with suppress(Exception):  # an optimizer that cannot make such a step gets plain tensors
-                return first_state(optimizer)
-        return {}
+            if len(path) == 2 and key in self._tensors and key not in told
+        )
+        return untold_state(optimizer, untold)
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Give the optimizers the saved state and settings; ``tensors`` are `targets`, with values."""

@@ -92,12 +92,13 @@ def prepare_load(
 ) -> None:
     """Give the entries names with the wrapper, and register whole parameters to write into."""
     module._enter_loading(messages)
-    pairs = zip(module._runs, module._own_slots(), strict=True) if module._gives_local else ()
-    own = {prefix + run.name: (run.is_joined, slot.local.shape) for run, slot in pairs}
-    for key in [key for key in state_dict if key.startswith(prefix) and not own.get(key, (False,))[0]]:
-        value = state_dict.pop(key)
-        if key in own and isinstance(value, torch.Tensor) and value.numel() == own[key][1].numel():
-            value = value.reshape(own[key][1])  # the only rank's shard may have been saved with one dim
+    pairs = [*zip(module._runs, module._own_slots(), strict=True)] if module._gives_local else []
+    joined = {prefix + run.name for run, _ in pairs if run.is_joined}
+    shapes = {prefix + run.name: slot.local.shape for run, slot in pairs if not run.is_joined}
+    for key in [key for key in state_dict if key.startswith(prefix) and key not in joined]:
+        value, shape = state_dict.pop(key), shapes.get(key)
+        if shape is not None and isinstance(value, torch.Tensor) and value.numel() == shape.numel():
+            value = value.reshape(shape)  # the only rank's shard may have been saved with one dim
         state_dict[f"{prefix}{INNER}.{key.removeprefix(prefix)}"] = value
 
 
