@@ -49,6 +49,10 @@ EXIT_PAUSE_SECONDS = 0.02
 NO_STORE = (RuntimeError, ValueError, KeyError)
 """What is raised where a store is gone or never was, as of a fake group, and where the process group was destroyed."""
 
+# torch 2.13 renames them, and warns of the old names.
+_public_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_public_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 _comms: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Comm]] = weakref.WeakKeyDictionary()
 _groups_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 """How many groups `new_group_of` has made of the same ranks, by the default group of that time."""
@@ -420,6 +424,28 @@ class PairwiseGlooComm(GlooComm):
         return [_Done(works, add)]
 
 
+class PythonComm(Comm):
+    """A process group that is written in Python and has no backends, such as torch's for threads, or one that replaces
+    ranks that fail: by torch's public functions, as of each tensor alone is all that such groups have in common."""
+
+    def all_gather(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], purpose: str = ""
+    ) -> list[Waitable]:
+        pairs = zip(_reals(outputs), _reals(inputs), strict=True)
+        return _started(*(_public_all_gather(output, input_, self.group, async_op=True) for output, input_ in pairs))
+
+    def reduce_scatter(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *, mean: bool, purpose: str = ""
+    ) -> list[Waitable]:
+        pairs, op = zip(_reals(outputs), _reals(inputs), strict=True), reduce_op(mean)
+        return _started(
+            *(_public_reduce_scatter(output, input_, op, self.group, async_op=True) for output, input_ in pairs)
+        )
+
+    def all_reduce(self, tensor: torch.Tensor, *, mean: bool) -> list[Waitable]:
+        return _started(dist.all_reduce(_real(tensor), reduce_op(mean), self.group, async_op=True))
+
+
 def _world(place: str) -> int:
     """The number of the default group among those in which this process has posted, or will, in ``place``."""
     assert dist.group.WORLD is not None
@@ -573,6 +599,8 @@ def comm_for(group: dist.ProcessGroup, device: torch.device) -> Comm:
 
 
 def _make_comm(group: dist.ProcessGroup, device: torch.device) -> Comm:
+    if not group._device_types:
+        return PythonComm(group)
     if "gloo" not in _backend_name(group, device):
         return Comm(group)
     _let_gloo_finish_before_exit()

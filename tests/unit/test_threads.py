@@ -1,0 +1,136 @@
+"""Ranks that are threads of one process, over torch's group for them: it is written in Python and has no backend."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.testing._internal.distributed import multi_threaded_pg as threaded
+
+import shardwise
+
+from ..models import MLP, inputs_for, wrap
+
+LIMIT = 60.0
+Body = Callable[[int], Any]
+
+
+@pytest.fixture
+def on_threads() -> Iterator[Callable[[int, Body], list[Any]]]:
+    """Run a body on so many threads, each of which is a rank; gives what each returned."""
+    isolate = torch._C._distributed_c10d._set_thread_isolation_mode
+    isolate(True)
+    threaded._install_threaded_pg()
+
+    def run(world_size: int, body: Body) -> list[Any]:
+        store, results = dist.HashStore(), dict[int, Any]()
+
+        def serve(rank: int) -> None:
+            dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
+            try:
+                results[rank] = body(rank)
+            except BaseException as error:
+                threaded.ProcessLocalGroup.exception_handle(error)  # others wait for this one
+                results[rank] = error
+            finally:
+                dist.destroy_process_group()
+
+        threads = [threading.Thread(target=serve, args=(rank,), daemon=True) for rank in range(world_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT)
+        threaded.ProcessLocalGroup.reset()
+        assert len(results) == world_size, f"only ranks {sorted(results)} came to their end"
+        for result in results.values():
+            if isinstance(result, BaseException):
+                raise result
+        return [results[rank] for rank in range(world_size)]
+
+    yield run
+    threaded._uninstall_threaded_pg()
+    isolate(False)
+
+
+def _model() -> nn.Module:
+    model = MLP()  # threads share torch's generator
+    with torch.no_grad():
+        for seed, parameter in enumerate(model.parameters()):
+            parameter.uniform_(-1, 1, generator=torch.Generator().manual_seed(seed))
+    return model
+
+
+def _train(verb: Callable[..., object], mesh: DeviceMesh, rank: int, **options: Any) -> list[torch.Tensor]:
+    """Losses of three steps, the norm of the last gradients, and the parameters then."""
+    model = wrap(_model(), verb, mesh=mesh, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    results = []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = model(inputs_for(model, 10 * step + rank)).square().mean()
+        loss.backward()
+        optimizer.step()
+        results.append(loss.detach())
+    clip = shardwise.clip_grad_norm_ if verb is shardwise.fully_shard else nn.utils.clip_grad_norm_
+    norm: Any = clip(model.parameters(), 1.0)
+    whole = [parameter.full_tensor() for parameter in model.parameters()]  # type: ignore[attr-defined]
+    return [*results, norm.full_tensor() if hasattr(norm, "full_tensor") else norm, *whole]
+
+
+@pytest.mark.parametrize(
+    "shape", [(1,), (2,), (3,), (4,), (1, 2), (2, 1), (2, 2)], ids=lambda shape: "x".join(map(str, shape))
+)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_threads_train_as_with_fsdp2(
+    on_threads: Callable[[int, Body], list[Any]], shape: tuple[int, ...], dtype: torch.dtype | None
+) -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        options = {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)} if dtype else {}
+        ours = _train(shardwise.fully_shard, mesh, rank, **options)
+        theirs = _train(torch_fully_shard, mesh, rank, **options)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+    world_size = 1
+    for length in shape:
+        world_size *= length
+    on_threads(world_size, body)
+
+
+@pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "zero3"])
+def test_every_preset_trains_on_threads_as_one_process_does(
+    on_threads: Callable[[int, Body], list[Any]], preset: str
+) -> None:
+    plain, means = _model(), []
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss = torch.stack([plain(inputs_for(plain, 10 * step + rank)).square().mean() for rank in range(3)]).mean()
+        loss.backward()
+        optimizer.step()
+        means.append(loss.detach())
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (3,))
+        model = wrap(_model(), shardwise.fully_shard, mesh=mesh, placements=getattr(shardwise.Placements, preset))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step, mean in enumerate(means):
+            optimizer.zero_grad()
+            loss = model(inputs_for(model, 10 * step + rank)).square().mean()
+            loss.backward()
+            optimizer.step()
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            torch.testing.assert_close(total / 3, mean)
+        whole = shardwise.full_state_dict(model, rank0_only=False)
+        torch.testing.assert_close(whole, plain.state_dict())
+
+    on_threads(3, body)
