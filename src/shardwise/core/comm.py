@@ -3,7 +3,7 @@
 gloo: up to `PAIRWISE_WORLD_SIZE` ranks every rank sends to every other rank straight from and into the tensors.
 That takes no staging copy, and at 10 MB half the time of gloo's own all-gather and a third of its reduce-scatter
 (which clones its input and all-reduces it); `bench/collectives.py` measures it.
-Others (NCCL, fake): one coalesced call.
+Others (NCCL, fake): one coalesced call. Groups written in Python: one public call for each tensor.
 """
 
 from __future__ import annotations
