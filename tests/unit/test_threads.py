@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 import shardwise
+from shardwise.fairscale import OSS, ShardedDataParallel
 
 from ..models import MLP, inputs_for, wrap
 
@@ -132,5 +134,39 @@ def test_every_preset_trains_on_threads_as_one_process_does(
             torch.testing.assert_close(total / 3, mean)
         whole = shardwise.full_state_dict(model, rank0_only=False)
         torch.testing.assert_close(whole, plain.state_dict())
+
+    on_threads(3, body)
+
+
+def test_checkpoints_of_threads(on_threads: Callable[[int, Body], list[Any]], tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (3,))
+        model, other = (wrap(MLP(), shardwise.fully_shard, mesh=mesh) for _ in range(2))
+        optimizer, loaded = (torch.optim.AdamW(one.parameters(), lr=0.1) for one in (model, other))
+        model(inputs_for(model, rank)).sum().backward()
+        optimizer.step()
+        shardwise.save(tmp_path / "whole run", model=model, optimizer=optimizer)
+        shardwise.load(tmp_path / "whole run", model=other, optimizer=loaded)
+        for parameter, copy in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(parameter.to_local(), copy.to_local())  # type: ignore[attr-defined]
+            moment, copied = optimizer.state[parameter]["exp_avg"], loaded.state[copy]["exp_avg"]
+            assert torch.equal(moment.to_local(), copied.to_local())
+
+    on_threads(3, body)
+
+
+def test_gradients_to_their_owners_on_threads(on_threads: Callable[[int, Body], list[Any]]) -> None:
+    plain = _model()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    torch.stack([plain(inputs_for(plain, rank)).square().mean() for rank in range(3)]).mean().backward()
+    optimizer.step()
+
+    def body(rank: int) -> None:
+        model = _model()
+        optimizer = OSS(model.parameters(), optim=torch.optim.SGD, lr=0.1)
+        wrapped = ShardedDataParallel(model, optimizer)
+        wrapped(inputs_for(model, rank)).square().mean().backward()
+        optimizer.step()
+        torch.testing.assert_close(model.state_dict(), plain.state_dict())
 
     on_threads(3, body)

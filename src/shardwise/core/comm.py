@@ -21,7 +21,6 @@ import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
 from itertools import repeat
 from typing import Any, Literal, Protocol, TypeAlias, cast
 
@@ -445,6 +444,9 @@ class PythonComm(Comm):
     def all_reduce(self, tensor: torch.Tensor, *, mean: bool) -> list[Waitable]:
         return _started(dist.all_reduce(_real(tensor), reduce_op(mean), self.group, async_op=True))
 
+    def reduce(self, tensor: torch.Tensor, owner: int) -> list[Waitable]:
+        return self.all_reduce(tensor, mean=False)  # the group for threads has no other sum
+
 
 def _world(place: str) -> int:
     """The number of the default group among those in which this process has posted, or will, in ``place``."""
@@ -586,7 +588,9 @@ def connect(world: dist.ProcessGroup) -> dist.ProcessGroupGloo:
     dist.broadcast_object_list(name, group=world, group_src=0)
     store = PrefixStore(name[0], dist.distributed_c10d._get_default_store())
     _let_gloo_finish_before_exit()
-    timeout: timedelta = world._get_backend(world._device_types[0]).options._timeout
+    timeout = dist.constants.default_pg_timeout
+    if world._device_types:  # one written in Python tells no limit
+        timeout = world._get_backend(world._device_types[0]).options._timeout
     return dist.ProcessGroupGloo(store, world.rank(), world.size(), timeout)
 
 
