@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .comm import Comm
+from .comm import Comm, failed_peer
 from .device import local_of
 from .errors import StateError, explain
 
@@ -57,8 +57,16 @@ def check_alike(sharing: Iterable[tuple[Comm, ParamGroup]]) -> None:
 
 
 def explain_failure(error: RuntimeError, what: str, *comms: Comm) -> None:
-    """Add to the ``error`` of a collective over one of ``comms`` what was being communicated, and the cause if others
-    of their ranks have told it; if not, tell them, unless what this one has told before is the cause of this too."""
+    """Add to an ``error`` what was being communicated, with which rank if that is known, and the cause if others have
+    told it; if not, tell them, unless what this one has told before is the cause of this too.
+
+    Args:
+        error: of a collective.
+        what: was being communicated.
+        comms: the collective was one of these; the first, if it was of messages between two ranks.
+    """
+    if (peer := failed_peer(error)) is not None:
+        what = f"{what}, waiting for rank {comms[0].global_rank(peer)}"
     causes = (cause(comm) for cause in (_difference, _failure_elsewhere) for comm in comms)
     found = next(filter(None, causes), "")
     if not found:

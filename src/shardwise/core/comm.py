@@ -77,6 +77,44 @@ class _Done:
         self.finish()
 
 
+class _Message:
+    """A message from or to another rank of the group; `failed_peer` tells of an exception whose it was.
+
+    Args:
+        start: sends or receives.
+        tensor: what is sent or received into.
+        peer: the other rank.
+        tag: alike there.
+    """
+
+    __slots__ = ("peer", "work")
+
+    def __init__(self, start: Callable[..., Any], tensor: torch.Tensor, peer: int, tag: int):
+        self.peer = peer
+        try:
+            self.work: Waitable = start([tensor], peer, tag)
+        except RuntimeError as error:  # gloo refuses messages once it knows that the other rank is gone
+            self._name_peer(error)
+            raise
+
+    def wait(self) -> None:
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            self._name_peer(error)
+            raise
+
+    def _name_peer(self, error: RuntimeError) -> None:
+        error.__dict__["_shardwise_peer"] = self.peer
+
+
+def failed_peer(error: RuntimeError) -> int | None:
+    """The rank, of the group that communicates, with which a message failed by ``error``; None if it was another
+    collective, of which gloo does not tell."""
+    peer: int | None = error.__dict__.get("_shardwise_peer")
+    return peer
+
+
 class Comm:
     """Collectives of one process group. All tensors are 1-D and contiguous; works are waited for by the caller."""
 
@@ -352,8 +390,9 @@ class PairwiseGlooComm(GlooComm):
         # Such a work ends its profiler event when it is waited for, and writes to freed memory if the profiler was
         # stopped before.
         with unrecorded():
-            works: list[Waitable] = [self.group.recv([tensor], peer, tag) for peer, tensor in received]
-            works += [self.group.send([tensor], peer, tag) for peer, tensor in sent]
+            receive, send = self.group.recv, self.group.send
+            works: list[Waitable] = [_Message(receive, tensor, peer, tag) for peer, tensor in received]
+            works += [_Message(send, tensor, peer, tag) for peer, tensor in sent]
         return works
 
     def all_gather(

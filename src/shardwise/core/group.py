@@ -307,7 +307,8 @@ class ParamGroup:
 
     def _explain(self, error: RuntimeError) -> None:
         sizes = [(buffer.dtype, tensor.numel) for buffer in self.shards.buffers for tensor in buffer.layout.tensors]
-        explain_failure(error, f"gathering the parameters of unit {self.name!r} ({sized(sizes)})", self.mesh.shard)
+        what = f"gathering the parameters of unit {self.name!r} ({sized(sizes)})"
+        explain_failure(error, what, self.shards.buffers[0].gather_comm, self.mesh.shard)
 
     def _free(self) -> None:
         self._lease = None
