@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -213,6 +214,24 @@ def test_replicate_and_shard(preset: str) -> None:
 def make_transformer() -> nn.Module:
     torch.manual_seed(3)
     return Transformer()
+
+
+@on_ranks(2, replicated=["outside", "inside"])
+def test_torchs_replicate(replicated: str) -> None:
+    """Parameters that it reduces stay whole and in no unit, and those of units are left to them."""
+    model = make_transformer()
+    for layer in model.layers:  # type: ignore[union-attr]
+        (shardwise.fully_shard if replicated == "outside" else replicate)(layer)
+    (replicate if replicated == "outside" else shardwise.fully_shard)(model)
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor) == (name.startswith("layers.") == (replicated == "outside")), name
+    assert_close(train(model, dist.get_rank()), plain(make_transformer, dist.get_rank(), 2))
+
+
+@on_ranks(2)
+def test_torchs_replicate_refuses_units() -> None:
+    with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
+        replicate(shardwise.fully_shard(MLP()))
 
 
 def widest(parameter: nn.Parameter) -> Shard:

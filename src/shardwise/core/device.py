@@ -20,7 +20,7 @@ from torch._C._dynamo.eval_frame import (
     set_eval_frame,
 )
 from torch.autograd import Variable, forward_ad
-from torch.distributed._composable.contract import STATE_KEY
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -773,6 +773,17 @@ def answer_pipelines(module: nn.Module, finish_iteration: Callable[[], None]) ->
     ``fully_shard.state(module)`` for what reduces gradients after the last micro-batch."""
     states = module.__dict__.setdefault(STATE_KEY, {})
     states[fully_shard.__wrapped__] = _PipelineState(finish_iteration)  # type: ignore[attr-defined]
+
+
+def is_replicated_by_torch(module: nn.Module) -> bool:
+    """Whether torch's composable ``replicate`` reduces the gradients of all parameters of ``module``."""
+    return "replicate" in module.__dict__.get(REGISTRY_KEY, ())
+
+
+def answer_replicate(module: nn.Module) -> None:
+    """Let torch's composable ``replicate`` leave parameters of a wrapped module to its unit, as those of torch's
+    FSDP2."""
+    module.__dict__.setdefault(REGISTRY_KEY, {}).setdefault(fully_shard.__name__, RegistryItem())
 
 
 def tell_libraries(module: nn.Module) -> None:

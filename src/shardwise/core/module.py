@@ -24,7 +24,7 @@ from .comm import (
     require_symmetric_memory,
 )
 from .context import FSDPCommContext
-from .device import StateForTorch, answer_pipelines, eager, in_backward, is_profiled
+from .device import StateForTorch, answer_pipelines, answer_replicate, eager, in_backward, is_profiled
 from .errors import StateError
 from .group import ParamGroup, ShardState
 from .hooks import Unit
@@ -567,6 +567,7 @@ def become_fsdp_module(module: nn.Module, unit: Unit) -> None:
     module.__class__ = wrapped_class(type(module))
     set_unit(module, unit)
     answer_pipelines(module, functools.partial(_finish_iteration, unit.reference))
+    answer_replicate(module)
 
 
 def _finish_iteration(reference: weakref.ref[Unit]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from .context import FSDPCommContext
-from .device import eager
+from .device import eager, is_replicated_by_torch
 from .errors import StateError
 from .group import ShardState
 from .hooks import Unit
@@ -23,7 +23,8 @@ def is_never_called(module: nn.Module) -> bool:
 
 
 def managed_modules(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Modules below ``roots`` that no other unit has, children first, with their names relative to their root."""
+    """Modules below ``roots`` that no other unit has, children first, with their names relative to their root; none
+    that torch's ``replicate`` has."""
     found: list[tuple[str, nn.Module]] = []
     seen: set[int] = set()
     for index, root in enumerate(roots):
@@ -32,7 +33,7 @@ def managed_modules(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
 
 
 def _visit(name: str, module: nn.Module, found: list[tuple[str, nn.Module]], seen: set[int]) -> None:
-    if id(module) in seen:
+    if id(module) in seen or is_replicated_by_torch(module):
         return
     seen.add(id(module))
     for child_name, child in module.named_children():
