@@ -1159,11 +1159,11 @@ class Encoder(nn.Module):
         return self.head(self.encode(x))
 
 
-@on_ranks(2, reshard=[True, False])
-def test_custom_forward_methods(reshard: bool) -> None:
+@on_ranks(2, reshard=[True, False], by_torch=[False, True])
+def test_custom_forward_methods(reshard: bool, by_torch: bool) -> None:
     def wrapping(model: nn.Module, verb: Verb) -> None:
         wrap(model, verb, reshard_after_forward=reshard)
-        ours = verb is shardwise.fully_shard
+        ours = verb is shardwise.fully_shard and not by_torch
         register = shardwise.register_fsdp_forward_method if ours else torch_register_forward_method
         register(model, "encode")
 

@@ -52,9 +52,15 @@ def test_every_method_of_torch_is_here() -> None:
 def test_methods_of_a_newer_torch_are_refused(fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.fsdp import FSDPModule as Theirs
 
-    monkeypatch.setattr(Theirs, "set_newer", lambda self, value: self._get_fsdp_state().set(value), raising=False)
-    with pytest.raises(AttributeError, match="newer than this version of shardwise"):
-        build(fake_mesh(2)).set_newer(True)  # type: ignore[operator]
+    def set_of_each_group(self: Any, value: bool) -> None:
+        for group in self._get_fsdp_state()._fsdp_param_groups:
+            group.newer = value
+
+    model = build(fake_mesh(2))
+    for set_newer in (lambda self, value: self._get_fsdp_state().set(value), set_of_each_group):
+        monkeypatch.setattr(Theirs, "set_newer", set_newer, raising=False)
+        with pytest.raises(AttributeError, match="newer than this version of shardwise"):
+            model.set_newer(True)  # type: ignore[operator]
 
 
 def test_class_and_name(fake_mesh: Mesh) -> None:
@@ -605,10 +611,12 @@ def test_reset_iter_state_only_on_the_root(fake_mesh: Mesh) -> None:
     model.reset_iter_state()  # type: ignore[operator]
 
 
-def test_share_comm_ctx(fake_mesh: Mesh) -> None:
+@pytest.mark.parametrize("share", [shardwise.share_comm_ctx, torch.distributed.fsdp.share_comm_ctx])
+def test_share_comm_ctx(fake_mesh: Mesh, share: Callable[[Any], None]) -> None:
     mesh = fake_mesh(2)
     stages = [build(mesh), build(mesh)]
-    shardwise.share_comm_ctx(stages)  # type: ignore[arg-type]
+    share(stages)
+    share([stages[0], *stages])
     assert unit_of(stages[0]).context is unit_of(stages[1].layers[2]).context  # type: ignore[union-attr]
     for stage in stages:
         run(stage)

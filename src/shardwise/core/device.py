@@ -805,20 +805,58 @@ class _PipelineState:
 
 
 class StateForTorch:
-    """What torch's code finds as the private state of a wrapped module: whose communication context it has, by which
-    pipelines tell stages that share one.
+    """What torch's code finds as the private state of a wrapped module: what a forward begins and ends with, which
+    torch's ``register_fsdp_forward_method`` runs, and the communication context, by which pipelines tell stages that
+    share one, and which torch's ``share_comm_ctx`` lets it share.
 
     Args:
         context: of the module.
+        pre_forward: of its unit.
+        post_forward: of its unit.
     """
 
-    __slots__ = ("_comm_ctx",)
+    __slots__ = ("_context", "_post_forward", "_pre_forward")
 
-    def __init__(self, context: object):
-        self._comm_ctx = context
+    def __init__(self, context: Any, pre_forward: Callable[..., Any], post_forward: Callable[..., Any]):
+        self._context, self._pre_forward, self._post_forward = context, pre_forward, post_forward
+
+    @property
+    def _comm_ctx(self) -> Any:
+        return self._context
+
+    @_comm_ctx.setter
+    def _comm_ctx(self, shared: Any) -> None:
+        if shared is not self._context:
+            shared.take_over(self._context)
+            self._context = shared
+
+    @property
+    def _fsdp_param_groups(self) -> list[_GroupForTorch]:
+        return [self._fsdp_param_group]
+
+    @property
+    def _fsdp_param_group(self) -> _GroupForTorch:  # what torch 2.11 asks for
+        return _GroupForTorch()
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(
-            f"shardwise modules have no torch FSDPState: what asked for its {name!r} is a private part of torch's "
-            "FSDP2, or a method of torch's FSDPModule that is newer than this version of shardwise"
-        )
+        _refuse_private(name)
+
+
+class _GroupForTorch:
+    """A module's parameters, of which torch sets only the context that their state has got already."""
+
+    __slots__ = ()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name != "comm_ctx":
+            _refuse_private(name)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        _refuse_private(name)
+
+
+def _refuse_private(name: str) -> NoReturn:
+    raise AttributeError(
+        f"shardwise modules have no torch FSDPState: what asked for its {name!r} is a private part of torch's "
+        "FSDP2, or a method of torch's FSDPModule that is newer than this version of shardwise"
+    )

@@ -120,7 +120,8 @@ class FSDPModule(_TorchModule):
         return cast(Unit, self.__dict__[_UNIT])
 
     def _get_fsdp_state(self) -> StateForTorch:  # type: ignore[override]
-        return StateForTorch(self._unit.own_context())
+        unit = self._unit
+        return StateForTorch(unit.own_context(), unit.pre_forward, unit.post_forward)
 
     def _units(self, recurse: bool) -> Iterator[Unit]:
         modules = cast(nn.Module, self).modules() if recurse else [cast(nn.Module, self)]
