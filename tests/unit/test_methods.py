@@ -668,6 +668,20 @@ def test_profiler_labels(fake_mesh: Mesh) -> None:
     assert not any("root)" in name for name in names)
 
 
+def test_the_log_of_fsdp2_shows_the_same(fake_mesh: Mesh, caplog: pytest.LogCaptureFixture) -> None:
+    model = build(fake_mesh(4))
+    run(model)
+    with caplog.at_level("DEBUG", "torch.distributed.fsdp"):
+        run(model)
+    messages = caplog.messages
+    assert messages[:2] == ["FSDP::pre_forward", "FSDP::root_pre_forward"]
+    first = [messages.index(f"FSDP::{name} (layers.1)") for name in ("pre_forward", "post_forward", "pre_backward")]
+    assert first == sorted(first)
+    assert {"FSDP::post_backward_reduce (layers.1)", "FSDP::root_post_backward_callback"} <= {*messages}
+    run(model)  # nobody looks
+    assert len(caplog.messages) == len(messages)
+
+
 def test_a_profiler_that_runs_again_sees_what_runs_meanwhile(fake_mesh: Mesh) -> None:
     model = build(fake_mesh(4))
     for _ in range(2):

@@ -108,12 +108,13 @@ class FSDPCommContext:
         Raises:
             StateError: if it is the first that gathers, and another rank has other units.
         """
-        self._is_failing = False
-        if not self._is_agreed:
-            self._agree()
-        self.passes += 1
-        self._largest_unit = None  # parameters may have another dtype since
-        self.order.start_pass()
+        with label("FSDP::root_pre_forward"):
+            self._is_failing = False
+            if not self._is_agreed:
+                self._agree()
+            self.passes += 1
+            self._largest_unit = None  # parameters may have another dtype since
+            self.order.start_pass()
 
     def _agree(self) -> None:
         # Where nothing is gathered a rank may run forward alone, or other models first.

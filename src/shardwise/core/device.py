@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
@@ -519,15 +520,24 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
-# -- Profiler ---------------------------------------------------------------------------------------------------
+# -- Profiler and log -------------------------------------------------------------------------------------------
 
 
 is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 """Whether a profiler runs."""
 
+_log = logging.getLogger("torch.distributed.fsdp.fully_shard")
+"""That of torch's FSDP2, which ``TORCH_LOGS=+fsdp`` shows."""
+
+
+def is_watched() -> bool:
+    """Whether a profiler or the log shows ranges."""
+    return is_profiled() or _log.isEnabledFor(logging.DEBUG)
+
 
 def label(text: str) -> contextlib.AbstractContextManager[Any]:
-    """A profiler range; costs nothing while no profiler runs."""
+    """A profiler range, and a line of the log; costs nothing while nobody sees them."""
+    _log.debug(text)
     return torch.profiler.record_function(text) if is_profiled() else _NOTHING
 
 
@@ -548,7 +558,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def labelled(text: str) -> Callable[[Method], Method]:
-    """Calls of a method are profiler ranges in the class that `watched` gives.
+    """Calls of a method are profiler ranges and lines of the log in the class that `watched` gives.
 
     Args:
         text: of the range, with the object's ``{name}`` or another attribute of it (``{of.fqn}``), in parentheses only
@@ -569,14 +579,14 @@ def _watched(kind: Any) -> Any:
 
 
 watched: Callable[[Any], Any] = functools.cache(_watched)
-"""A class with its `labelled` methods as profiler ranges: one of its own, since to ask at each call whether a profiler
-runs takes a fiftieth of an iteration's host time."""
+"""A class with its `labelled` methods as ranges: one of its own, since to ask at each call whether a profiler runs
+takes a fiftieth of an iteration's host time."""
 
 
 def _as_range(method: Callable[..., Any], text: str) -> Callable[..., Any]:
     @functools.wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_profiled():  # any more
+        if not is_watched():  # any more
             return method(self, *args, **kwargs)
         with label(text.format(*args, name=self.name, of=self).removesuffix(" ()")):
             return method(self, *args, **kwargs)

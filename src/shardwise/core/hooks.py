@@ -20,7 +20,7 @@ from .device import (
     backward_number,
     eager,
     in_backward,
-    is_profiled,
+    is_watched,
     labelled,
     runs_in_this_backward,
     watched,
@@ -134,7 +134,7 @@ class Unit:
             group.name = name or f"{type(self.modules[0]).__name__.removeprefix('FSDP')} (root)"
 
     def show_ranges(self) -> None:
-        """Show a profiler what is done from now on, also for units that are gathered ahead of their use."""
+        """Show a profiler or the log what is done from now on, also for units that are gathered ahead of their use."""
         if type(self) is not watched(type(self)):
             for unit in self.own_context().units:
                 for one in (unit, *unit.groups):
@@ -151,7 +151,7 @@ class Unit:
     @eager
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gather, register for backward, wait, install, prefetch."""
-        if is_profiled():
+        if is_watched():
             self.show_ranges()
         context = self.context or self.become_root(self)
         if self.phase is Phase.PRE_BACKWARD:
@@ -458,7 +458,7 @@ class Unit:
     @eager
     def pre_backward_hook(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Backward has come to an output, whose ``gradient`` this is."""
-        if is_profiled():
+        if is_watched():
             self.show_ranges()
         self.pre_backward()
         return self.announce_around(gradient)[0] if gradient is not None and torch.is_grad_enabled() else None

@@ -24,7 +24,7 @@ from .comm import (
     require_symmetric_memory,
 )
 from .context import FSDPCommContext
-from .device import StateForTorch, answer_pipelines, answer_replicate, eager, in_backward, is_profiled
+from .device import StateForTorch, answer_pipelines, answer_replicate, eager, in_backward, is_watched
 from .errors import StateError
 from .group import ParamGroup, ShardState
 from .hooks import Unit
@@ -165,7 +165,7 @@ class FSDPModule(_TorchModule):
             StateError: if a parameter is still on the meta device.
         """
         unit = self._unit
-        if is_profiled():
+        if is_watched():
             unit.show_ranges()
         lane = unit.own_context().gather_lane
         for group in unit.groups:
