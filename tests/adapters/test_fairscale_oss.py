@@ -178,6 +178,22 @@ def test_closures() -> None:
     assert len(calls) == 6
 
 
+class Scaling(SGD):
+    """Takes its closure by name only."""
+
+    def step(self, scale: float = 1.0, *, closure: Any = None) -> Any:
+        assert scale == 1.0
+        return super().step(closure)
+
+
+@on_ranks(2)
+def test_closures_are_passed_by_name() -> None:
+    mine, oss, plain, optimizer = pair(Scaling, {"lr": 0.1})
+    for model, stepped in ((mine, oss), (plain, optimizer)):
+        assert stepped.step(closure=lambda model=model: give_gradients(model.parameters(), 1) or 3.0) == 3.0
+    assert_same(mine.parameters(), plain.parameters())
+
+
 class Counting(SGD):
     """Takes an argument of its own and keeps a number in its param groups."""
 

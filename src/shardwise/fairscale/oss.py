@@ -218,7 +218,7 @@ class OSS(Optimizer):
             ValueError: on all ranks, naming a parameter or setting that is not the same on all.
         """
         _copy_settings(self.param_groups, self.optim.param_groups)
-        loss = self.optim.step(**kwargs) if closure is None else self.optim.step(closure, **kwargs)
+        loss = self.optim.step(**kwargs) if closure is None else self.optim.step(closure=closure, **kwargs)
         # Some optimizers keep numbers of their own in their param groups.
         _copy_settings(self.optim.param_groups, self.param_groups)
         if self.world_size > 1:
