@@ -31,7 +31,7 @@ class ShardedGradScaler(GradScaler):
         backoff_factor: multiplies the scale after a step that was skipped; below 1.
         growth_interval: in steps.
         enabled: whether to scale at all.
-        process_group: ranks that skip together; None for all.
+        process_group: ranks that skip together; None for all, or a stand-in for a process by itself.
 
     Attributes:
         group: ``process_group``.
@@ -49,9 +49,9 @@ class ShardedGradScaler(GradScaler):
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
         enabled: bool = True,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: Any = None,
     ):
-        if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        if not (process_group is None or isinstance(process_group, dist.ProcessGroup) or _is_alone(process_group)):
             raise TypeError(
                 f"ShardedGradScaler(process_group={process_group!r}): pass a group that this rank is in, or None"
             )
@@ -90,9 +90,15 @@ class ShardedGradScaler(GradScaler):
         Raises:
             TypeError: for a subgroup, which another process could not find again.
         """
-        if self.group not in (None, _world()):
+        is_real = isinstance(self.group, dist.ProcessGroup)
+        if is_real and self.group is not _world():
             raise TypeError("a ShardedGradScaler over a subgroup cannot be pickled: save its state_dict")
-        return {**super().__getstate__(), "group": None}
+        return {**super().__getstate__(), "group": None if is_real else self.group}
+
+
+def _is_alone(given: Any) -> bool:
+    """Whether it only tells that it has one rank, as FullyShardedDataParallel may have got as well."""
+    return callable(size := getattr(given, "size", None)) and size() == 1
 
 
 def _check_factors(init_scale: Any, growth_factor: Any, backoff_factor: Any, growth_interval: Any) -> None:

@@ -21,7 +21,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import shardwise
 from shardwise import Placements, fully_shard
-from shardwise.fairscale import OSS, ShardedDDP
+from shardwise.fairscale import OSS, DummyProcessGroup, FullyShardedDataParallel, ShardedDDP
 from shardwise.grad import ShardedGradScaler
 
 from ..models import MLP, inputs_for, wrap
@@ -275,6 +275,24 @@ def test_without_a_process_group() -> None:
     assert step_once(scaler, 6.0) == -3.0
     assert step_once(scaler, torch.inf) == 0.0
     assert scaler.get_scale() == 1.0
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_over_a_stand_in_for_one_rank(bad: bool) -> None:
+    group = DummyProcessGroup(0, 1)
+    model = FullyShardedDataParallel(nn.Linear(3, 3), group, mixed_precision=True)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    scaler = ShardedGradScaler(8.0, process_group=group)
+    before = model.state_dict()
+    loss = model(torch.ones(2, 3)).float().sum()
+    scaler.scale(loss * torch.inf if bad else loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == (4.0 if bad else 8.0)
+    assert torch.equal(model.state_dict()["weight"], before["weight"]) == bad
+    assert pickle.loads(pickle.dumps(scaler)).state_dict() == scaler.state_dict()
+    with pytest.raises(TypeError, match="pass a group that this rank is in"):
+        ShardedGradScaler(process_group=DummyProcessGroup(0, 2))
 
 
 def test_there_is_one() -> None:
