@@ -46,6 +46,18 @@ def start(directory: Path) -> None:
     assert used.world_size == RANKS
 
 
+def other_numbers(directory: Path) -> None:
+    """Devices that are not the processes which torchrun started: some data would be dealt to no process."""
+    name, other = NAMES
+    for devices in (1, RANKS + 1):
+        options: dict[str, Any] = {"accelerator": "cpu", "devices": devices, "strategy": "shardwise"}
+        with pytest.raises(ValueError, match=rf"devices={devices}.* world size \({RANKS}\)"):
+            importlib.import_module(other).Fabric(**options).launch()
+        used = importlib.import_module(name).Trainer(**options, logger=False, enable_checkpointing=False)
+        with pytest.raises(ValueError, match=rf"devices={devices}.* world size \({RANKS}\)"):
+            used.fit(module_of(str(Path(__file__).with_name("test_lightning.py")), name).Module(), [])
+
+
 def trainer(directory: Path) -> None:
     cases = module_of(str(Path(__file__).with_name("test_lightning.py")), NAMES[0])
     cases.fit_by_both_names(directory)
@@ -59,7 +71,7 @@ def fabric(directory: Path) -> None:
 
 
 CASES: dict[str, dict[str, Callable[[Path], None]]] = {
-    "torchrun": {case.__name__: case for case in (start, trainer, fabric)}
+    "torchrun": {case.__name__: case for case in (start, other_numbers, trainer, fabric)}
 }
 
 
@@ -74,7 +86,7 @@ def programs() -> dict[str, Future[Any]]:
 EXAMPLES = "lightning_trainer.py", "fabric_meta_init.py"
 
 
-@pytest.mark.parametrize("case", ["start", "trainer", "fabric"])
+@pytest.mark.parametrize("case", ["start", "other_numbers", "trainer", "fabric"])
 def test_torchrun(case: str) -> None:
     programs()["torchrun"].result()
     check_case(__file__, "torchrun", case, RANKS, torchrun=True)

@@ -115,7 +115,13 @@ class ProcessesStrategy(InEachNamespace):
             self._launcher = self._launcher_class()(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
-        """Join the process group, and make the mesh."""
+        """Join the process group, and make the mesh.
+
+        Raises:
+            ValueError: if the launcher started another number of processes than Lightning was told.
+        """
+        # Lightning's launcher does this too, which is not there where another one starts the processes.
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         super().setup_environment()
         self.namespace.of_fabric("utilities.seed", "reset_seed")()
         self._set_world_ranks()
