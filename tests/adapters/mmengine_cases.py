@@ -214,6 +214,23 @@ def keeps_its_structure_when_initialized(directory: Path) -> None:
             wrapper.module.init_weights()
 
 
+def initializes_after_a_failure(directory: Path) -> None:
+    """MMEngine keeps notes about the parameters of an attempt that failed."""
+    wrapper = MMFullyShardedDataParallel(Toy(), auto_wrap_policy=LINEAR)
+    model = wrapper.module
+    model.init_cfg = {"type": "Pretrained", "checkpoint": str(directory / "later.pth")}
+    with pytest.raises(FileNotFoundError, match=r"later\.pth"):
+        model.init_weights()
+    assert not any(hasattr(module, "_params_init_info") for module in model.modules())
+    given = {name: torch.full_like(value, 0.5) for name, value in Toy().state_dict().items()}
+    dist.barrier()
+    if dist.get_rank() == 0:
+        torch.save(given, directory / "later.pth")
+    dist.barrier()
+    model.init_weights()
+    assert all(torch.equal(value, given[name]) for name, value in full(model).items())
+
+
 def compiles(directory: Path) -> None:
     """``cfg.compile`` compiles what the model computes."""
     linears = 0
@@ -810,6 +827,7 @@ TWO = (
     initializes_what_is_not_saved,
     freezes_when_initialized,
     keeps_its_structure_when_initialized,
+    initializes_after_a_failure,
     compiles,
     frozen_units,
     augments_tests,

@@ -23,6 +23,10 @@ HOOKS = (
     *("_forward_pre_hooks", "_forward_hooks"),
 )
 
+NOTES = "_params_init_info"
+"""Attribute of modules in which MMEngine, while it initializes a model, has notes by parameter; where that fails they
+stay, and the next attempt, with whole parameters of its own, would not find them there."""
+
 
 @contextmanager
 def whole_parameters(model: nn.Module) -> Iterator[None]:
@@ -56,6 +60,8 @@ def whole_parameters(model: nn.Module) -> Iterator[None]:
             for weight in sharded:
                 for site in weight.sites:
                     site.put(weight.tensor)
+            for module in model.modules():
+                module.__dict__.pop(NOTES, None)
     for weight, is_trained in zip(sharded, trained, strict=True):
         weight.tensor.requires_grad_(is_trained)
     load_weights(weights_of(model, state_of=_registered), peers, given)
