@@ -417,6 +417,8 @@ class _FabricStrategy(ProcessesStrategy):
         checkpoint: dict[str, Any] = read_file(path, weights_only=weights_only)
         if not state:
             return checkpoint
+        if not isinstance(checkpoint, Mapping):
+            raise ValueError(f"{path} has an object of type {type(checkpoint).__name__} instead of a dict by name")
         # No collectives inside, and objects of the program may fail on one rank.
         with saving_ranks().together():
             _check_names(state, checkpoint, strict)
@@ -580,9 +582,12 @@ def _refuse_unnamed(state: Any) -> None:
 def _refuse_overlapping(state: Mapping[str, Any]) -> None:
     """
     Raises:
+        TypeError: for a name that is no string.
         ValueError: for names such as "model" and "model.ema", which would be taken for one model with a part.
     """
     sharded = [name for name, item in state.items() if isinstance(item, (nn.Module, Optimizer))]
+    if unnamed := [name for name in sharded if not isinstance(name, str)]:
+        raise TypeError(f"state has the name {unnamed[0]!r}, and in a sharded checkpoint names are strings")
     for name in sharded:
         if outer := next((other for other in sharded if name.startswith(f"{other}.")), None):
             raise ValueError(

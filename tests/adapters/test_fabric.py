@@ -959,6 +959,15 @@ def refusals(directory: Path) -> None:
             use(path, state)
     with pytest.raises(TypeError, match="storage_options"):
         used.strategy.save_checkpoint(directory / "x", {}, storage_options={})
+    number = directory / f"number_{dist.get_rank()}"
+    torch.save(5, number)
+    assert used.load(number) == 5
+    with pytest.raises(ValueError, match=r"number_0 has an object of type int instead of a dict"):
+        used.load(number, {"model": model})
+    with pytest.raises(ValueError, match="not a state dict of AdamW: it has 5 instead"):
+        used.load_raw(number, adam(model))
+    with pytest.raises(TypeError, match="has the name 1"):
+        by_block(state_dict_type="sharded").save(path, {1: model})
 
 
 def precisions(directory: Path) -> None:

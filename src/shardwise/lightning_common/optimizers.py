@@ -95,10 +95,11 @@ def load_full_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any]) ->
         ValueError: if ``saved`` is not a state dict of an optimizer, its param groups differ, or parameters are on the
             meta device.
     """
-    if not {"state", "param_groups"} <= saved.keys():
+    if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= saved.keys():
+        found = list(saved)[:5] if isinstance(saved, Mapping) else [saved]
         raise ValueError(
-            f"this is not a state dict of {type(optimizer).__name__}: it has {', '.join(map(repr, list(saved)[:5]))} "
-            "instead of 'state' and 'param_groups'"
+            f"this is not a state dict of {type(optimizer).__name__}: it has "
+            f"{', '.join(f'{item!r:.80}' for item in found)} instead of 'state' and 'param_groups'"
         )
     if any(parameter.is_meta for parameter in parameters_of(optimizer)):
         raise ValueError(
