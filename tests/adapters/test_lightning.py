@@ -1136,6 +1136,9 @@ def refusals(directory: Path) -> None:
         assert is_own or caught.value.__notes__ == [f"shardwise: this happened on rank {world_size() - 1}"]
     with raises(ValueError, "auto_wrap_policy", "ModuleList"):
         ours(auto_wrap_policy={nn.ModuleList})
+    for name in ("auto_wrap_policy", "activation_checkpointing_policy"):
+        with raises(TypeError, name, "set of module classes, not <generator"):
+            ours(**{name: (kind for kind in [nn.Linear])})
     foreign = Module()
     torch_fully_shard(foreign.net)
     with raises(TypeError, "net", "torch's own"):

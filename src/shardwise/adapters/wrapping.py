@@ -62,7 +62,9 @@ def chooser(policy: Policy, name: str = "a policy") -> Callable[..., bool]:
     if callable(policy) and not isinstance(policy, (type, nn.Module)):
         return functools.partial(_ask, policy)
     classes = (policy,) if isinstance(policy, type) else tuple(policy) if isinstance(policy, Iterable) else ()
-    if not classes or not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in classes):
+    # Policies are asked more than once, and an iterator has its classes only the first time.
+    is_lasting = bool(classes) and not isinstance(policy, Iterator)
+    if not is_lasting or not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in classes):
         raise TypeError(f"{name} must be a function of a module or a set of module classes, not {policy!r}")
     for kind in classes:
         if issubclass(kind, CONTAINERS) and kind.forward is nn.Module.forward:
