@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
 
 import shardwise
 from shardwise import Placements
@@ -214,3 +215,30 @@ def test_torchs_encoder_leaves_out_padding_in_evaluation(around: bool, placement
         assert torch.equal(ours, theirs)
         assert not ours[0, 3:].any()
         model.train()(x, src_key_padding_mask=padding).sum().backward()
+
+
+@on_ranks(2, 3, 4, model=["mlp", "transformer"], reshard=[True, False])
+def test_counted_like_fsdp2(model: str, reshard: bool) -> None:
+    """`CommDebugMode` counts gathers and reductions, though they are made of messages."""
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (2, 2) if ranks == 4 else (ranks,), mesh_dim_names=("outer", "inner")[: ranks // 2])
+    counts, modules = [], []
+    for verb in (shardwise.fully_shard, torch_fully_shard):
+        sharded = wrap(build(model), verb, mesh=mesh, reshard_after_forward=reshard)
+        for _ in range(2):
+            with CommDebugMode() as counter:
+                sharded(inputs_for(sharded, seed=dist.get_rank())).sum().backward()
+        counts.append(dict(counter.get_comm_counts()))
+        modules.append({name.replace("FSDP", ""): of for name, of in counter.comm_module_counts.items()})
+    assert counts[0] == counts[1] != {}
+    assert modules[0]["Global"] == modules[1]["Global"]
+
+
+@on_ranks(2)
+def test_a_second_unshard_counts_nothing() -> None:
+    sharded = wrap(build("mlp"), shardwise.fully_shard)
+    with CommDebugMode() as counter:
+        handle = sharded.layers[0].unshard(async_op=True)  # type: ignore[index, union-attr]
+        sharded.layers[0].unshard()  # type: ignore[index, union-attr]
+        handle.wait()
+    assert counter.get_comm_counts() == {torch.ops.c10d._allgather_base_: 1}

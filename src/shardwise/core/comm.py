@@ -30,6 +30,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .device import unrecorded
 from .errors import StateError
@@ -113,6 +114,29 @@ def failed_peer(error: RuntimeError) -> int | None:
     collective, of which gloo does not tell."""
     peer: int | None = error.__dict__.get("_shardwise_peer")
     return peer
+
+
+class _Counted:
+    """A collective operator as `CommDebugMode` sees it, which does nothing."""
+
+    def __init__(self, name: str):
+        self._overloadpacket = getattr(torch.ops.c10d, name)
+
+    def __call__(self) -> None: ...
+
+    def __str__(self) -> str:
+        return str(self._overloadpacket)
+
+
+def _let_count(name: str) -> None:
+    """Let torch's `CommDebugMode` count a collective that is made of messages, of which it counts none, as that of
+    c10d with this ``name``."""
+    if torch._C._len_torch_dispatch_stack():
+        from torch.distributed.tensor.debug import CommDebugMode  # which imports the compiler
+
+        for mode in _get_current_dispatch_mode_stack():
+            if isinstance(mode, CommDebugMode):
+                mode.__torch_dispatch__(_Counted(name), ())
 
 
 class Comm:
@@ -398,6 +422,7 @@ class PairwiseGlooComm(GlooComm):
     def all_gather(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], purpose: str = ""
     ) -> list[Waitable]:
+        _let_count("_allgather_base_")
         works: list[Waitable] = []
         for output, input_ in zip(outputs, inputs, strict=True):
             parts, peers, tag = output.split(input_.numel()), self._peers(), self._tag("gather", input_, purpose)
@@ -409,6 +434,7 @@ class PairwiseGlooComm(GlooComm):
     def reduce_scatter(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *, mean: bool, purpose: str = ""
     ) -> list[Waitable]:
+        _let_count("_reduce_scatter_base_")
         pairs = zip(outputs, inputs, strict=True)
         return [
             self._reduce_scatter_one(output, input_, mean, self._tag("reduce", output, purpose))
@@ -440,6 +466,7 @@ class PairwiseGlooComm(GlooComm):
     def broadcast(self, tensor: torch.Tensor, owner: int) -> list[Waitable]:
         if not self._sends_whole(tensor):
             return super().broadcast(tensor, owner)
+        _let_count("broadcast_")
         tag = self._tag("broadcast", tensor)
         if self.rank != owner:
             return self._exchange(tag, [(owner, tensor)], ())
@@ -448,6 +475,7 @@ class PairwiseGlooComm(GlooComm):
     def reduce(self, tensor: torch.Tensor, owner: int) -> list[Waitable]:
         if not self._sends_whole(tensor):
             return super().reduce(tensor, owner)
+        _let_count("reduce_")
         tag = self._tag("sum", tensor)
         if self.rank != owner:
             return self._exchange(tag, (), [(owner, tensor)])
