@@ -130,9 +130,16 @@ class EMA:
         found = []
         for name, average in self._averages.items():
             parameter = by_name.get(name)
-            if parameter is None or parameter.shape != average.shape:
-                now = "is not there any more" if parameter is None else f"has shape {tuple(parameter.shape)} now"
+            if parameter is None:
+                raise StateError(f"parameter {name!r} of the averaged model is not there any more: make a new EMA")
+            if parameter.shape != average.shape:
+                now = f"has shape {tuple(parameter.shape)} now"
                 raise StateError(f"parameter {name!r} of the averaged model {now}: make a new EMA")
+            if not _is_cut_alike(parameter, average):
+                raise StateError(
+                    f"parameter {name!r} of the averaged model was sharded in another way after the EMA was made: make "
+                    "the EMA after fully_shard"
+                )
             found.append(parameter)
         return found
 
@@ -165,7 +172,7 @@ class EMA:
         given = self._fitting(state)
         for name, average in self._averages.items():
             value = given[name]
-            if isinstance(value, DTensor) and not (isinstance(average, DTensor) and is_cut_alike(value, average)):
+            if isinstance(value, DTensor) and not _is_cut_alike(value, average):
                 value = value.full_tensor()  # torch redistributes within a mesh only
             if isinstance(average, DTensor) and not isinstance(value, DTensor):
                 value = shard_like(value, average)
@@ -231,6 +238,12 @@ def _register_sharded(model: nn.Module) -> None:
             for group in unit.groups:
                 group.reshard()
                 group.shards.check_materialized()
+
+
+def _is_cut_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if not isinstance(one, DTensor) or not isinstance(other, DTensor):
+        return isinstance(one, DTensor) == isinstance(other, DTensor)
+    return is_cut_alike(one, other)
 
 
 def _copy_of(name: str, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -202,6 +202,20 @@ def test_complex_parameters() -> None:
         torch.testing.assert_close(whole(model[0].weight), before / 2)
 
 
+@on_ranks(2)
+def test_a_model_that_is_sharded_after_its_average_was_made() -> None:
+    model = make()
+    ema = EMA(model, DECAY)
+    wrap(model, shardwise.fully_shard, mesh=init_device_mesh("cpu", (2,)))
+    before = [whole(parameter).clone() for parameter in model.parameters()]
+    for use in (ema.update, ema.swap):
+        with pytest.raises(ValueError, match=r"parameter '.*' .* sharded in another way .* after fully_shard"):
+            use()
+    assert ema.updates == 0
+    assert not ema.is_swapped
+    assert all(torch.equal(whole(now), old) for now, old in zip(model.parameters(), before, strict=True))
+
+
 @on_ranks(1)
 def test_nothing_to_average() -> None:
     ema = EMA(make().requires_grad_(False))
