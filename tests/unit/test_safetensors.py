@@ -109,6 +109,27 @@ def test_every_dtype_there_and_back_on_a_plain_model(tmp_path: Path) -> None:
         assert found[name].untyped_storage().tolist() == value.untyped_storage().tolist()
 
 
+def test_two_numbers_in_one_element(tmp_path: Path) -> None:
+    dtype = torch.float4_e2m1fn_x2
+    values = torch.arange(12, dtype=torch.uint8).view(3, 4)
+    state = {"even": values.view(dtype), "sliced": torch.zeros(3, 8, dtype=torch.uint8)[:, ::2].view(dtype)}
+    model = Plain(state | {"again": state["even"]})
+    model.sliced.view(torch.uint8).copy_(values)
+    save_safetensors(model, tmp_path)
+    found = load_file(tmp_path / "model.safetensors")
+    assert {value.dtype for value in found.values()} == {dtype}
+    assert all(torch.equal(value.view(torch.uint8), values) for value in found.values())
+    save_file({**found, "again": found["even"].clone()}, tmp_path / "model.safetensors")
+    model.even.view(torch.uint8).zero_()
+    model.sliced.view(torch.uint8).zero_()
+    load_safetensors(model, tmp_path)
+    assert all(torch.equal(value.view(torch.uint8), values) for value in model.buffers())
+    with pytest.raises(ValueError, match=r"cannot be converted: 'even' is torch\.float4_e2m1fn_x2, in the model"):
+        load_safetensors(Plain({"even": torch.zeros(3, 4)}), tmp_path, strict=False)
+    with pytest.raises(ValueError, match=r"cannot hold 'scalar' \(torch.float4_e2m1fn_x2, of shape \(\)\)"):
+        save_safetensors(Plain({"scalar": torch.zeros((), dtype=torch.uint8).view(dtype)}), tmp_path)
+
+
 def test_into_a_conjugate_of_memory(tmp_path: Path) -> None:
     model, other = nn.Module(), nn.Module()
     model.numbers = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex64))

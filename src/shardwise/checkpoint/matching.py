@@ -11,6 +11,9 @@ import torch
 
 from .weights import ModelWeights, Weight
 
+PACKED = {torch.float4_e2m1fn_x2: 2}
+"""Dtypes whose elements are several numbers each, and how many; torch neither copies nor converts them."""
+
 
 class WeightsError(ValueError, RuntimeError):
     """Stored weights cannot be read, or do not fit the model; the message lists all that is wrong.
@@ -145,7 +148,7 @@ def _inconvertible(matches: Iterable[Match], stored: Mapping[str, Described]) ->
 
 def convertible(stored: torch.dtype | None, wanted: torch.dtype) -> bool:
     """Whether a conversion only rounds or widens: nothing loses its fraction or its imaginary part."""
-    if stored is None:
+    if stored is None or (stored is not wanted and not PACKED.keys().isdisjoint((stored, wanted))):
         return False
     if stored.is_complex:
         return wanted.is_complex

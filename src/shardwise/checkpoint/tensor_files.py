@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..core.device import HOST, pins_memory
 from .integrity import CorruptFileError, raw, read_all
-from .matching import WeightsError
+from .matching import PACKED, WeightsError
 from .weights import Region
 
 SINGLE, INDEX_SUFFIX = "model.safetensors", ".safetensors.index.json"
@@ -40,6 +40,7 @@ DTYPES = {
     "I32": torch.int32,
     "U64": torch.uint64,
     "I64": torch.int64,
+    "F4": torch.float4_e2m1fn_x2,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
@@ -53,7 +54,7 @@ DTYPES = {
 }
 LABELS = {dtype: label for label, dtype in DTYPES.items()}
 _BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-"""Bits per element of the format's dtypes that torch does not have."""
+"""Bits per element of the format's dtypes that are narrower than a byte."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ class StoredTensor:
         file: path.
         key: its name there.
         label: the format's name of its dtype.
-        shape: of the whole tensor.
+        dtype: None if torch does not have it, or not for rows of this length.
+        shape: of the whole tensor, in elements of ``dtype``.
         start: where its data starts in the file, in bytes.
         version: of the file when its header was read (see `version_of`).
     """
@@ -72,20 +74,20 @@ class StoredTensor:
     file: str
     key: str
     label: str
+    dtype: torch.dtype | None
     shape: tuple[int, ...]
     start: int
     version: tuple[int, ...]
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """None if torch does not have it."""
-        return DTYPES.get(self.label)
 
 
 def version_of(descriptor: int) -> tuple[int, ...]:
     """Differs between an open file and what was at its path before, or will be."""
     state = os.fstat(descriptor)
     return state.st_ino, state.st_size, state.st_mtime_ns
+
+
+_BYTES = {torch.bool: torch.uint8, **dict.fromkeys(PACKED, torch.uint8)}
+"""What to read as bytes: bools, which may be stored as other than 0 and 1, and elements that torch does not copy."""
 
 
 # -- What is stored
@@ -172,7 +174,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
             for key in header.offset_keys():
                 entry = header.get_slice(key)
                 label, shape = str(entry.get_dtype()), tuple(entry.get_shape())
-                stored[key] = StoredTensor(str(path), key, label, shape, position, version)
+                stored[key] = StoredTensor(str(path), key, label, *_as_torch_has_it(label, shape), position, version)
                 position += math.prod(shape) * _bits(label) // 8
         return stored
     except SafetensorError as error:
@@ -180,6 +182,15 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
         raise CorruptFileError(
             f"{path} ({actual} bytes) is not a whole safetensors file, it may be truncated: {error}"
         ) from error
+
+
+def _as_torch_has_it(label: str, shape: tuple[int, ...]) -> tuple[torch.dtype | None, tuple[int, ...]]:
+    dtype = DTYPES.get(label)
+    if dtype is None or dtype not in PACKED:
+        return dtype, shape
+    if not shape or shape[-1] % PACKED[dtype]:
+        return None, shape
+    return dtype, (*shape[:-1], shape[-1] // PACKED[dtype])
 
 
 def _bits(label: str) -> int:
@@ -217,9 +228,13 @@ def plan_files(
         metadata: to be put into every file.
 
     Raises:
-        ValueError: naming the tensors whose dtype the format does not have.
+        ValueError: naming the tensors whose dtype the format does not have, or not for scalars.
     """
-    unknown = [f"{name!r} ({dtype})" for name, (dtype, _) in tensors.items() if dtype not in LABELS]
+    unknown = [
+        f"{name!r} ({dtype}, of shape {shape})"
+        for name, (dtype, shape) in tensors.items()
+        if dtype not in LABELS or (dtype in PACKED and not shape)
+    ]
     if unknown:
         raise ValueError(f"safetensors files cannot hold {', '.join(unknown)}")
     parts: list[list[str]] = [[]]
@@ -252,7 +267,8 @@ def _plan_file(
     for key in sorted(keys, key=lambda key: -tensors[key][0].itemsize):
         dtype, shape = tensors[key]
         end = position + math.prod(shape) * dtype.itemsize
-        header[key] = {"dtype": LABELS[dtype], "shape": list(shape), "data_offsets": [position, end]}
+        stored = [*shape[:-1], shape[-1] * PACKED[dtype]] if dtype in PACKED else list(shape)
+        header[key] = {"dtype": LABELS[dtype], "shape": stored, "data_offsets": [position, end]}
         ends[key], position = position, end
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
@@ -332,14 +348,16 @@ class TensorMover:
             OSError: if the file cannot be read.
             CorruptFileError: if it has become too short.
         """
+        target = _copyable(target)
         if not target.is_contiguous() or target.is_conj() or target.is_neg():
             whole = torch.empty(target.shape, dtype=target.dtype, device=target.device)
             self.read(file, stored, region, whole)
             target.copy_(whole)
             return
         flat = target.view(-1)
+        is_alike = target.dtype is (torch.uint8 if stored.dtype in PACKED else stored.dtype)
         # Not bools: their stored bytes may be other than 0 and 1.
-        if stored.dtype is target.dtype and target.dtype is not torch.bool and target.device.type == "cpu":
+        if is_alike and target.dtype is not torch.bool and target.device.type == "cpu":
             for _ in self._blocks(file, stored, region, flat):
                 pass
             # As other writes do, which autograd notices by it.
@@ -353,14 +371,15 @@ class TensorMover:
     ) -> bool:
         """Whether two stored tensors of one shape have, in ``region``, other bits once converted to dtype ``as_``."""
         pairs = zip(self._blocks(file, a, region), TensorMover()._blocks(other_file, b, region), strict=True)
-        return any(not torch.equal(_bits_of(x, as_), _bits_of(y, as_)) for (_, x), (_, y) in pairs)
+        dtype = torch.uint8 if as_ in PACKED else as_
+        return any(not torch.equal(_bits_of(x, dtype), _bits_of(y, dtype)) for (_, x), (_, y) in pairs)
 
     def _blocks(
         self, file: int, stored: StoredTensor, region: Region, into: torch.Tensor | None = None
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """Blocks of ``region`` as they are read, 1-D, and where each starts: in ``into``, or in the staging memory."""
         assert stored.dtype is not None
-        dtype = torch.uint8 if stored.dtype is torch.bool else stored.dtype
+        dtype: torch.dtype = _BYTES.get(stored.dtype, stored.dtype)
         extent = Extent.of(stored.start, stored.shape, dtype.itemsize, region)
         numel = math.prod(region.sizes)
         for start in range(0, numel, BLOCK_NUMEL):
@@ -380,7 +399,7 @@ class TensorMover:
             OSError: if the file cannot be written.
         """
         extent = Extent.of(start, shape, source.itemsize, region)
-        flat = source.reshape(-1)
+        flat = _copyable(source).reshape(-1)
         for first in range(0, flat.numel(), BLOCK_NUMEL):
             block = flat[first : first + BLOCK_NUMEL]
             if block.device.type != "cpu":
@@ -403,6 +422,11 @@ class TensorMover:
 
 def _bits_of(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to(dtype).view(torch.uint8)
+
+
+def _copyable(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, or a view of it as bytes where torch copies no elements of its dtype."""
+    return tensor.view(torch.uint8) if tensor.dtype in PACKED else tensor
 
 
 def _start_flushing(file: int, position: int, length: int) -> None:
