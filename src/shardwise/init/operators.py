@@ -23,7 +23,9 @@ UNDEFINED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empt
 FRESH = {"lift_fresh", "lift"}
 """Operators whose argument torch has made of Python numbers or an array."""
 
-_DRAWS_BY_SHAPE = {"normal", "bernoulli", "bernoulli_", "rand_like", "randn_like", "randint_like", "native_dropout"}
+_DRAWS_BY_SHAPE = {
+    *("normal", "bernoulli", "bernoulli_", "rand_like", "randn_like", "randint_like", "native_dropout", "multinomial"),
+}
 """Random operators on values that draw equally many numbers whatever the values are."""
 
 
