@@ -402,7 +402,7 @@ class _FabricStrategy(ProcessesStrategy):
         return self._load_file(path, state, strict=strict, weights_only=weights_only)
 
     def _load_raw(self, path: Path, kind: Kind, module: nn.Module, *, strict: bool, weights_only: bool | None) -> None:
-        if path.name.endswith((".safetensors", ".safetensors.index.json")) or kind is Kind.DIRECTORY:
+        if path.suffix in (".safetensors", ".json") or kind is Kind.DIRECTORY:
             if _is_whole_on_meta(module):
                 # Its parameters become the mapped tensors, of which setting up reads this rank's part.
                 self.load_module_state_dict(module, mapped_safetensors(path), strict=strict)

@@ -317,6 +317,10 @@ def test_what_can_be_given_as_path(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         loads(str(tmp_path / where))
     loads(path)
     loads(tmp_path / "cache" / "other.safetensors.index.json")
+    (tmp_path / "cache" / "other.safetensors.index.json").rename(
+        tmp_path / "cache" / "other.safetensors.index.fp16.json"
+    )
+    loads(tmp_path / "cache" / "other.safetensors.index.fp16.json")  # as transformers names that of a variant
     monkeypatch.chdir(tmp_path)
     loads("real")
     with pytest.raises(FileNotFoundError, match="there is no"):

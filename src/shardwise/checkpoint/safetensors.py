@@ -65,8 +65,8 @@ def load_safetensors(
 
     Args:
         model: with units or without.
-        path_or_dir: a ``.safetensors`` file, a ``.safetensors.index.json``, or a directory that has
-            ``model.safetensors`` or an index of several files.
+        path_or_dir: a ``.safetensors`` file, an index of several (a ``.json``), or a directory that has
+            ``model.safetensors`` or ``model.safetensors.index.json``.
         strict: whether names missing in the files, and names that the model does not have, are errors. Of a tied
             parameter one name is enough.
         rename: from names in the files to names in the model, as a dict (others stay) or a function (which gives

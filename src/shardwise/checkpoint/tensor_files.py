@@ -97,7 +97,8 @@ def read_stored(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
     """The tensors of a file, of the files of an index, or of a directory that has either.
 
     Args:
-        path: a ``.safetensors`` file, an ``.index.json``, or a directory with ``model.safetensors`` or
+        path: a ``.safetensors`` file, an index, which is a ``.json`` (``model.safetensors.index.fp16.json`` is what
+            transformers calls that of a variant), or a directory with ``model.safetensors`` or
             ``model.safetensors.index.json``; where it has both the former counts, as in transformers.
 
     Raises:
@@ -114,7 +115,7 @@ def read_stored(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
     if not path.exists():
         raise FileNotFoundError(f"there is no {path} (models of the hub must be downloaded before)")
     _check_file(path)
-    return _read_index(path) if path.name.endswith(".index.json") else _read_header(path)
+    return _read_index(path) if path.suffix == ".json" else _read_header(path)
 
 
 def _weights_in(directory: Path) -> Path:
