@@ -149,6 +149,7 @@ def generators(m: Any) -> None:
     torch.set_rng_state(state)
     m.f = nn.Parameter(torch.rand(5))
     m.g = nn.Parameter(torch.bernoulli(torch.full((9,), 0.5)) + torch.normal(torch.zeros(9), torch.ones(9)))
+    torch.multinomial(torch.rand(5), 3)
     chosen = torch.multinomial(torch.rand(3, 7), 4)
     m.h = nn.Parameter(
         torch.zeros(3, 7).scatter_(1, chosen, 1.0) * torch.multinomial(torch.rand(7), 7, replacement=True)

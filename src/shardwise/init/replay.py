@@ -134,7 +134,8 @@ def draw_only(op: Op, state: torch.Tensor) -> torch.Tensor:
     device = op.before.device
 
     def scratch(view: View) -> torch.Tensor:
-        make = torch.empty if view.storage in op.writes else torch.zeros
+        # Ones, since not all operators take chances of zero.
+        make = torch.empty if view.storage in op.writes else torch.ones
         return make(view.extent, dtype=view.dtype, device=device).as_strided(view.size, view.stride)
 
     after: torch.Tensor = _call(op, scratch, state)[1]
