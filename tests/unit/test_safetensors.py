@@ -109,6 +109,16 @@ def test_every_dtype_there_and_back_on_a_plain_model(tmp_path: Path) -> None:
         assert found[name].untyped_storage().tolist() == value.untyped_storage().tolist()
 
 
+def test_sparse_tensors_are_named(tmp_path: Path) -> None:
+    model = Plain({"counts": torch.eye(3).to_sparse()})
+    with pytest.raises(ValueError, match=r"'counts' is a tensor of layout torch\.sparse_coo"):
+        save_safetensors(model, tmp_path)
+    assert not list(tmp_path.iterdir())
+    save_file({"counts": torch.eye(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"'counts' is a tensor of layout torch\.sparse_coo"):
+        load_safetensors(model, tmp_path)
+
+
 def test_two_numbers_in_one_element(tmp_path: Path) -> None:
     dtype = torch.float4_e2m1fn_x2
     values = torch.arange(12, dtype=torch.uint8).view(3, 4)

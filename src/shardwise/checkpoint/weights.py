@@ -125,8 +125,13 @@ class Weight:
     def check_region(self) -> None:
         """
         Raises:
-            ValueError: if what this rank holds need not be one box of the tensor.
+            ValueError: if what this rank holds need not be one box of the tensor, or it is sparse.
         """
+        if self.tensor.layout is not torch.strided:
+            raise ValueError(
+                f"{self.names[0]!r} is a tensor of layout {self.tensor.layout}, of which there are no rows to move: "
+                "make it dense by to_dense()"
+            )
         _ = self.region
 
     @property
