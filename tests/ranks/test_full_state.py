@@ -271,15 +271,26 @@ def test_a_value_that_cannot_be_sent() -> None:
 def test_a_value_that_cannot_be_read_on_one_rank(broadcast: bool) -> None:
     """It is found when the others are waiting for it already."""
     state = build("mlp", 1).state_dict()
-    freed, packed = torch.ones(12, 17), torch.ones(12, 17, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    freed = torch.ones(12, 17)
     freed.untyped_storage().resize_(0)
-    for value in (freed, packed):
-        given = state | {"layers.1.weight": value} if dist.get_rank() == 0 else {} if broadcast else state
-        model = shard_plainly(build("mlp", 2))
-        action = lambda given=given, model=model: load_full_state_dict(model, given, broadcast_from_rank0=broadcast)  # noqa: E731
-        assert_raises_alike(ValueError, "the state dict's 'layers.1.weight' cannot be read: ", action)
-        load_full_state_dict(model, state)
-        assert_state(model, state)
+    given = state | {"layers.1.weight": freed} if dist.get_rank() == 0 else {} if broadcast else state
+    model = shard_plainly(build("mlp", 2))
+    action = lambda: load_full_state_dict(model, given, broadcast_from_rank0=broadcast)  # noqa: E731
+    assert_raises_alike(ValueError, "the state dict's 'layers.1.weight' cannot be read: ", action)
+    load_full_state_dict(model, state)
+    assert_state(model, state)
+
+
+@on_ranks(2, broadcast=[False, True])
+def test_a_value_that_torch_cannot_convert_on_one_rank(broadcast: bool) -> None:
+    state = build("mlp", 1).state_dict()
+    packed = torch.ones(12, 17, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    given = state | {"layers.1.weight": packed} if dist.get_rank() == 0 else {} if broadcast else state
+    model = shard_plainly(build("mlp", 2))
+    action = lambda: load_full_state_dict(model, given, broadcast_from_rank0=broadcast)  # noqa: E731
+    assert_raises_alike(ValueError, r"cannot be converted: 'layers\.1\.weight' is torch\.float4_e2m1fn_x2", action)
+    load_full_state_dict(model, state)
+    assert_state(model, state)
 
 
 @on_ranks(2, broadcast=[False, True])
