@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import shardwise
 from shardwise import Placements
@@ -242,3 +244,17 @@ def test_a_second_unshard_counts_nothing() -> None:
         sharded.layers[0].unshard()  # type: ignore[index, union-attr]
         handle.wait()
     assert counter.get_comm_counts() == {torch.ops.c10d._allgather_base_: 1}
+
+
+@on_ranks(2)
+def test_other_modes_do_not_import_what_counts() -> None:
+    """It imports the compiler, which takes seconds."""
+    sharded = wrap(build("mlp"), shardwise.fully_shard)
+    place = "torch.distributed.tensor.debug"
+    imported = sys.modules.pop(place)
+    try:
+        with FlopCounterMode(display=False):
+            sharded(inputs_for(sharded, seed=dist.get_rank())).sum().backward()
+        assert place not in sys.modules
+    finally:
+        sys.modules[place] = imported

@@ -14,6 +14,7 @@ import functools
 import hashlib
 import math
 import os
+import sys
 import threading
 import time
 import uuid
@@ -131,11 +132,10 @@ class _Counted:
 def _let_count(name: str) -> None:
     """Let torch's `CommDebugMode` count a collective that is made of messages, of which it counts none, as that of
     c10d with this ``name``."""
-    if torch._C._len_torch_dispatch_stack():
-        from torch.distributed.tensor.debug import CommDebugMode  # which imports the compiler
-
+    # Not imported here: that imports the compiler, which takes seconds, within whatever mode is active.
+    if torch._C._len_torch_dispatch_stack() and (debug := sys.modules.get("torch.distributed.tensor.debug")):
         for mode in _get_current_dispatch_mode_stack():
-            if isinstance(mode, CommDebugMode):
+            if isinstance(mode, debug.CommDebugMode):
                 mode.__torch_dispatch__(_Counted(name), ())
 
 
