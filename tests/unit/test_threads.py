@@ -11,12 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 import shardwise
+from shardwise.core.comm import new_group_of
 from shardwise.fairscale import OSS, ShardedDataParallel
 
 from ..models import MLP, inputs_for, wrap
@@ -105,6 +107,25 @@ def test_threads_train_as_with_fsdp2(
     for length in shape:
         world_size *= length
     on_threads(world_size, body)
+
+
+def test_threads_make_groups_at_the_same_time(on_threads: Callable[[int, Body], list[Any]]) -> None:
+    """Each names its own; afterwards torch names groups itself."""
+    naming = distributed_c10d._hash_ranks_to_str
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (4,))
+        ours = _train(shardwise.fully_shard, mesh, rank, reshard_after_forward=2)
+        theirs = _train(torch_fully_shard, mesh, rank, reshard_after_forward=2)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+        groups = [new_group_of([0, 1, 2, 3], "test") for _ in range(5)]
+        names: list[Any] = [None] * 4
+        dist.all_gather_object(names, [group.group_name for group in groups])
+        assert names == [names[0]] * 4
+        assert len(set(names[0])) == len(groups)
+
+    on_threads(4, body)
+    assert distributed_c10d._hash_ranks_to_str is naming
 
 
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "zero3"])

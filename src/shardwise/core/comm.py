@@ -21,7 +21,7 @@ import uuid
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
 from typing import Any, Literal, Protocol, TypeAlias, cast
 
@@ -614,6 +614,41 @@ def require_symmetric_memory(group: dist.ProcessGroup, device: torch.device, bac
         )
 
 
+class _Naming:
+    """What torch calls the groups that threads make now, each of which may be a rank.
+
+    torch names a group by how many this process knows: ranks that know more or fewer would wait for each other.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._names: dict[int, str] = {}
+        self._original = distributed_c10d._hash_ranks_to_str
+
+    @contextlib.contextmanager
+    def next_group(self, name: str) -> Iterator[None]:
+        """Inside, what this thread makes is called ``name``."""
+        thread = threading.get_ident()
+        with self._lock:  # not for longer, since making a group waits for other threads
+            if not self._names:
+                self._original = distributed_c10d._hash_ranks_to_str
+                distributed_c10d._hash_ranks_to_str = self._name
+            self._names[thread] = name
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._names[thread]
+                if not self._names:
+                    distributed_c10d._hash_ranks_to_str = self._original
+
+    def _name(self, ranks: list[int]) -> str:
+        return self._names.get(threading.get_ident()) or self._original(ranks)
+
+
+_naming = _Naming()
+
+
 def new_group_of(ranks: Sequence[int], purpose: str) -> dist.ProcessGroup:
     """A new process group of ``ranks``, which all call this, and no others.
 
@@ -626,19 +661,12 @@ def new_group_of(ranks: Sequence[int], purpose: str) -> dist.ProcessGroup:
     made = _groups_made.setdefault(world, Counter())
     made[*ranks] += 1
     name = hashlib.sha1(f"{purpose} {[*ranks]} {made[*ranks]}".encode(), usedforsecurity=False).hexdigest()
-    original, own_thread = distributed_c10d._hash_ranks_to_str, threading.get_ident()
-
-    def named(ranks: list[int]) -> str:
-        return name if threading.get_ident() == own_thread else original(ranks)
-
-    # torch names it by how many groups this process knows: ranks that know more or fewer would wait for each other.
-    distributed_c10d._hash_ranks_to_str = named
     # From a default group that is bound to a device torch would split it, for which NCCL waits for all of its ranks.
     bound, world.bound_device_id = world.bound_device_id, None
     try:
-        group = dist.new_group([*ranks], use_local_synchronization=True, group_desc=f"shardwise_{purpose}")
+        with _naming.next_group(name):
+            group = dist.new_group([*ranks], use_local_synchronization=True, group_desc=f"shardwise_{purpose}")
     finally:
-        distributed_c10d._hash_ranks_to_str = original
         world.bound_device_id = bound
     assert isinstance(group, dist.ProcessGroup)
     return group
