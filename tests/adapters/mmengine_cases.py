@@ -231,6 +231,26 @@ def initializes_after_a_failure(directory: Path) -> None:
     assert all(torch.equal(value, given[name]) for name, value in full(model).items())
 
 
+class Outer(BaseModel):
+    """Has a sharded model as a part, which it initializes with itself."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self) -> None: ...
+
+
+def initializes_as_a_part(directory: Path) -> None:
+    """MMEngine's notes about the whole model do not know the part's whole parameters, and are there afterwards."""
+    part = Toy()
+    part.init_cfg = {"type": "Constant", "layer": "Linear", "val": 0.5}
+    outer = Outer(MMFullyShardedDataParallel(part, auto_wrap_policy=LINEAR))
+    outer.init_weights()
+    assert bool((full(part)["net.0.weight"] == 0.5).all())
+    assert not any(hasattr(module, "_params_init_info") for module in outer.modules())
+
+
 def compiles(directory: Path) -> None:
     """``cfg.compile`` compiles what the model computes."""
     linears = 0
@@ -828,6 +848,7 @@ TWO = (
     freezes_when_initialized,
     keeps_its_structure_when_initialized,
     initializes_after_a_failure,
+    initializes_as_a_part,
     compiles,
     frozen_units,
     augments_tests,

@@ -25,7 +25,8 @@ HOOKS = (
 
 NOTES = "_params_init_info"
 """Attribute of modules in which MMEngine, while it initializes a model, has notes by parameter; where that fails they
-stay, and the next attempt, with whole parameters of its own, would not find them there."""
+stay, and the next attempt, with whole parameters of its own, would not find them there. Nor does a sharded part of a
+model that is initialized."""
 
 
 @contextmanager
@@ -45,7 +46,7 @@ def whole_parameters(model: nn.Module) -> Iterator[None]:
     peers, weights = peers_of(model), weights_of(model, state_of=_registered)
     weights.check_values()
     sharded = [weight for weight in weights.weights if isinstance(weight.tensor, DTensor) and weight.sites]
-    with _as_before_sharding(model):
+    with _as_before_sharding(model), _without_notes(model):
         try:
             for weight in sharded:
                 whole = nn.Parameter(weight.gather().detach().clone(), weight.tensor.requires_grad)
@@ -60,8 +61,6 @@ def whole_parameters(model: nn.Module) -> Iterator[None]:
             for weight in sharded:
                 for site in weight.sites:
                     site.put(weight.tensor)
-            for module in model.modules():
-                module.__dict__.pop(NOTES, None)
     for weight, is_trained in zip(sharded, trained, strict=True):
         weight.tensor.requires_grad_(is_trained)
     load_weights(weights_of(model, state_of=_registered), peers, given)
@@ -117,6 +116,19 @@ def _as_before_sharding(model: nn.Module) -> Iterator[None]:
             added = module.__dict__[kind]
             module.__dict__[kind] = own
             own.update({key: hook for key, hook in added.items() if key not in own})
+
+
+@contextmanager
+def _without_notes(model: nn.Module) -> Iterator[None]:
+    """Inside, MMEngine makes notes about ``model`` anew; what surrounds it finds its own again."""
+    before = [(module, module.__dict__.pop(NOTES)) for module in model.modules() if NOTES in module.__dict__]
+    try:
+        yield
+    finally:
+        for module in model.modules():
+            module.__dict__.pop(NOTES, None)
+        for module, notes in before:
+            module.__dict__[NOTES] = notes
 
 
 def _users(hooks: Any) -> Any:
