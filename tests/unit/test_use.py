@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor, Shard
 import shardwise
 from shardwise import FSDPCommContext, Placements, fully_shard
 from shardwise.adapters.wrapping import show_shards
-from shardwise.core.comm import Comm
+from shardwise.core.agreement import explain_failure
+from shardwise.core.comm import Comm, _Message, comm_for, failed_peer
 from shardwise.core.errors import StateError
 from shardwise.core.module import unit_of
 
@@ -387,6 +388,22 @@ def test_the_process_group_is_not_kept_alive(fake_mesh: Mesh) -> None:
     dist.destroy_process_group()
     gc.collect()
     assert watched() is None or not any("shardwise" in str(type(holder)) for holder in gc.get_referrers(watched()))
+
+
+def test_a_message_fails_after_the_process_group_was_destroyed(fake_mesh: Mesh) -> None:
+    """As one that is waited for too late: what failed is told, though not whose rank of all it was."""
+    group = fake_mesh(2).get_group()
+    comm = comm_for(group, torch.device("cpu"))
+    dist.destroy_process_group()
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("connection closed")
+
+    with pytest.raises(RuntimeError, match="connection closed") as caught:
+        _Message(refuse, torch.ones(1), 1, 0)
+    assert failed_peer(caught.value) == 1
+    explain_failure(caught.value, "gathering", comm)
+    assert "while gathering." in caught.value.__notes__[0]
 
 
 def test_messages_name_the_root(fake_mesh: Mesh) -> None:
