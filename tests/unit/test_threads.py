@@ -191,3 +191,12 @@ def test_gradients_to_their_owners_on_threads(on_threads: Callable[[int, Body], 
         torch.testing.assert_close(model.state_dict(), plain.state_dict())
 
     on_threads(3, body)
+
+
+def test_no_symmetric_memory_on_threads(on_threads: Callable[[int, Body], list[Any]]) -> None:
+    def body(rank: int) -> None:
+        model: Any = shardwise.fully_shard(MLP(), mesh=init_device_mesh("cpu", (2,)))
+        with pytest.raises(ValueError, match="needs NCCL on CUDA, and the unit's process group uses 'Python'"):
+            model.set_symm_mem_for_comm()
+
+    on_threads(2, body)

@@ -610,7 +610,7 @@ def require_symmetric_memory(group: dist.ProcessGroup, device: torch.device, bac
     if backend != "NCCL" or "nccl" not in name:
         raise ValueError(
             f"symmetric memory was asked for unit {unit!r} with backend {backend!r} on {device.type}: it needs NCCL "
-            f"on CUDA, and the unit's process group uses {name!r}"
+            f"on CUDA, and the unit's process group uses {name or 'Python'!r}"
         )
 
 
@@ -698,9 +698,9 @@ def comm_for(group: dist.ProcessGroup, device: torch.device) -> Comm:
 
 
 def _make_comm(group: dist.ProcessGroup, device: torch.device) -> Comm:
-    if not group._device_types:
+    if not (name := _backend_name(group, device)):
         return PythonComm(group)
-    if "gloo" not in _backend_name(group, device):
+    if "gloo" not in name:
         return Comm(group)
     _let_gloo_finish_before_exit()
     # gloo's messages and coalesced gathers take the pointers of CUDA tensors for the host's.
@@ -719,8 +719,9 @@ def _let_gloo_finish_before_exit() -> None:
 
 
 def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Empty for a group that is written in Python."""
     # A mixed group ("cpu:gloo,cuda:nccl") has a backend per device, which only the private getter tells.
-    return str(group._get_backend(device).name())
+    return "" if not group._device_types else str(group._get_backend(device).name())
 
 
 def reduce_op(mean: bool) -> Any:

@@ -1,0 +1,110 @@
+"""What is refused by name, beside what the tests of each feature come to."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import shardwise
+from shardwise import CheckpointError, fully_shard
+
+from ..models import MLP, inputs_for, wrap
+from ..needs import needs_named_axes
+from ..ranks.test_parallel import named_axes
+
+Mesh = Callable[..., DeviceMesh]
+
+
+@pytest.mark.parametrize("given", [None, "model", nn.Parameter(torch.ones(2)), {}, 3])
+def test_what_is_no_module(fake_mesh: Mesh, given: Any) -> None:
+    with pytest.raises(TypeError, match="fully_shard takes a module or a list of modules, not"):
+        fully_shard(given, mesh=fake_mesh(2))
+
+
+@needs_named_axes
+def test_axes_that_the_mesh_does_not_name(fake_mesh: Mesh) -> None:
+    mesh = fake_mesh(2, 2)
+    with pytest.raises(ValueError, match=r"names an axis 'data'; the mesh has replicate, shard"):
+        fully_shard(MLP(), mesh=mesh, dp_mesh_dims=named_axes(shard="data"))
+    unnamed = init_device_mesh("cpu", (2, 2))
+    with pytest.raises(ValueError, match="the mesh has no names: pass mesh_dim_names"):
+        fully_shard(MLP(), mesh=unnamed, dp_mesh_dims=named_axes(shard="data"))
+
+
+def test_a_smaller_world_for_what_tensor_parallelism_cut(fake_mesh: Mesh) -> None:
+    mesh, model = fake_mesh(4, 2), nn.Linear(8, 8, bias=False)
+    model.weight = nn.Parameter(distribute_tensor(model.weight, mesh["shard"], [Shard(0)]))
+    with pytest.raises(ValueError, match="parameter 'weight' is a DTensor, which cannot be resharded to a smaller"):
+        fully_shard(model, mesh=mesh["replicate"], reshard_after_forward=2)
+    fully_shard(model, mesh=mesh["replicate"])
+
+
+def test_a_stream_for_the_hook_of_what_is_replicated(fake_mesh: Mesh) -> None:
+    model: Any = fully_shard(MLP(), mesh=fake_mesh(2, 2))
+    with pytest.raises(ValueError, match=r"unit .* all-reduces by itself: the hook runs in that stream"):
+        model.set_all_reduce_hook(lambda tensor: None, stream=SimpleNamespace(device=torch.device("cpu")))
+
+
+def test_the_norm_of_gradients_that_are_not_reduced(fake_mesh: Mesh) -> None:
+    model = fully_shard(MLP(), mesh=fake_mesh(2))
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        parameter.grad = torch.ones_like(parameter)
+    first = next(model.parameters())
+    assert isinstance(first, DTensor)
+    first.grad = DTensor.from_local(torch.ones(first.shape), first.device_mesh, [Partial()], run_check=False)
+    with pytest.raises(ValueError, match=r"placements \(Partial\(sum\),\) is not reduced yet"):
+        shardwise.clip_grad_norm_(model.parameters(), 1.0)
+    first.grad = DTensor.from_local(torch.ones(first.shape), first.device_mesh, [Replicate()], run_check=False)
+    shardwise.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def test_other_parameters_trained_while_sums_wait_for_replicas(fake_mesh: Mesh) -> None:
+    model: Any = wrap(MLP(), fully_shard, mesh=fake_mesh(2, 2))
+    model.set_requires_all_reduce(False)
+    model(inputs_for(model, 0)).sum().backward()
+    model.layers[1].bias.requires_grad_(False)
+    model.set_requires_all_reduce(True)
+    with pytest.raises(ValueError, match=r"unit 'layers\.1': other parameters require gradients now"):
+        model(inputs_for(model, 1)).sum().backward()
+    model.reset_iter_state()
+    model(inputs_for(model, 1)).sum().backward()
+
+
+def test_a_parameter_whose_model_is_gone(fake_mesh: Mesh) -> None:
+    model = fully_shard(MLP(), mesh=fake_mesh(2))
+    weight = next(model.parameters())
+    del model
+    gc.collect()
+    with pytest.raises(ValueError, match="a sharded parameter, whose unit no longer exists, was mixed with plain"):
+        weight + torch.ones(weight.shape)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        (["not", "one"], "has no metadata of a checkpoint"),
+        (Metadata({}), "has no metadata of a checkpoint"),
+        (Metadata({"weight": None}, storage_data={}), "does not describe the files"),  # type: ignore[dict-item]
+    ],
+    ids=["no metadata", "nothing stored", "no such entry"],
+)
+def test_a_checkpoint_whose_metadata_is_none(tmp_path: Path, metadata: Any, message: str) -> None:
+    """Of a plain checkpoint of torch's, which has no checksums."""
+    model = nn.Linear(2, 2)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=message):
+        shardwise.load(tmp_path, model=model)
