@@ -8,7 +8,10 @@ import gc
 import inspect
 import io
 import math
+import os
 import pickle
+import re
+import signal
 import time
 import warnings
 import weakref
@@ -34,7 +37,7 @@ from shardwise.fairscale import OSS, FullyShardedDataParallel, ShardedDataParall
 from shardwise.fairscale.sharded_ddp import ARGUMENTS
 
 from ..models import MLP, ConvNet, Transformer, inputs_for
-from ..ranks.harness import on_ranks
+from ..ranks.harness import RankError, on_ranks, ranks
 from .fairscale_on_cpu import needs_fairscale
 
 SIZES = (2**23, 60, 0)
@@ -1685,3 +1688,37 @@ def test_parameters_that_are_conjugates_of_their_memory(size: int) -> None:
         sharded(torch.full((2,), 1.0 + step + dist.get_rank())).backward()
         ours.step()
     torch.testing.assert_close(dict(model.named_parameters()), dict(truth.named_parameters()))
+
+
+class Dies:
+    """A body that the test below runs by name."""
+
+    @staticmethod
+    def body(place: str, size: int) -> None:
+        """The last rank is killed in its second step."""
+        model = MLP()
+        optimizer = OSS(model.parameters(), optim=SGD, lr=0.1)
+        sharded = ShardedDataParallel(model, optimizer, reduce_buffer_size=size)
+        for step in range(3):
+            if step == 1 and dist.get_rank() == dist.get_world_size() - 1:
+                die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+                if place == "backward":
+                    model.layers[1].register_full_backward_hook(die)
+                else:
+                    optimizer.optim.register_step_post_hook(die)
+            optimizer.zero_grad()
+            sharded(inputs_for(model, step)).sum().backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("size", SIZES[::2])
+@pytest.mark.parametrize("place", ["backward", "step"])
+@pytest.mark.parametrize("world_size", [2, 3], ids=lambda size: f"world{size}")
+def test_a_rank_that_is_killed_is_named(world_size: int, place: str, size: int) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(world_size).run(__name__, "Dies", {"place": place, "size": size}, 60.0)
+    reports = dict(re.findall(r"^rank (\d):\n(.*?)(?=^rank \d:|\Z)", str(caught.value), re.M | re.S))
+    killed = str(world_size - 1)
+    assert reports.pop(killed).strip() == "the process died"
+    assert len(reports) == world_size - 1, caught.value
+    assert all(f"waiting for rank {killed}" in report for report in reports.values()), caught.value

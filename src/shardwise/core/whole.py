@@ -412,7 +412,11 @@ class OwnerReducer:
         values.clear()
         if not casts and before != 1.0:
             flat.div_(before)
-        self._flying.append((run, flat, Flight(self.comm.reduce(flat, run.owner))))
+        try:
+            self._flying.append((run, flat, Flight(self.comm.reduce(flat, run.owner))))
+        except RuntimeError as error:  # gloo refuses messages once it knows that the other rank is gone
+            self._explain(error, run)
+            raise
         self._flying_bytes += flat.nbytes
         while self._flying_bytes > RUNS_IN_FLIGHT * self.comm.run_bytes and len(self._flying) > 1:
             self._land_oldest()
@@ -446,8 +450,7 @@ class OwnerReducer:
         try:
             flight.wait()
         except RuntimeError as error:
-            names = ", ".join(repr(self.names[index]) for index in run.tensors[:3])
-            explain_failure(error, f"reducing the gradients of {names} … to rank {run.owner}", self.comm)
+            self._explain(error, run)
             raise
         if run.owner == self.comm.rank:
             if (after := self._scale(run).after) not in (None, 1.0):
@@ -456,6 +459,11 @@ class OwnerReducer:
             self._means.update(
                 (index, part.data) for index, part in zip(run.tensors, self.plan.parts(run, flat), strict=True)
             )
+
+    def _explain(self, error: RuntimeError, run: Run) -> None:
+        names = ", ".join([repr(self.names[index]) for index in run.tensors[:3]] + ["…"] * (len(run.tensors) > 3))
+        owner = self.comm.global_rank(run.owner)
+        explain_failure(error, f"reducing the gradients of {names} to rank {owner}", self.comm)
 
     # -- At the end
 
@@ -499,7 +507,11 @@ class OwnerReducer:
         assert self._flags is not None
         flags, flight = self._flags
         self._wait()
-        flight.wait()
+        try:
+            flight.wait()
+        except RuntimeError as error:
+            explain_failure(error, "telling the owners of gradients which there are", self.comm)
+            raise
         own = [self._present[index] for index in self.owned]
         exist = own if all(own) else [flag != 0 for flag in flags[: len(own)].tolist()]
         empty = {index: torch.zeros_like(self.parameters[index]) for index in self._without_run}
