@@ -130,10 +130,8 @@ class EMA:
         found = []
         for name, average in self._averages.items():
             parameter = by_name.get(name)
-            if parameter is None:
-                raise StateError(f"parameter {name!r} of the averaged model is not there any more: make a new EMA")
-            if parameter.shape != average.shape:
-                now = f"has shape {tuple(parameter.shape)} now"
+            if parameter is None or parameter.shape != average.shape:
+                now = "is not there any more" if parameter is None else f"has shape {tuple(parameter.shape)} now"
                 raise StateError(f"parameter {name!r} of the averaged model {now}: make a new EMA")
             if not _is_cut_alike(parameter, average):
                 raise StateError(

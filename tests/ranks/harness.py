@@ -36,7 +36,16 @@ are replaced."""
 
 
 class RankError(AssertionError):
-    """A rank failed; the message has its traceback."""
+    """A rank failed; the message has its traceback.
+
+    Args:
+        message: for whoever reads it.
+        tracebacks: of the ranks that failed; those that did not answer have none.
+    """
+
+    def __init__(self, message: str, tracebacks: dict[int, str]):
+        super().__init__(message)
+        self.tracebacks = tracebacks
 
 
 def _use_one_gloo_thread() -> None:
@@ -179,12 +188,20 @@ class Ranks:
         report = [f"rank {rank}:\n{text}" for rank, text in failures.items()]
         if missing:
             report.append(f"ranks {missing} did not answer within {time.monotonic() - started:.0f} s")
-        raise RankError("\n".join(report))
+        raise RankError("\n".join(report), failures)
 
 
 def _threads_of(process: Any) -> int:
     tasks = Path(f"/proc/{process.pid}/task")
     return len(os.listdir(tasks)) if tasks.exists() else 0
+
+
+def assert_others_name(killed: int, world_size: int, error: RankError) -> None:
+    """Each rank but the one that was ``killed`` has stopped, since it waited for that, or for one that has told so."""
+    tracebacks = dict(error.tracebacks)
+    assert tracebacks.pop(killed) == "the process died"
+    assert len(tracebacks) == world_size - 1, error
+    assert all(f"waiting for rank {killed}" in traceback for traceback in tracebacks.values()), error
 
 
 _pools: dict[int, Ranks] = {}

@@ -86,10 +86,6 @@ def version_of(descriptor: int) -> tuple[int, ...]:
     return state.st_ino, state.st_size, state.st_mtime_ns
 
 
-_BYTES = {torch.bool: torch.uint8, **dict.fromkeys(PACKED, torch.uint8)}
-"""What to read as bytes: bools, which may be stored as other than 0 and 1, and elements that torch does not copy."""
-
-
 # -- What is stored
 
 
@@ -356,7 +352,7 @@ class TensorMover:
             target.copy_(whole)
             return
         flat = target.view(-1)
-        is_alike = target.dtype is (torch.uint8 if stored.dtype in PACKED else stored.dtype)
+        is_alike = stored.dtype is not None and target.dtype is _moved_as(stored.dtype)
         # Not bools: their stored bytes may be other than 0 and 1.
         if is_alike and target.dtype is not torch.bool and target.device.type == "cpu":
             for _ in self._blocks(file, stored, region, flat):
@@ -372,7 +368,7 @@ class TensorMover:
     ) -> bool:
         """Whether two stored tensors of one shape have, in ``region``, other bits once converted to dtype ``as_``."""
         pairs = zip(self._blocks(file, a, region), TensorMover()._blocks(other_file, b, region), strict=True)
-        dtype = torch.uint8 if as_ in PACKED else as_
+        dtype = _moved_as(as_)
         return any(not torch.equal(_bits_of(x, dtype), _bits_of(y, dtype)) for (_, x), (_, y) in pairs)
 
     def _blocks(
@@ -380,7 +376,7 @@ class TensorMover:
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """Blocks of ``region`` as they are read, 1-D, and where each starts: in ``into``, or in the staging memory."""
         assert stored.dtype is not None
-        dtype: torch.dtype = _BYTES.get(stored.dtype, stored.dtype)
+        dtype = torch.uint8 if stored.dtype is torch.bool else _moved_as(stored.dtype)
         extent = Extent.of(stored.start, stored.shape, dtype.itemsize, region)
         numel = math.prod(region.sizes)
         for start in range(0, numel, BLOCK_NUMEL):
@@ -423,6 +419,11 @@ class TensorMover:
 
 def _bits_of(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to(dtype).view(torch.uint8)
+
+
+def _moved_as(dtype: torch.dtype) -> torch.dtype:
+    """What elements of ``dtype`` are read and written as: bytes where torch copies none."""
+    return torch.uint8 if dtype in PACKED else dtype
 
 
 def _copyable(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,6 @@ for anybody: of two ranks that differ the later one knows it, and the other one 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import weakref
 from collections import Counter, defaultdict
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .comm import NO_STORE, Comm, failed_peer
+from .comm import Comm, failed_peer
 from .device import local_of
 from .errors import StateError, explain
 
@@ -66,9 +65,8 @@ def explain_failure(error: RuntimeError, what: str, *comms: Comm) -> None:
         what: was being communicated.
         comms: the collective was one of these; the first, if it was of messages between two ranks.
     """
-    if (peer := failed_peer(error)) is not None:
-        with contextlib.suppress(*NO_STORE):  # a group that was destroyed meanwhile does not tell who that is
-            what = f"{what}, waiting for rank {comms[0].global_rank(peer)}"
+    if (peer := failed_peer(error)) is not None and (rank := comms[0].known_rank(peer)) is not None:
+        what = f"{what}, waiting for rank {rank}"
     causes = (cause(comm) for cause in (_difference, _failure_elsewhere) for comm in comms)
     found = next(filter(None, causes), "")
     if not found:

@@ -274,6 +274,12 @@ class Comm:
         """Number of ``rank`` in the default group."""
         return dist.get_global_rank(self.group, rank)
 
+    def known_rank(self, rank: int) -> int | None:
+        """`global_rank`; None once the group was destroyed, which then does not tell."""
+        with contextlib.suppress(*NO_STORE):
+            return self.global_rank(rank)
+        return None
+
     def _store(self) -> tuple[PrefixStore, str]:
         """Where these ranks post, and no others, and what that is called."""
         group, store = self.group, dist.distributed_c10d._get_default_store()
@@ -507,9 +513,6 @@ class PythonComm(Comm):
         return _started(
             *(_public_reduce_scatter(output, input_, op, self.group, async_op=True) for output, input_ in pairs)
         )
-
-    def all_reduce(self, tensor: torch.Tensor, *, mean: bool) -> list[Waitable]:
-        return _started(dist.all_reduce(_real(tensor), reduce_op(mean), self.group, async_op=True))
 
     def reduce(self, tensor: torch.Tensor, owner: int) -> list[Waitable]:
         return self.all_reduce(tensor, mean=False)  # the group for threads has no other sum

@@ -462,8 +462,9 @@ class OwnerReducer:
 
     def _explain(self, error: RuntimeError, run: Run) -> None:
         names = ", ".join([repr(self.names[index]) for index in run.tensors[:3]] + ["…"] * (len(run.tensors) > 3))
-        owner = self.comm.global_rank(run.owner)
-        explain_failure(error, f"reducing the gradients of {names} to rank {owner}", self.comm)
+        owner = self.comm.known_rank(run.owner)
+        whom = "their owner" if owner is None else f"rank {owner}"
+        explain_failure(error, f"reducing the gradients of {names} to {whom}", self.comm)
 
     # -- At the end
 
