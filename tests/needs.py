@@ -15,3 +15,6 @@ needs_results = pytest.mark.skipif(
 needs_compiled_steps = pytest.mark.skipif(
     not IS_NEWER, reason="FSDP2 of torch 2.11 fails in a compiled step with unshard()"
 )
+needs_dtensors_on_threads = pytest.mark.skipif(
+    not IS_NEWER, reason="once threads have used DTensors of torch 2.11, the next use of one ends the process"
+)

@@ -23,6 +23,9 @@ from shardwise.core.comm import new_group_of
 from shardwise.fairscale import OSS, ShardedDataParallel
 
 from ..models import MLP, inputs_for, wrap
+from ..needs import needs_dtensors_on_threads
+
+pytestmark = needs_dtensors_on_threads
 
 LIMIT = 60.0
 Body = Callable[[int], Any]
