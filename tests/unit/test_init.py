@@ -10,6 +10,7 @@ import pickle
 import re
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -798,6 +799,28 @@ def test_other_threads_are_not_recorded() -> None:
         own = nn.Linear(3, 3)
     assert (other.weight.is_meta, own.weight.is_meta) == (False, True)
     other(torch.ones(1, 3))
+
+
+def test_other_threads_make_tuples_meanwhile() -> None:
+    is_over = threading.Event()
+
+    def work() -> None:
+        while not is_over.is_set():
+            tuple(number for number in range(400))
+
+    interval = sys.getswitchinterval()
+    with ThreadPoolExecutor(2) as pool:
+        at_work = [pool.submit(work) for _ in range(2)]
+        sys.setswitchinterval(1e-5)
+        try:
+            for _ in range(20):
+                with init_on_meta():
+                    nn.Linear(3, 3)
+        finally:
+            sys.setswitchinterval(interval)
+            is_over.set()
+    for one in at_work:
+        one.result()  # CPython's SystemError, where a tuple was referred to before it was complete
 
 
 def test_records_die_with_their_model() -> None:

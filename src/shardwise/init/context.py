@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import nn
@@ -92,9 +93,12 @@ def recording(recorder: Recorder, entry: Position | None = None) -> Iterator[Non
 
 def modules_alive() -> list[nn.Module]:
     """Every module that exists: constructors copy modules and register parameters in ways that nothing announces."""
+    # One call into C, during which no other thread runs: a tuple that one is making must not be referred to when that
+    # goes on, or CPython raises SystemError there. Modules are callable, tuples are not.
+    callables = list(filter(callable, chain.from_iterable(map(gc.get_objects, (None,)))))
     return [
         found
-        for found in gc.get_objects()
+        for found in callables
         if issubclass(type(found), nn.Module) and isinstance(found.__dict__.get("_parameters"), dict)
     ]
 
