@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -95,7 +96,7 @@ def modules_alive() -> list[nn.Module]:
     """Every module that exists: constructors copy modules and register parameters in ways that nothing announces."""
     # One call into C, during which no other thread runs: a tuple that one is making must not be referred to when that
     # goes on, or CPython raises SystemError there. Modules are callable, tuples are not.
-    callables = list(filter(callable, chain.from_iterable(map(gc.get_objects, (None,)))))
+    callables: list[Any] = list(filter(callable, chain.from_iterable(map(gc.get_objects, (None,)))))
     return [
         found
         for found in callables
