@@ -52,12 +52,11 @@ class EMA:
     def __init__(self, model: nn.Module, decay: float = 0.999, *, dtype: torch.dtype | None = None):
         if not isinstance(model, nn.Module):
             raise TypeError(f"EMA takes a module, not {type(model).__name__}")
-        _check_decay(decay)
+        self.decay, self.updates = decay, 0
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype or None, not {dtype!r}")
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"dtype={dtype}: an average needs a floating-point dtype")
-        self.decay, self.updates = float(decay), 0
         self._model = model
         _register_sharded(model)
         self._averages: dict[str, torch.Tensor] = {}
@@ -67,6 +66,21 @@ class EMA:
                 if parameter.requires_grad:
                     kind = parameter.dtype if dtype is None or parameter.is_complex() else dtype
                     self._averages[names[0]] = _copy_of(names[0], parameter, kind)
+
+    @property
+    def decay(self) -> float:
+        """Between 0 (the average follows at once) and 1 (it never changes); another one holds from the next update on.
+
+        Raises:
+            TypeError: if it is set to what is no number.
+            ValueError: if it is set to one out of range.
+        """
+        return self._decay
+
+    @decay.setter
+    def decay(self, decay: float) -> None:
+        _check_decay(decay)
+        self._decay = float(decay)
 
     # -- Averaging
 
@@ -175,7 +189,7 @@ class EMA:
             if isinstance(average, DTensor) and not isinstance(value, DTensor):
                 value = shard_like(value, average)
             local_of(average).copy_(local_of(value))
-        self.decay, self.updates = float(state["decay"]), state["updates"]
+        self.decay, self.updates = state["decay"], state["updates"]
 
     def _fitting(self, state: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
         """The averages of a state dict that can be loaded; raises as `load_state_dict`."""

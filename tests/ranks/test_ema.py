@@ -239,6 +239,8 @@ def test_what_cannot_be_averaged() -> None:
     for decay in (-0.1, 1.5, float("nan")):
         with pytest.raises(ValueError, match="decay must be between 0 and 1"):
             EMA(plain, decay)
+        with pytest.raises(ValueError, match="decay must be between 0 and 1"):
+            EMA(plain, 0.5).decay = decay
     assert EMA(plain, np.float32(0.5)).state_dict()["decay"] == 0.5
     with pytest.raises(TypeError, match="EMA takes a module"):
         EMA([plain])  # type: ignore[arg-type]
