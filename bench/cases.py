@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise
 
-from .contenders import FSDP2, IS_NEWER, MIXED_PRECISION
+from .contenders import FAKE_GROUPS_REDUCE, FSDP2, MIXED_PRECISION
 from .counts import COUNTED, OperationCounter, bytes_to_send, flag_bytes
 from .model import Shape, Transformer, loss_of, make_tokens
 from .ranks import run_on_fake
@@ -324,7 +324,7 @@ RESHARD = {"reshard_after_forward": True}
 SYNC, LAST, RESHARDS = "set_requires_gradient_sync", "set_is_last_backward", "set_reshard_after_backward"
 UNUSED = "set_reduce_scatter_unused_params"
 NO_UNUSED = "" if hasattr(FSDPModule, UNUSED) else f"whose FSDP2 has no {UNUSED}"
-NO_RESULTS = "" if IS_NEWER else "whose fake groups leave results as they find the memory"
+NO_RESULTS = "" if FAKE_GROUPS_REDUCE else "whose fake groups leave results as they find the memory"
 """Of use where what is sent depends on what was received."""
 EACH_REDUCED = functools.partial(micro_batches, controls=())
 LAST_REDUCED = functools.partial(micro_batches, controls=(SYNC,))

@@ -25,7 +25,9 @@ CONTENDERS = (UNSHARDED, SHARDWISE, FSDP2, DDP)
 FLAT = "shardwise zero3, flat AdamW"
 MIXED_PRECISION = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 IS_NEWER = hasattr(torch.distributed.fsdp, "DataParallelMeshDims")
-"""Whether torch is newer than 2.11, of which some engines and fake groups can less."""
+"""Whether torch is newer than 2.11, of which some engines can less."""
+FAKE_GROUPS_REDUCE = torch.torch_version.TorchVersion(torch.__version__) >= (2, 13)
+"""Whether reductions of a fake group give results; those of torch 2.11 and 2.12 leave the memory as they find it."""
 
 
 @dataclass

@@ -1,16 +1,16 @@
-"""Marks of tests that need more than torch 2.11 has."""
+"""Marks of tests that need more than the oldest torch that is supported has."""
 
 from __future__ import annotations
 
 import pytest
 
-from bench.contenders import IS_NEWER
+from bench.contenders import FAKE_GROUPS_REDUCE, IS_NEWER
 
 needs_named_axes = pytest.mark.skipif(
     not IS_NEWER, reason="FSDP2 of torch 2.11 has no DataParallelMeshDims, and one mesh for all parameters"
 )
 needs_results = pytest.mark.skipif(
-    not IS_NEWER, reason="fake groups of torch 2.11 leave results as they find the memory"
+    not FAKE_GROUPS_REDUCE, reason="fake groups of torch 2.11 and 2.12 leave results as they find the memory"
 )
 needs_compiled_steps = pytest.mark.skipif(
     not IS_NEWER, reason="FSDP2 of torch 2.11 fails in a compiled step with unshard()"
