@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from numbers import Real
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from .checkpoint.names import parameter_names
 from .core.device import copy_each, local_of, move_each, not_inference, shard_like, spec_of, wrap_local
 from .core.errors import StateError
 from .core.flat import refuse_flat
-from .core.module import unit_of
+from .core.module import units_of
 from .core.parameter import owner_of, refuse_lazy
 from .core.shards import is_cut_alike
 
@@ -102,7 +102,7 @@ class EMA:
         move_each(averages, values, 1.0 - self.decay)
         self.updates += 1
 
-    def swap(self) -> Swapped:
+    def swap(self) -> contextlib.ExitStack:
         """Exchange the model's parameters with their averages; the next call exchanges them back.
 
         Returns:
@@ -126,7 +126,13 @@ class EMA:
             else:
                 copy_each(locals_, self._kept)
                 self._kept = None
-        return Swapped(self)
+        back = contextlib.ExitStack()
+        back.callback(self._swap_back)
+        return back
+
+    def _swap_back(self) -> None:
+        if self.is_swapped:
+            self.swap()
 
     @property
     def is_swapped(self) -> bool:
@@ -220,22 +226,6 @@ class EMA:
         return given
 
 
-class Swapped:
-    """Exchanges back at the end of a ``with`` block."""
-
-    def __init__(self, ema: EMA):
-        self._ema = ema
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._ema.is_swapped:
-            self._ema.swap()
-
-
 def _check_decay(decay: Any) -> None:
     if isinstance(decay, bool) or not isinstance(decay, Real):
         raise TypeError(f"decay must be a number, not {decay!r}")
@@ -245,11 +235,10 @@ def _check_decay(decay: Any) -> None:
 
 def _register_sharded(model: nn.Module) -> None:
     """Register the sharded parameters of all units, and check that they have values."""
-    for module in model.modules():
-        if (unit := unit_of(module)) is not None:
-            for group in unit.groups:
-                group.reshard()
-                group.shards.check_materialized()
+    for unit in units_of(model):
+        for group in unit.groups:
+            group.reshard()
+            group.shards.check_materialized()
 
 
 def _is_cut_alike(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -89,6 +89,7 @@ class _FabricStrategy(ProcessesStrategy):
 
     part = "fabric"
     strategy_name = "shardwise"
+    names = ("shardwise",)
 
     def __init__(
         self,
@@ -133,13 +134,6 @@ class _FabricStrategy(ProcessesStrategy):
         self._backward_sync_control = _BackwardSyncControl()
         self._postponed = _PostponedLoads()
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register the class under its name."""
-        strategy_registry.register(
-            cls.strategy_name, cls, "Fully sharded data-parallel training by shardwise", override=True
-        )
-
     # -- Precision and processes
 
     @property
@@ -152,9 +146,6 @@ class _FabricStrategy(ProcessesStrategy):
         check_precision("precision", plugin, self.part)
         share_scaler(plugin)
         self._precision = plugin
-
-    def _launcher_class(self) -> Any:
-        return self.namespace.of_fabric("strategies.launchers.subprocess_script", "_SubprocessScriptLauncher")
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """``tensor`` summed up or averaged over processes, in place; anything else as it is."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast, overload
+from typing import Any, TypedDict, Unpack, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -27,43 +26,33 @@ from .core.parameter import Place, alias_of, owner_of, refuse_lazy, successor_of
 from .core.root import is_never_called, make_root, managed_modules
 from .core.shards import ParameterShards
 from .core.slot import GroupPolicy, ManagedParameter
+from .core.weak import weakly
 from .placements import PRESETS, Placements
 
 PlacementFn = Callable[[nn.Parameter], Any]
 
 
-@overload
-def fully_shard(
-    module: nn.Module,
-    *,
-    mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: PlacementFn | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy | None = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: Any = ...,
-    placements: Placements | str | None = ...,
-    comm_ctx: FSDPCommContext | None = ...,
-    module_fqn: str | None = ...,
-) -> FSDPModule: ...
+class _Options(TypedDict, total=False):
+    """The further arguments of `fully_shard`, for those who check types."""
+
+    mesh: DeviceMesh | None
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: PlacementFn | None
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy | None
+    ignored_params: set[nn.Parameter] | None
+    dp_mesh_dims: Any
+    placements: Placements | str | None
+    comm_ctx: FSDPCommContext | None
+    module_fqn: str | None
 
 
 @overload
-def fully_shard(
-    module: list[nn.Module],
-    *,
-    mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: PlacementFn | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy | None = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: Any = ...,
-    placements: Placements | str | None = ...,
-    comm_ctx: FSDPCommContext | None = ...,
-    module_fqn: str | None = ...,
-) -> list[FSDPModule]: ...
+def fully_shard(module: nn.Module, **options: Unpack[_Options]) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(module: list[nn.Module], **options: Unpack[_Options]) -> list[FSDPModule]: ...
 
 
 def fully_shard(
@@ -437,16 +426,14 @@ def _move_buffers(managed: Sequence[tuple[str, nn.Module]], device: torch.device
 
 def _install_state_dict_hooks(group: ParamGroup) -> None:
     """Let state dicts see sharded parameters, and adopt what loading puts in the place of one."""
-    reference, shards = weakref.ref(group), group.shards.reference
+    reshard, adopt, shards = weakly(group.reshard), weakly(group.adopt_registered), group.shards.reference
 
     def before(*_: Any) -> None:
-        if (alive := reference()) is not None:
-            # Gathered ones are kept: if one rank alone takes its state dict, others would not gather again with it.
-            alive.reshard(keep=True)
+        # Gathered ones are kept: if one rank alone takes its state dict, others would not gather again with it.
+        reshard(keep=True)
 
     def after(*_: Any) -> None:
-        if (alive := reference()) is not None:
-            alive.adopt_registered(is_loading=True)
+        adopt(is_loading=True)
 
     def alias(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
         for name in module._parameters:

@@ -13,6 +13,7 @@ from .arguments import check_flag
 from .core.comm import comm_for
 from .core.device import local_of, scale_each, unscale_each
 from .core.norms import local_norms
+from .core.step import parameters_of
 
 FUSED_DTYPES = (torch.float16, torch.float32, torch.float64)
 """Dtypes for which torch scales and looks for infinities in one kernel, on every device."""
@@ -141,10 +142,9 @@ def _by_device_and_dtype(
 ) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
     """This rank's part of the gradients of an optimizer's parameters."""
     found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None and (local := local_of(dense_gradient(parameter))).numel():
-                found.setdefault((local.device, local.dtype), []).append(local)
+    for parameter in parameters_of(optimizer):
+        if parameter.grad is not None and (local := local_of(dense_gradient(parameter))).numel():
+            found.setdefault((local.device, local.dtype), []).append(local)
     return found
 
 

@@ -68,8 +68,6 @@ from .lightning_common.processes import ProcessesStrategy
 from .lightning_common.units import Sharding, move_metrics
 from .lightning_common.weights import load_values
 
-NAMES = ("shardwise", "ddp_fully_sharded")
-
 
 @documented(TRAINER_ARGUMENTS)
 class _TrainerStrategy(ProcessesStrategy):
@@ -82,6 +80,7 @@ class _TrainerStrategy(ProcessesStrategy):
 
     part = "pytorch"
     strategy_name = "ddp_fully_sharded"
+    names = ("shardwise", "ddp_fully_sharded")
 
     def __init__(
         self,
@@ -151,12 +150,6 @@ class _TrainerStrategy(ProcessesStrategy):
             checkpointing=self.activation_checkpointing_policy,
         )
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register the class under its names."""
-        for name in NAMES:
-            strategy_registry.register(name, cls, "Fully sharded data-parallel training by shardwise", override=True)
-
     # -- Precision and processes
 
     @property
@@ -177,9 +170,6 @@ class _TrainerStrategy(ProcessesStrategy):
             allow_copies(self.lightning_module)
             if self.lightning_module.trainer.state.fn == "fit":
                 materialize(self.lightning_module)
-
-    def _launcher_class(self) -> Any:
-        return self.namespace.of_trainer("strategies.launchers.subprocess_script", "_SubprocessScriptLauncher")
 
     def set_world_ranks(self) -> None:
         """Tell Lightning which process this is."""

@@ -140,8 +140,8 @@ def test_process_group_memory(world: World) -> None:
     world(1)
     group = mesh_on(DEVICE, (1,)).get_group()
     device = torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE)
-    check_staged(comm.ProcessGroupMemoryGather(group, device), group)
-    check_staged(comm.ProcessGroupMemoryReduceScatter(group, device), group, op=comm.reduce_op(True))
+    check_staged(comm.ProcessGroupMemory(group, device), group)
+    check_staged(comm.ProcessGroupMemory(group, device), group, op=comm.reduce_op(True))
 
 
 def test_symmetric_memory(world: World) -> None:

@@ -18,6 +18,8 @@ SOURCE = Path(shardwise.__file__).parent
 ORDER = [
     "placements",
     "core.errors",
+    "core.changing",
+    "core.weak",
     "core.layout",
     "core.order",
     "core.device",

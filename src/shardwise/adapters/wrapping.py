@@ -23,11 +23,11 @@ from torch.optim import Optimizer
 
 from ..checkpoint.names import listed
 from ..checkpoint.peers import Peers
+from ..core.changing import changing
 from ..core.extension import inner_tensors
-from ..core.module import FSDPModule, unit_of
+from ..core.module import FSDPModule, function_of, unit_of, units_of
 from ..core.parameter import owner_of
 from ..core.root import CONTAINERS, is_never_called
-from ..core.shards import Shards
 from ..core.step import parameters_of
 from ..core.whole import without_repeats
 from ..fairscale.ranks import refuse_sparse
@@ -228,33 +228,25 @@ def _cut_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: A
 @contextmanager
 def without_gradient_sync(model: nn.Module) -> Iterator[None]:
     """Inside, backward passes of ``model`` add up its gradients without communication."""
-    units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    before = [module.reduce_grads for module in units]
-    for module in units:
-        module.set_requires_gradient_sync(False, recurse=False)
-    try:
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    with changing(units, "reduce_grads", False):
         yield
-    finally:
-        for module, synchronizes in zip(units, before, strict=True):
-            module.set_requires_gradient_sync(synchronizes, recurse=False)
 
 
 def zero_what_waits(optimizer: Optimizer) -> None:
     """Let ``zero_grad`` of ``optimizer`` also drop what `without_gradient_sync` added up for its parameters, as it does
     where gradients are whole."""
-    reference = weakref.ref(optimizer)  # which has the function itself
-    own: Any = vars(optimizer).get("zero_grad", type(optimizer).zero_grad)
-    is_bound = "zero_grad" in vars(optimizer)
-    if getattr(own, "zeroes_what_waits", False):
+    if getattr(optimizer.zero_grad, "zeroes_what_waits", False):
         return
+    reference, own = weakref.ref(optimizer), function_of(optimizer, "zero_grad")
 
     def zero_grad(*args: Any, **kwargs: Any) -> None:
         me = reference()
         assert me is not None
-        own(*args, **kwargs) if is_bound else own(me, *args, **kwargs)
+        own(me, *args, **kwargs)
         parameters = {id(parameter): owner_of(parameter) for parameter in parameters_of(me)}
         for shards in dict.fromkeys(parameters.values()):
-            for slot in shards.slots if isinstance(shards, Shards) else ():
+            for slot in shards.slots if shards is not None else ():
                 if id(slot.sharded) in parameters:
                     slot.drop_gradient()
 
@@ -269,10 +261,9 @@ def units_in(model: nn.Module) -> list[Any]:
 
 def show_shards(model: nn.Module) -> None:
     """Register the sharded parameters of all units; gathered ones that are kept stay in memory."""
-    for module in model.modules():
-        if (unit := unit_of(module)) is not None:
-            for group in unit.groups:
-                group.reshard(keep=True)
+    for unit in units_of(model):
+        for group in unit.groups:
+            group.reshard(keep=True)
 
 
 def forget_history(model: nn.Module) -> None:

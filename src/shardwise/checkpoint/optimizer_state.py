@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.optim import Optimizer
 
 from ..core.device import local_of, make_spec, region_of, shard_inside, spec_of, wrap_local
+from ..core.step import parameters_of
 from .names import listed
 from .objects import Path, is_sum, tree_of
 from .reading import StoredData
@@ -131,7 +132,7 @@ def first_state(optimizer: Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
     Raises:
         Exception: of the step.
     """
-    parameters = [one for group in optimizer.param_groups for one in group[PARAMETERS]]
+    parameters = parameters_of(optimizer)
     if any(one.is_meta for one in parameters):
         return {}
     state, groups = optimizer.state, [dict(group) for group in optimizer.param_groups]

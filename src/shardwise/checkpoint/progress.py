@@ -11,7 +11,7 @@ PATIENCE = 1.0
 """Seconds until the bar appears: what is done by then needs none."""
 
 
-class Progress:
+class Progress(ExitStack):
     """A context whose bar on stderr shows how many of ``total`` bytes are done, if stderr is a terminal.
 
     Args:
@@ -21,24 +21,18 @@ class Progress:
     """
 
     def __init__(self, label: str, total: int, *, shown: bool):
+        super().__init__()
         self.label, self.total = label, total
         self._done = 0
         self._starts_at = time.monotonic() + PATIENCE
         self._shown = shown and sys.stderr.isatty()
-        self._stack = ExitStack()
         self._bar: Any = None
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
 
     def advance(self, count: int) -> None:
         """``count`` more bytes are done."""
         self._done += count
         if self._shown and self._bar is None and time.monotonic() > self._starts_at:
-            self._bar = self._stack.enter_context(_make_bar())
+            self._bar = self.enter_context(_make_bar())
             self._bar.add_task(self.label, total=self.total)
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=self._done)

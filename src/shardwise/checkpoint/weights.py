@@ -17,9 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ..core.device import local_of, not_inference, region_of, spec_of
 from ..core.errors import StateError
 from ..core.flat import refuse_flat
-from ..core.hooks import Unit
 from ..core.mesh import mesh_device
-from ..core.module import unit_of
+from ..core.module import units_of
 from ..core.parameter import refuse_lazy
 from ..core.shards import Shards
 from ..core.slot import Slot
@@ -338,7 +337,7 @@ def peers_of(model: nn.Module, *, of_world: bool = False) -> Peers:
         ValueError: if it is on several meshes of which none has all ranks.
     """
     _check_module(model)
-    sharded = [slot.sharded for unit in _units_of(model) for group in unit.groups for slot in group.slots]
+    sharded = [slot.sharded for unit in units_of(model) for group in unit.groups for slot in group.slots]
     mesh = common_mesh(_meshes_of([*sharded, *model.parameters(), *model.buffers()]))
     return Peers(world_mesh() if mesh is None and of_world else mesh)
 
@@ -396,14 +395,10 @@ def weights_of(
     return ModelWeights(model, list(weights.values()), objects, named, getattr(state, VERSIONS, None))
 
 
-def _units_of(model: nn.Module) -> list[Unit]:
-    return list(dict.fromkeys(unit for module in model.modules() if (unit := unit_of(module)) is not None))
-
-
 def _slots_of(model: nn.Module) -> dict[int, tuple[Slot, Shards]]:
     """The units' slots by the identity of the parameters that are registered for them."""
     slots = {}
-    for unit in _units_of(model):
+    for unit in units_of(model):
         for group in unit.groups:
             group.reshard()
             if not group.shards.is_adopted:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -23,28 +23,8 @@ from .device import (
 from .errors import StateError
 from .tree import Additions, Replacement, all_tensors, is_flat, map_tensors, tensors_requiring_grad
 
-
-class ToldOfBegin(Protocol):
-    """What is told that backward begins."""
-
-    def pre_backward(self, call: Any = None) -> None:
-        """It begins, or, if ``call`` is given, that of the backward of this node does."""
-
-
-class Told(ToldOfBegin, Protocol):
-    """What is told of backward."""
-
-    def kept(self, output: Any) -> Any:
-        """``output`` in memory that resharding leaves."""
-
-    def pre_backward_hook(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """It begins, with this gradient of an output; gives what goes on in its place, if anything does."""
-
-    def announce_around(self, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """``gradients`` that its inputs get by a backward that creates a graph, or its outputs."""
-
-    def post_backward(self, forward_pass: int, call: Any) -> None:
-        """The gradients of the inputs of a call in this forward pass are complete; ``call`` is its node."""
+if TYPE_CHECKING:
+    from .hooks import Unit
 
 
 _CHANGED_AND_REPEATED = (
@@ -95,7 +75,7 @@ class Call:
         self._replacements.append(Replacement(function))
         self._values = self._replacements[-1].of(self._values)
 
-    def announce_end(self, unit: Told, forward_pass: int) -> Any:
+    def announce_end(self, unit: Unit, forward_pass: int) -> Any:
         """Let it get what tells ``unit`` when backward has come to its arguments; gives the node that will, if one
         does."""
         inputs = tensors_requiring_grad(self._values)
@@ -117,7 +97,7 @@ class Call:
         if not self._is_flat:
             self._additions = Additions(self._values)
 
-    def leave(self, unit: Told) -> None:
+    def leave(self, unit: Unit) -> None:
         """What forward changed in place in its arguments, tensors and containers, becomes the caller's.
 
         Raises:
@@ -140,7 +120,7 @@ class Call:
                 take_history(tensor, alias)
 
 
-def announce_begin(unit: Told, output: Any, call: Call | None = None) -> tuple[Any, bool]:
+def announce_begin(unit: Unit, output: Any, call: Call | None = None) -> tuple[Any, bool]:
     """``output``, of ``call``, that tells ``unit`` when backward comes to it, and whether any of its tensors will."""
     tensors, takes_all = tensors_requiring_grad(output), not (in_transforms() or in_forward_mode())
     if not torch.is_grad_enabled():
@@ -171,9 +151,9 @@ def announce_begin(unit: Told, output: Any, call: Call | None = None) -> tuple[A
     return output, bool(tensors)
 
 
-def announce_derivative(told: ToldOfBegin, call: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """``gradients`` that a backward gives, whose own backward tells ``told`` that it begins for ``call``."""
-    return apply_to_gradients(_PreBackward, told, call, *gradients)  # type: ignore[no-any-return]
+def announce_derivative(unit: Unit, call: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """``gradients`` that a backward gives, whose own backward tells ``unit`` that it begins for ``call``."""
+    return apply_to_gradients(_PreBackward, unit, call, *gradients)  # type: ignore[no-any-return]
 
 
 def _removing(handle: RemovableHandle) -> Callable[[torch.Tensor], None]:
@@ -189,7 +169,7 @@ class _Announcing(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(unit: Told, what: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(unit: Unit, what: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # Not the tensors themselves: autograd forbids modifying those in place.
         return tuple([tensor.detach() for tensor in tensors])
 

@@ -1,4 +1,4 @@
-"""One flat local tensor, its gathered twin, and the transitions between them; the only caller of `comm`."""
+"""One flat local tensor, its gathered twin, and the transitions between them."""
 
 from __future__ import annotations
 
@@ -45,14 +45,15 @@ class GatherPlan:
 
     Args:
         layout: how the source is laid out over the ranks.
-        rank: this one.
+        comm: the ranks.
         full: the gathered buffer, 1-D.
         offsets: where each tensor starts in ``full``, in elements.
         pack_all: whether everything goes through the staging buffer.
     """
 
-    def __init__(self, layout: Layout, rank: int, full: torch.Tensor, offsets: Sequence[int], pack_all: bool = False):
-        self.layout, self.rank, self.full = layout, rank, full
+    def __init__(self, layout: Layout, comm: Comm, full: torch.Tensor, offsets: Sequence[int], pack_all: bool = False):
+        rank = comm.rank
+        self.layout, self.comm, self.full = layout, comm, full
         self._direct: list[tuple[TensorLayout, torch.Tensor]] = []
         self._packed: list[tuple[TensorLayout, torch.Tensor]] = []
         self._run = layout.even_numel if pack_all else layout.packed_numel
@@ -70,27 +71,24 @@ class GatherPlan:
         self._outputs = [target for _, target in self._direct]
         self._own = [target.view(layout.world_size, -1)[rank] for target in self._outputs]
         """Where a cast puts this rank's part of each of them."""
-        self._source: torch.Tensor | None = None
         self._inputs: list[torch.Tensor] = []
+        """Runs of the source to send: the packed one first, where there is one."""
         self._own_rows: list[torch.Tensor] = []
+        """This rank's rows of thin tensors in the source."""
 
-    def _runs(self, source: torch.Tensor) -> list[torch.Tensor]:
-        """Runs of ``source`` (a rank-major buffer) to send: the packed one first, where there is one."""
-        runs = [source[: self._run]] if self._packed else []
-        runs += [source[t.local_offset : t.local_offset + t.chunk_numel] for t, _ in self._direct]
-        return runs
-
-    def keep(self, source: torch.Tensor) -> None:
-        """Remember the runs of a source that will be sent many times."""
-        self._source, self._inputs, self._own_rows = source, self._runs(source), self._rows_in(source)
-
-    def _rows_in(self, source: torch.Tensor) -> list[torch.Tensor]:
-        """This rank's rows of thin tensors in ``source``."""
+    def take(self, source: torch.Tensor) -> None:
+        """Gather ``source``, a rank-major buffer, from now on."""
+        self._inputs = [source[: self._run]] if self._packed else []
+        self._inputs += [source[t.local_offset : t.local_offset + t.chunk_numel] for t, _ in self._direct]
         sizes = [row.numel() for row in self._thin_rows]
-        return [*source[self.layout.even_numel :].split_with_sizes(sizes)] if sizes else []
+        self._own_rows = [*source[self.layout.even_numel :].split_with_sizes(sizes)] if sizes else []
 
-    def start(self, source: torch.Tensor, allocate: Allocate, release: Release | None = None, *, casts: bool) -> Gather:
-        """Gather ``source`` with staging memory of ``allocate``, which ``release`` gets back.
+    def drop(self) -> None:
+        """Refer to no source."""
+        self._inputs, self._own_rows = [], []
+
+    def start(self, allocate: Allocate, release: Release | None = None, *, casts: bool) -> Gather:
+        """Gather the source with staging memory of ``allocate``, which ``release`` gets back.
 
         A source of another dtype or device (``casts``) is cast straight to where this rank's part goes.
         """
@@ -101,26 +99,23 @@ class GatherPlan:
         if self._packed:
             staging = allocate((self._run * self.layout.world_size,), dtype=self.full.dtype, device=self.full.device)
             outputs = [staging, *outputs]
-        inputs, prepare = self._inputs if source is self._source else self._runs(source), None
+        inputs, prepare = self._inputs, None
         if casts:
             own = self._own
             if staging is not None:
-                own = [staging.view(self.layout.world_size, -1)[self.rank], *own]
-            inputs, prepare = own, functools.partial(self._prepare, source, own, inputs)
+                own = [staging.view(self.layout.world_size, -1)[self.comm.rank], *own]
+            inputs, prepare = own, functools.partial(self._prepare, own, inputs)
         elif self._thin is not None:
-            prepare = functools.partial(self._prepare, source)
+            prepare = functools.partial(self._prepare)
         finish = None if staging is None else functools.partial(self._finish, staging, release)
         return Gather(outputs, inputs, self._thin, prepare, finish)
 
-    def _prepare(
-        self, source: torch.Tensor, own: Sequence[torch.Tensor] = (), inputs: Sequence[torch.Tensor] = ()
-    ) -> None:
+    def _prepare(self, own: Sequence[torch.Tensor] = (), inputs: Sequence[torch.Tensor] = ()) -> None:
         """Put ``inputs`` into ``own``, and this rank's rows of thin tensors among zeros."""
         if self._thin is not None:
             self._thin.zero_()
         if rows := self._thin_rows:
-            own_rows = self._own_rows if source is self._source else self._rows_in(source)
-            own, inputs = [*own, *rows], [*inputs, *own_rows]
+            own, inputs = [*own, *rows], [*inputs, *self._own_rows]
         if own:
             copy_each(own, inputs)
 
@@ -188,8 +183,9 @@ class ShardedBuffer:
         self._full: torch.Tensor | None = None
         self._plan: GatherPlan | None = None
         self._staged_plan: GatherPlan | None = None
-        self._resharded: tuple[Layout, Comm, GatherPlan] | None = None
-        self._resharded_local: torch.Tensor | None = None
+        self._smaller_plan: GatherPlan | None = None
+        self.is_resharded = False
+        """Whether this rank holds chunks over the smaller world."""
 
     @property
     def full(self) -> torch.Tensor:
@@ -278,30 +274,29 @@ class ShardedBuffer:
     def _make_plan(self, *, pack_all: bool) -> GatherPlan:
         allocate_storage(self.full)  # to make views of it
         with not_inference():
-            plan = GatherPlan(self.layout, self.comm.rank, self.full, self._offsets(), pack_all)
-            plan.keep(self.local)
+            plan = GatherPlan(self.layout, self.comm, self.full, self._offsets(), pack_all)
+            plan.take(self.local)
         return plan
 
     def start_staged_gather(self, allocate: Allocate) -> Gather:
         """`start_gather` through a staging buffer of the caller's; only where there is something to gather."""
         if self._staged_plan is None:
             self._staged_plan = self._make_plan(pack_all=True)
-        return self._staged_plan.start(self.local, allocate, casts=True)
+        return self._staged_plan.start(allocate, casts=True)
 
     def start_gather(self, lane: Lane) -> Gather:
         """Say how to fill the gathered buffer, which gets memory as soon as the gather needs it; staged in memory of
         ``lane``."""
-        if self._resharded_local is not None and self._resharded is not None:
-            return self._resharded[2].start(self._resharded_local, lane.allocate, lane.release, casts=False)
-        source = self.local
+        if self.is_resharded and self._smaller_plan is not None:
+            return self._smaller_plan.start(lane.allocate, lane.release, casts=False)
         if self.is_identity:
             return Gather()
         if self.layout.world_size == 1:
             allocate_storage(self.full)
-            return Gather(prepare=functools.partial(copy_each, [self.full], [source]))
+            return Gather(prepare=functools.partial(copy_each, [self.full], [self.local]))
         if self._plan is None:
             self._plan = self._make_plan(pack_all=False)
-        return self._plan.start(source, lane.allocate, lane.release, casts=self._casts)
+        return self._plan.start(lane.allocate, lane.release, casts=self._casts)
 
     def reshard_to_smaller(self, comm: Comm) -> list[tuple[torch.Tensor, int]]:
         """Keep this rank's chunks over the ranks of ``comm``; the rest may be freed then.
@@ -309,32 +304,27 @@ class ShardedBuffer:
         Returns:
             Each chunk in its shape, and the tensor dim that it is cut on.
         """
-        if self._resharded is None:
-            layout = over_fewer(self.layout, comm.size)
-            self._resharded = layout, comm, GatherPlan(layout, comm.rank, self.full, self._offsets())
-        layout = self._resharded[0]
+        if self._smaller_plan is None:
+            self._smaller_plan = GatherPlan(over_fewer(self.layout, comm.size), comm, self.full, self._offsets())
+        layout = self._smaller_plan.layout
         local = self.full.new_zeros(layout.local_numel(comm.rank))
         views = [local_view(tensor, local, comm.rank) for tensor in layout.tensors]
         for index, (tensor, view) in enumerate(zip(layout.tensors, views, strict=True)):
             view.copy_(self.full_view(index).narrow(tensor.dim, tensor.start(comm.rank), tensor.length(comm.rank)))
-        self._resharded_local = local
+        self._smaller_plan.take(local)
+        self.is_resharded = True
         return [(view, tensor.dim) for view, tensor in zip(views, layout.tensors, strict=True)]
 
     def drop_resharded(self) -> None:
         """Free the chunks over the smaller world."""
-        self._resharded_local = None
-
-    @property
-    def is_resharded(self) -> bool:
-        """Whether this rank holds chunks over the smaller world."""
-        return self._resharded_local is not None
+        if self._smaller_plan is not None:
+            self._smaller_plan.drop()
+        self.is_resharded = False
 
     @property
     def gather_comm(self) -> Comm:
         """The collectives that the next gather uses."""
-        if self._resharded_local is not None and self._resharded is not None:
-            return self._resharded[1]
-        return self.comm
+        return self._smaller_plan.comm if self.is_resharded and self._smaller_plan is not None else self.comm
 
 
 def local_strides(tensor: TensorLayout, rank: int, end: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:

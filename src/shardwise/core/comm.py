@@ -1,4 +1,4 @@
-"""Collectives over one process group, chosen by backend; the only module that talks to a process group.
+"""Collectives over one process group, chosen by backend; nothing else in the engine talks to a process group.
 
 gloo: up to `PAIRWISE_WORLD_SIZE` ranks every rank sends to every other rank straight from and into the tensors.
 That takes no staging copy, and at 10 MB half the time of gloo's own all-gather and a third of its reduce-scatter
@@ -148,6 +148,8 @@ class Comm:
     """A whole tensor of so many bytes is sent from and to its own memory, a smaller one in a run with others."""
     run_bytes = 25 * 2**20
     """Largest run of several whole tensors: one run is sent while the gradients of the next are computed."""
+    coalesces = True
+    """Whether one call takes several tensors, and copies none."""
     is_asynchronous = False
     """Whether collectives run beside the current stream, and not on it, which on an accelerator is that of a `Lane` and
     has a higher priority than NCCL's own."""
@@ -175,22 +177,27 @@ class Comm:
         Ranks that name another ``purpose`` do not take these for theirs, where the backend can tell.
         """
         outputs, inputs = _reals(outputs), _reals(inputs)
-        if len(inputs) == 1:
-            return _started(_all_gather_single(outputs[0], inputs[0], self.group, self.is_asynchronous))
-        options = _options(AllgatherOptions, asynchronous=self.is_asynchronous)
-        return _started(self.group.allgather_into_tensor_coalesced(outputs, inputs, options))
+        if len(inputs) > 1 and self.coalesces:
+            options = _options(AllgatherOptions, asynchronous=self.is_asynchronous)
+            return _started(self.group.allgather_into_tensor_coalesced(outputs, inputs, options))
+        return _started(*(self._gather(*pair) for pair in zip(outputs, inputs, strict=True)))
+
+    def _gather(self, output: torch.Tensor, input_: torch.Tensor) -> Waitable | None:
+        return _all_gather_single(output, input_, self.group, self.is_asynchronous)
 
     def reduce_scatter(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *, mean: bool, purpose: str = ""
     ) -> list[Waitable]:
         """Fill ``outputs[i]`` (n_i elements) with the sum (``mean``: the mean) over ranks of their part of
         ``inputs[i]`` (size x n_i elements); ``purpose`` as of `all_gather`."""
-        outputs, inputs = _reals(outputs), _reals(inputs)
-        if len(inputs) == 1:
-            work = _reduce_scatter_single(outputs[0], inputs[0], self.group, reduce_op(mean), self.is_asynchronous)
-            return _started(work)
-        options = _options(dist.ReduceScatterOptions, reduce_op(mean), self.is_asynchronous)
-        return _started(self.group.reduce_scatter_tensor_coalesced(outputs, inputs, options))
+        outputs, inputs, op = _reals(outputs), _reals(inputs), reduce_op(mean)
+        if len(inputs) > 1 and self.coalesces:
+            options = _options(dist.ReduceScatterOptions, op, self.is_asynchronous)
+            return _started(self.group.reduce_scatter_tensor_coalesced(outputs, inputs, options))
+        return _started(*(self._scatter(*pair, op) for pair in zip(outputs, inputs, strict=True)))
+
+    def _scatter(self, output: torch.Tensor, input_: torch.Tensor, op: Any) -> Waitable | None:
+        return _reduce_scatter_single(output, input_, self.group, op, self.is_asynchronous)
 
     def packs(self, chunk_bytes: int) -> bool:
         """Whether a tensor of which each rank has ``chunk_bytes`` travels with others."""
@@ -356,6 +363,7 @@ class GlooComm(Comm):
 
     alone_bytes = 2**20
     run_bytes = 4 * 2**20
+    coalesces = False  # its coalesced all-gather copies everything through one more buffer
     is_asynchronous = True
 
     def packs(self, chunk_bytes: int) -> bool:
@@ -364,24 +372,6 @@ class GlooComm(Comm):
     def broadcast(self, tensor: torch.Tensor, owner: int) -> list[Waitable]:
         # As bytes, since it refuses bool.
         return super().broadcast(tensor.view(torch.uint8), owner)
-
-    def all_gather(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], purpose: str = ""
-    ) -> list[Waitable]:
-        # Its coalesced all-gather copies everything through one more buffer.
-        pairs = zip(outputs, inputs, strict=True)
-        return _started(
-            *(_all_gather_single(output, input_, self.group, self.is_asynchronous) for output, input_ in pairs)
-        )
-
-    def reduce_scatter(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *, mean: bool, purpose: str = ""
-    ) -> list[Waitable]:
-        op = reduce_op(mean)
-        pairs = zip(outputs, inputs, strict=True)
-        return _started(
-            *(_reduce_scatter_single(output, input_, self.group, op, self.is_asynchronous) for output, input_ in pairs)
-        )
 
     def all_reduce(self, tensor: torch.Tensor, *, mean: bool) -> list[Waitable]:
         works = super().all_reduce(tensor, mean=False)
@@ -500,19 +490,15 @@ class PythonComm(Comm):
     """A process group that is written in Python and has no backends, such as torch's for threads, or one that replaces
     ranks that fail: by torch's public functions, as of each tensor alone is all that such groups have in common."""
 
-    def all_gather(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], purpose: str = ""
-    ) -> list[Waitable]:
-        pairs = zip(_reals(outputs), _reals(inputs), strict=True)
-        return _started(*(_public_all_gather(output, input_, self.group, async_op=True) for output, input_ in pairs))
+    coalesces = False
 
-    def reduce_scatter(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *, mean: bool, purpose: str = ""
-    ) -> list[Waitable]:
-        pairs, op = zip(_reals(outputs), _reals(inputs), strict=True), reduce_op(mean)
-        return _started(
-            *(_public_reduce_scatter(output, input_, op, self.group, async_op=True) for output, input_ in pairs)
-        )
+    def _gather(self, output: torch.Tensor, input_: torch.Tensor) -> Waitable | None:
+        work: Waitable | None = _public_all_gather(output, input_, self.group, async_op=True)
+        return work
+
+    def _scatter(self, output: torch.Tensor, input_: torch.Tensor, op: Any) -> Waitable | None:
+        work: Waitable | None = _public_reduce_scatter(output, input_, op, self.group, async_op=True)
+        return work
 
     def reduce(self, tensor: torch.Tensor, owner: int) -> list[Waitable]:
         return self.all_reduce(tensor, mean=False)  # the group for threads has no other sum
@@ -549,15 +535,23 @@ class StagedCollective(Protocol):
     def __call__(self, **arguments: Any) -> Waitable | None: ...
 
 
+def by_custom(
+    custom: StagedCollective, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], **arguments: Any
+) -> list[Waitable]:
+    """Call ``custom`` for each pair of tensors."""
+    pairs = zip(outputs, inputs, strict=True)
+    return _started(*(custom(output_tensor=output, input_tensor=input_, **arguments) for output, input_ in pairs))
+
+
 def _make_communicator(group: dist.ProcessGroup, device: torch.device) -> None:
     """Have ``group`` connected on ``device``. A collective."""
     # NCCL connects at the first collective of its own (a barrier of a group with gloo too is not one).
     dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
-class _ProcessGroupMemory:
-    """Staging buffers from the process group's own allocator, where it has one (NCCL's registered memory). To make it
-    is a collective."""
+class ProcessGroupMemory:
+    """The default all-gather and reduce-scatter, staged in memory of the process group's own allocator, where it has
+    one (NCCL's registered memory). To make it is a collective."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.group = group
@@ -571,20 +565,11 @@ class _ProcessGroupMemory:
             return tensor
         return torch.empty(*size, dtype=dtype, device=device)
 
-
-class ProcessGroupMemoryGather(_ProcessGroupMemory):
-    """The default all-gather, staged in the process group's memory."""
-
-    def __call__(self, **arguments: Any) -> Waitable | None:
-        return _all_gather_single(arguments["output_tensor"], arguments["input_tensor"], self.group)
-
-
-class ProcessGroupMemoryReduceScatter(_ProcessGroupMemory):
-    """The default reduce-scatter, staged in the process group's memory."""
-
     def __call__(self, **arguments: Any) -> Waitable | None:
         output, input_ = arguments["output_tensor"], arguments["input_tensor"]
-        return _reduce_scatter_single(output, input_, self.group, arguments["op"])
+        if "op" in arguments:
+            return _reduce_scatter_single(output, input_, self.group, arguments["op"])
+        return _all_gather_single(output, input_, self.group)
 
 
 class SymmetricMemoryGather:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -27,10 +26,6 @@ if TYPE_CHECKING:
 
 MESSAGE_LENGTH = 300
 """Characters of an exception's message that other ranks are told."""
-
-
-def _nothing() -> None:
-    pass
 
 
 class FSDPCommContext:
@@ -65,7 +60,7 @@ class FSDPCommContext:
         """Whose reductions have yet to start in this backward, in the order in which all ranks start them."""
         self._ready: set[ParamGroup] = set()
         self._end_is_queued = False
-        self._queued_end: Callable[[], Any] = _nothing
+        self._queued_end: Callable[[], Any] = lambda: None
         self._backward = -1
         self._creates_graph = False
 
@@ -78,6 +73,11 @@ class FSDPCommContext:
     def units(self) -> list[Unit]:
         """The units that use this context, in the order in which they joined."""
         return [unit for reference in self._units if (unit := reference()) is not None]
+
+    @property
+    def groups(self) -> list[ParamGroup]:
+        """The groups of the units."""
+        return [group for unit in self.units for group in unit.groups]
 
     @property
     def largest_unit(self) -> int:
@@ -118,7 +118,7 @@ class FSDPCommContext:
 
     def _agree(self) -> None:
         # Where nothing is gathered a rank may run forward alone, or other models first.
-        gathering = [group for unit in self.units for group in unit.groups if group.mesh.shard.size > 1]
+        gathering = [group for group in self.groups if group.mesh.shard.size > 1]
         if not gathering or any(group.has_to_gather(self.gather_lane) for group in gathering):
             check_alike((group.mesh.shard, group) for group in gathering)
             self._is_agreed = True
@@ -135,7 +135,7 @@ class FSDPCommContext:
         forget_failures(self._comms())
 
     def _comms(self) -> Iterator[Comm]:
-        for group in (group for unit in self.units for group in unit.groups):
+        for group in self.groups:
             yield from (group.mesh.shard, *group.mesh.replicate)
             if group.options.reduce_comm is not None:
                 yield group.options.reduce_comm
@@ -144,7 +144,7 @@ class FSDPCommContext:
         """Let gathers start after ``event``. If the next one is that of ``first``, it does not wait for what is queued
         on the compute stream from now on."""
         self.gather_lane.wait_event(event)
-        if self.device.is_asynchronous:
+        if self.gather_lane.is_stream:
             for group in first.groups:
                 group.prepare_unshard(self.gather_lane, event, self.device.mark)
 
@@ -166,8 +166,7 @@ class FSDPCommContext:
         Raises:
             StateError: under compiled autograd, which has no such end.
         """
-        if self._end_is_queued and self._queued_end() is None:
-            # Autograd drops what it was to call at the end of a backward that failed.
+        if self._end_is_queued and self._queued_end() is None:  # that backward failed
             self.reset()
         if not self._end_is_queued:
             if in_compiled_autograd():
@@ -178,9 +177,7 @@ class FSDPCommContext:
                 )
             self._end_is_queued = True
             self._backward = backward_number()
-            end = functools.partial(self._end_of_backward)
-            self._queued_end = weakref.ref(end)
-            queue_end_of_backward(end)
+            self._queued_end = queue_end_of_backward(self._end_of_backward)
         # Not one inside the pass whose end is queued.
         if creates_graph and not self._creates_graph and backward_number() == self._backward:
             self._creates_graph = True
@@ -194,8 +191,7 @@ class FSDPCommContext:
             StateError: if they are the first, and another replica has other units.
         """
         if not self._replicas_agree:
-            groups = [group for unit in self.units for group in unit.groups]
-            check_alike((comm, group) for group in groups for comm in group.mesh.replicate if comm.size > 1)
+            check_alike((comm, group) for group in self.groups for comm in group.mesh.replicate if comm.size > 1)
             self._replicas_agree = True
 
     def reduce_in_turn(self, unit: Unit, group: ParamGroup) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from types import CodeType
@@ -38,6 +39,8 @@ from torch.optim.optimizer import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import SUPPORTED_NODES, tree_map
 from torch.utils.hooks import RemovableHandle
+
+from .changing import changing
 
 ParallelSpec: TypeAlias = DTensorSpec
 """Mesh, placements, global shape and dtype of a DTensor."""
@@ -458,18 +461,12 @@ def run_late_hooks(parameters: Sequence[torch.Tensor]) -> None:
                     hook(parameter)
 
 
-@contextlib.contextmanager
-def _plain_as_replicated() -> Iterator[None]:
+def _plain_as_replicated() -> contextlib.AbstractContextManager[None]:
     """Operators on DTensors take a plain tensor, such as the mask of a whole gradient, for the same one on every rank.
 
     torch's own ``implicit_replication`` would end one of the user's around it.
     """
-    dispatcher: Any = DTensor._op_dispatcher
-    before, dispatcher._allow_implicit_replication = dispatcher._allow_implicit_replication, True
-    try:
-        yield
-    finally:
-        dispatcher._allow_implicit_replication = before
+    return changing([DTensor._op_dispatcher], "_allow_implicit_replication", True)
 
 
 # -- Autograd ---------------------------------------------------------------------------------------------------
@@ -515,9 +512,16 @@ def in_compiled_autograd() -> bool:
     return compiler is not None and compiler.in_compiled_autograd_region
 
 
-def queue_end_of_backward(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the current backward pass has done everything else."""
-    Variable._execution_engine.queue_callback(callback)
+def queue_end_of_backward(
+    callback: Callable[[], None], dropped: Callable[[object], None] | None = None
+) -> Callable[[], Any]:
+    """Run ``callback`` when the current backward pass has done everything else.
+
+    Autograd drops it then, or when that pass fails: what is returned gives None from then on, and ``dropped`` runs.
+    """
+    end = functools.partial(callback)
+    Variable._execution_engine.queue_callback(end)
+    return weakref.ref(end, dropped)
 
 
 # -- Profiler and log -------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import torch
 
 from .agreement import explain_failure, sized
 from .buffer import Allocate, cut_chunks, local_strides, thin_rows
-from .comm import Comm, StagedCollective, reduce_op
+from .comm import Comm, StagedCollective, by_custom, reduce_op
 from .device import HOST, chunk_cat, copy_each, is_elsewhere, pins_memory, sent_to
 from .errors import StateError
 from .lanes import Lane, Step, Ticket, Waitable
@@ -27,12 +27,12 @@ from .layout import Cut, TensorLayout, for_gradients
 
 @dataclass(frozen=True)
 class Scale:
-    """How a sum over ranks becomes a mean: divisors before, between and after the reductions (None: no division),
-    and whether each reduction averages by itself."""
+    """How a sum over ranks becomes a mean: divisors before, between and after the reductions, and whether each
+    reduction averages by itself."""
 
-    before: float | None = None
-    between: float | None = None
-    after: float | None = None
+    before: float = 1.0
+    between: float = 1.0
+    after: float = 1.0
     mean: bool = False
 
 
@@ -241,24 +241,13 @@ class Route:
     hook: Callable[[torch.Tensor], None] | None
     custom: StagedCollective | None = None
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer to communicate."""
-        if self.custom is not None:
-            return self.custom.allocate(size, dtype=dtype, device=device)
-        return torch.empty(size, dtype=dtype, device=device)
-
     def reduce_scatter(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], purpose: str
     ) -> Sequence[Waitable]:
         """Issue the reduce-scatter."""
         if self.custom is None:
             return self.shard.reduce_scatter(outputs, inputs, mean=self.scale.mean, purpose=purpose)
-        op = reduce_op(self.scale.mean)
-        works = [
-            self.custom(output_tensor=output, input_tensor=input_, group=self.shard.group, op=op)
-            for output, input_ in zip(outputs, inputs, strict=True)
-        ]
-        return [work for work in works if work is not None]
+        return by_custom(self.custom, outputs, inputs, group=self.shard.group, op=reduce_op(self.scale.mean))
 
 
 class ReductionLanes(NamedTuple):
@@ -314,8 +303,9 @@ class Reduction:
         if self._is_captured:
             lanes.scatter.wait_for_computation()  # until it is captured too, it may not take memory that it has not yet
         # What is not scattered the computation packs into it.
+        allocate: Allocate = torch.empty if route.custom is None else route.custom.allocate
         with lanes.scatter.own_memory() if plan.world_size > 1 else contextlib.nullcontext():
-            self.out = route.allocate((plan.numel,), dtype=plan.dtype, device=device)
+            self.out = allocate((plan.numel,), dtype=plan.dtype, device=device)
         self._on_host: torch.Tensor | None = None
         self._flags_on_host: torch.Tensor | None = None
         if self._is_captured:
@@ -329,7 +319,7 @@ class Reduction:
         staged = plan.stage(gradients, present, self.out, self._allocate)
         # Staged gradients are freed before the collective takes memory of its own.
         gradients.clear()
-        if route.scale.before not in (None, 1.0):
+        if route.scale.before != 1.0:
             for tensor in staged.sent or [self.out]:
                 tensor.div_(route.scale.before)
         self._staged: Staged | None = staged
@@ -384,7 +374,7 @@ class Reduction:
         def between() -> Sequence[Waitable]:
             if thin is not None:
                 plan.keep_own(thin, out)
-            if route.scale.between not in (None, 1.0):
+            if route.scale.between != 1.0:
                 out.div_(route.scale.between)
             if plan.partial is not None:
                 out.add_(plan.partial)
@@ -401,7 +391,7 @@ class Reduction:
         def complete() -> Sequence[Waitable]:
             if route.hook is not None:
                 route.hook(out)
-            if route.scale.after not in (None, 1.0):
+            if route.scale.after != 1.0:
                 out.div_(route.scale.after)
             if on_host is not None:
                 copy_each([on_host], [out])

@@ -14,7 +14,7 @@ from torch import nn
 
 from .agreement import explain_failure, sized
 from .buffer import Gather, ShardedBuffer
-from .comm import StagedCollective
+from .comm import StagedCollective, by_custom
 from .device import (
     annotated_like,
     labelled,
@@ -267,11 +267,7 @@ class ParamGroup:
         first = self.shards.buffers[0]
         if self.options.custom_gather is None or (custom := self._gathers_by(first)) is None:
             return first.gather_comm.all_gather(outputs, inputs, self.name)
-        works = [
-            custom(output_tensor=output, input_tensor=input_, group=first.comm.group, async_op=False)
-            for output, input_ in zip(outputs, inputs, strict=True)
-        ]
-        return [work for work in works if work is not None]
+        return by_custom(custom, outputs, inputs, group=first.comm.group, async_op=False)
 
     @outside_transforms
     def wait_for_unshard(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +33,7 @@ from .parameter import owner_of
 from .slot import GroupOptions
 from .step import end_steps
 from .tree import casting, map_tensors, opaque_types
+from .weak import weakly
 
 UNKNOWN_CALL = "a call"
 """In the place of a call's node: no `post_backward` ends what it is given to, but the end of the whole backward."""
@@ -156,13 +156,17 @@ class Unit:
         context = self.context or self.become_root(self)
         if self.phase is Phase.PRE_BACKWARD:
             if in_backward():  # recomputation of a checkpointed forward
-                self.unshard_again()
+                for group in self.groups:
+                    group.unshard(context.gather_lane, for_backward=True)
+                for group in self.groups:
+                    group.wait_for_unshard()
                 call = Call(id(module), args, kwargs)
                 self._cast_inputs(call)
                 return call.arguments
             context.recover_from_aborted_backward()
         if self._to_run and id(module) not in self._to_run and self._is_outermost and not self._inside:
-            self._end_partial_forward(context)
+            self._forget_forward()  # a module runs again: the forward before, of which not all modules ran, is over
+            context.forward_root = None
         if self._opaque:
             self._refuse_unannounced()
         if not self._is_checked:
@@ -183,8 +187,7 @@ class Unit:
             elif context.forward_root is None:
                 args, kwargs = self._enter_pass(context, args, kwargs)
         call = Call(id(module), args, kwargs)
-        if self.precision.param_dtype is not None:
-            self._cast_inputs(call)
+        self._cast_inputs(call)
         for group in self.groups:
             group.unshard(context.gather_lane, for_backward=self._recomputes)
         self._inside.append(call)
@@ -194,7 +197,8 @@ class Unit:
         call.watch()
         if is_first and not self._recomputes:
             # Before the wait, so that a link that all wait for is never idle.
-            self._prefetch_for_forward(context)
+            context.order.enter(self.reference)
+            self._prefetch("forward", self.prefetch_forward, context, context.order.ahead())
         for group in self.groups:
             group.wait_for_unshard()
         if self._lost_writes is not None and is_first:
@@ -232,10 +236,6 @@ class Unit:
             context.start_pass()
         moved: tuple[Any, Any] = context.device.move_inputs((args, kwargs))
         return moved
-
-    def _prefetch_for_forward(self, context: FSDPCommContext) -> None:
-        context.order.enter(self.reference)
-        self._prefetch("forward", self.prefetch_forward, context, context.order.ahead())
 
     def _prefetch(
         self,
@@ -298,17 +298,12 @@ class Unit:
         if context.forward_root is None:
             context.rest()
             context.note_success()
-        return output if self.precision.output_dtype is None else self._cast_output(output)
+        return self._cast_output(output)
 
     @property
     def _is_outermost(self) -> bool:
         """Whether no other unit's forward is around its own."""
         return self.context is None or self.context.forward_root in (None, self)
-
-    def _end_partial_forward(self, context: FSDPCommContext) -> None:
-        """A module of the unit runs again: the forward before, of which not all modules ran, is over."""
-        self._forget_forward()
-        context.forward_root = None
 
     def _leave_call(self, module: nn.Module) -> Call | None:
         for call in reversed(self._inside):
@@ -470,7 +465,9 @@ class Unit:
         around = [unit for unit in self.context.units if unit.phase is Phase.PRE_BACKWARD]
         if self in around and len(self._modules) == 1:
             around.remove(self)
-        return announce_derivative(_UnitsAround(around), None, *gradients) if around else gradients
+        for unit in reversed(around):  # the one announced last is told first
+            gradients = announce_derivative(unit, UNKNOWN_CALL, *gradients)
+        return gradients
 
     def pre_backward(self, call: Any = None) -> None:
         """Gather unless prefetched, prefetch the unit expected next.
@@ -499,13 +496,10 @@ class Unit:
             if group.options.unshard_in_backward:
                 # Where the pass begins, the last unit's forward and the loss are queued still, and the link is idle.
                 group.unshard(context.gather_lane, for_backward=True, ahead=begins)
-        self._prefetch_for_backward(context, begins)
-        for group in self.groups:
-            group.wait_for_unshard()
-
-    def _prefetch_for_backward(self, context: FSDPCommContext, begins: bool) -> None:
         position = self._positions.pop() if self._positions else 0
         self._prefetch("backward", self.prefetch_backward, context, context.order.behind(position), ahead=begins)
+        for group in self.groups:
+            group.wait_for_unshard()
 
     def post_backward(self, forward_pass: int, call: Any) -> None:
         """The gradients of the inputs of one forward ``call`` are complete."""
@@ -607,14 +601,14 @@ class Unit:
         self._forget_forward()
 
     def guard_gradients(self) -> None:
-        """A backward creates a graph: `_check_arrival` from now on, whenever a parameter gets its gradient."""
+        """A backward creates a graph: `check_arrival` from now on, whenever a parameter gets its gradient."""
         for guard in self._guards:
             guard.remove()
-        hook = functools.partial(_check_arrival, self.reference)
+        hook = weakly(self.check_arrival)
         faces = [face for group in self.groups for slot in group.slots for face in slot.faces]
         self._guards = [face.register_post_accumulate_grad_hook(hook) for face in faces if face.requires_grad]
 
-    def check_arrival(self) -> None:
+    def check_arrival(self, _: torch.Tensor) -> None:
         """
         Raises:
             StateError: if the gradient has a graph, which its shard would lose, or was computed without parameters.
@@ -664,15 +658,6 @@ class Unit:
         """Whether a forward of it, as far as is known, was not followed by a backward yet that anything waits for."""
         return bool(self.groups and self._positions)
 
-    def unshard_again(self) -> None:
-        """Gather and register the unsharded parameters of a forward before, now."""
-        context = self.context
-        assert context is not None
-        for group in self.groups:
-            group.unshard(context.gather_lane, for_backward=True)
-        for group in self.groups:
-            group.wait_for_unshard()
-
     def watch_writes(self) -> None:
         """The user gathered its parameters, or they were gathered already: what is written to those is lost."""
         if self._lost_writes is None:
@@ -687,11 +672,6 @@ class Unit:
             if group.options.reshard_after_forward or not self.runs_forward:
                 group.reshard()
 
-    def rest(self) -> None:
-        """Keep no staging memory for what comes next: the user gathers, and not a pass through the tree."""
-        if self.context is not None:
-            self.context.rest()
-
     def reset(self) -> None:
         """Drop everything of an iteration that failed."""
         for group in self.groups:
@@ -701,20 +681,3 @@ class Unit:
         self._forget_forward()
         self._calls.clear()
         self.forget_calls()
-
-
-class _UnitsAround:
-    """Units into the middle of whose calls a derivative comes."""
-
-    def __init__(self, units: Sequence[Unit]):
-        self._units = units
-
-    def pre_backward(self, _: Any = None) -> None:
-        """It begins."""
-        for unit in self._units:
-            unit.pre_backward(UNKNOWN_CALL)
-
-
-def _check_arrival(reference: weakref.ref[Unit], _: torch.Tensor) -> None:
-    if (unit := reference()) is not None:
-        unit.check_arrival()

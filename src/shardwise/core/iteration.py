@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -42,8 +42,8 @@ class Iteration:
 class GradientReductionHandle(_TorchHandle):  # type: ignore[misc]
     """What `FSDPModule.finalize_backward` with ``async_op=True`` gives."""
 
-    def __init__(self, root: Unit, units: Iterable[Unit]):
-        self._root, self._units = root, tuple(dict.fromkeys(units))
+    def __init__(self, root: Unit, units: Sequence[Unit]):
+        self._root, self._units = root, units
         self._is_under_way = False
 
     def start(self) -> None:
@@ -87,10 +87,3 @@ class GradientReductionHandle(_TorchHandle):  # type: ignore[misc]
             raise StateError("the reductions that finalize_backward() started were dropped by reset_iter_state()")
         self._root.iteration.finalization = None
         self._root.own_context().finish_iteration(self._units)
-
-
-def end_at_once(root: Unit, units: Iterable[Unit]) -> None:
-    """End the iteration of ``units``, for the pipeline schedules of torch before 2.15."""
-    units = tuple(dict.fromkeys(units))
-    root.own_context().start_finishing(units)
-    root.own_context().finish_iteration(units)

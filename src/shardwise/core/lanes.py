@@ -173,9 +173,6 @@ class Device(ABC):
     def lane(self) -> Lane:
         """A new lane."""
 
-    is_asynchronous = True
-    """Whether the compute stream runs behind the host."""
-
     @abstractmethod
     def mark(self) -> Any:
         """An event after which everything queued on the compute stream so far is done."""
@@ -225,8 +222,6 @@ class _HostLane(Lane):
 
 class HostDevice(Device):
     """The CPU: collectives run on the process group's own threads."""
-
-    is_asynchronous = False
 
     def mark(self) -> Any:
         return None

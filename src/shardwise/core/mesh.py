@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -43,10 +44,7 @@ class DataParallelRanks:
     @functools.cached_property
     def size(self) -> int:
         """Ranks that compute on different data."""
-        size = self.shard.size
-        for comm in self.replicate:
-            size *= comm.size
-        return size
+        return math.prod(comm.size for comm in (self.shard, *self.replicate))
 
     @functools.cached_property
     def has_replicas(self) -> bool:

@@ -16,8 +16,7 @@ from torch import nn
 
 from .comm import (
     Comm,
-    ProcessGroupMemoryGather,
-    ProcessGroupMemoryReduceScatter,
+    ProcessGroupMemory,
     StagedCollective,
     SymmetricMemoryGather,
     new_group_like,
@@ -28,7 +27,7 @@ from .device import StateForTorch, answer_pipelines, answer_replicate, eager, in
 from .errors import StateError
 from .group import ParamGroup, ShardState
 from .hooks import Unit
-from .iteration import GradientReductionHandle, end_at_once
+from .iteration import GradientReductionHandle
 from .parameter import release_class
 from .slot import GroupOptions
 
@@ -42,6 +41,11 @@ def unit_of(module: nn.Module) -> Unit | None:
     """The unit that a module was wrapped as, if it was."""
     unit: Unit | None = module.__dict__.get(_UNIT)
     return unit
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    """The units of ``model`` and of the modules in it, each once, outer ones first."""
+    return list(dict.fromkeys(unit for module in model.modules() if (unit := unit_of(module)) is not None))
 
 
 def set_unit(module: nn.Module, unit: Unit) -> None:
@@ -123,11 +127,8 @@ class FSDPModule(_TorchModule):
         unit = self._unit
         return StateForTorch(unit.own_context(), unit.pre_forward, unit.post_forward)
 
-    def _units(self, recurse: bool) -> Iterator[Unit]:
-        modules = cast(nn.Module, self).modules() if recurse else [cast(nn.Module, self)]
-        for module in modules:
-            if (unit := unit_of(module)) is not None:
-                yield unit
+    def _units(self, recurse: bool) -> list[Unit]:
+        return units_of(cast(nn.Module, self)) if recurse else [self._unit]
 
     def _groups(self, recurse: bool) -> Iterator[ParamGroup]:
         for unit in self._units(recurse):
@@ -167,26 +168,28 @@ class FSDPModule(_TorchModule):
         unit = self._unit
         if is_watched():
             unit.show_ranges()
-        lane = unit.own_context().gather_lane
+        context = unit.own_context()
         for group in unit.groups:
-            group.unshard(lane)
+            group.unshard(context.gather_lane)
             group.is_asked_for = group.is_gathering
         handle = UnshardHandle(unit)
         if async_op:
             return handle
         handle.wait()
-        unit.rest()
+        context.rest()  # the user gathers, and not a pass through the tree
         return None
 
     @eager
     def reshard(self) -> None:
         """Register the sharded parameters of this module's own unit and free the gathered ones; nothing inside a
         forward of it that keeps them."""
-        self._unit.reshard()
-        self._unit.rest()
+        unit = self._unit
+        unit.reshard()
+        if unit.context is not None:
+            unit.context.rest()
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        units = list(self._units(recurse=True))
+        units = self._units(recurse=True)
         for unit in units:
             for group in unit.groups:
                 group.reshard()
@@ -220,7 +223,7 @@ class FSDPModule(_TorchModule):
         """
         context = self._check_root("reset_iter_state")
         context.reset()
-        for group in (group for unit in context.units for group in unit.groups):
+        for group in context.groups:
             for slot in group.slots:
                 slot.sharded.grad = None
 
@@ -431,13 +434,12 @@ class FSDPModule(_TorchModule):
         for group in self._unit.groups:
             if group.mesh.shard.size == 1:
                 continue  # nothing is gathered or scattered
-            options, where = group.options, (group.mesh.shard.group, group.mesh.device)
-            own = (None, ProcessGroupMemoryGather, ProcessGroupMemoryReduceScatter)
+            options = group.options
             for custom in (options.custom_gather, options.custom_reduce_scatter):
-                if custom is not None and type(custom) not in own:
+                if not isinstance(custom, ProcessGroupMemory | None):
                     raise ValueError(f"unit {self._unit.name!r} has a custom collective, which allocates by itself")
-            options.custom_gather = ProcessGroupMemoryGather(*where) if enable else None
-            options.custom_reduce_scatter = ProcessGroupMemoryReduceScatter(*where) if enable else None
+            both = ProcessGroupMemory(group.mesh.shard.group, group.mesh.device) if enable else None
+            options.custom_gather = options.custom_reduce_scatter = both
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Stage this unit's gathers in symmetric memory.
@@ -572,9 +574,23 @@ def become_fsdp_module(module: nn.Module, unit: Unit) -> None:
 
 
 def _finish_iteration(reference: weakref.ref[Unit]) -> None:
+    """For the pipeline schedules of torch before 2.15."""
     unit = reference()
     assert unit is not None
-    end_at_once(unit, [inner for module in unit.modules for inner in cast(FSDPModule, module)._units(recurse=True)])
+    units = dict.fromkeys(inner for module in unit.modules for inner in units_of(module))
+    context = unit.own_context()
+    context.start_finishing(units)
+    context.finish_iteration(units)
+
+
+def function_of(owner: Any, name: str) -> Callable[..., Any]:
+    """What ``owner.name(...)`` calls, as a function of ``owner`` and the arguments; stored on ``owner`` it does not
+    keep that alive, as a bound method would."""
+    bound = getattr(owner, name)
+    if isinstance(bound, MethodType) and bound.__self__ is owner:
+        return bound.__func__
+    # Static, of the class, or set on the instance.
+    return lambda _, *args, **kwargs: bound(*args, **kwargs)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -592,23 +608,15 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return
     if not hasattr(module, method_name):
         raise ValueError(f"{type(module).__name__} has no method {method_name!r} to register as a forward method")
-    bound = getattr(module, method_name)
-    # Weak: a bound method stored on its own module would keep it alive.
-    reference = weakref.ref(module)
-    is_method = isinstance(bound, MethodType)
-    function = bound.__func__ if is_method and bound.__self__ is module else None
+    bound, function = getattr(module, method_name), function_of(module, method_name)
+    reference, is_method = weakref.ref(module), isinstance(bound, MethodType)
 
     @functools.wraps(bound.__func__ if is_method else bound)
     def run(*args: Any, **kwargs: Any) -> Any:
         alive = reference()
         assert alive is not None
-        if is_method:
-            args = args[1:]
-        return unit.run(alive, bound_later if function is None else functools.partial(function, alive), args, kwargs)
+        return unit.run(alive, functools.partial(function, alive), args[is_method:], kwargs)
 
-    if function is None:
-        bound_later = bound  # static, of the class, or set on the instance: not bound to the module
-    del bound
     # What was a method stays one, which Lightning's `mark_forward_method` asks for.
     module.__dict__[method_name] = MethodType(run, weakref.proxy(module)) if is_method else run
 

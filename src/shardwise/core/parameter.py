@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from enum import Enum, auto
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -31,6 +31,9 @@ from .device import (
 from .errors import StateError
 from .tree import tensors_in
 
+if TYPE_CHECKING:
+    from .shards import Shards
+
 
 class OwnerReference(weakref.ref[Any]):
     """A weak reference that may hang on parameters: whoever pickles or copies them gets one to nothing."""
@@ -54,20 +57,6 @@ def refuse_lazy(what: str, tensor: torch.Tensor) -> None:
     """
     if is_lazy(tensor):
         raise ValueError(f"{what} has no shape yet: run the lazy modules once, or give them the size of their input")
-
-
-class Owner(Protocol):
-    """Who a sharded parameter belongs to."""
-
-    written_since_wrapping: bool
-
-    def note_write(self) -> None: ...
-
-    def name_of(self, parameter: torch.Tensor) -> tuple[str, str]: ...
-
-    def manages(self, place: Place) -> bool: ...
-
-    def lends(self, parameter: torch.Tensor, to: Any) -> bool: ...
 
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
@@ -300,9 +289,9 @@ def _not_in_graph(parameters: Sequence[ShardedParameter]) -> str:
     )
 
 
-def owner_of(parameter: torch.Tensor) -> Owner | None:
-    """The group that a sharded parameter belongs to, while it exists."""
-    reference: weakref.ref[Owner] | None = parameter.__dict__.get("_shardwise_owner")
+def owner_of(parameter: torch.Tensor) -> Shards | None:
+    """The shards that a sharded parameter belongs to, while they exist."""
+    reference: weakref.ref[Shards] | None = parameter.__dict__.get("_shardwise_owner")
     return reference() if reference is not None else None
 
 
@@ -474,14 +463,6 @@ def _refuse_gradient(parameter: torch.Tensor) -> None:
     )
 
 
-class Registry(Protocol):
-    """Where a module's parameters are registered by name."""
-
-    def get(self, name: str, /) -> Any: ...
-
-    def __setitem__(self, name: str, parameter: Any, /) -> None: ...
-
-
 class _Attributes:
     """The registry of a module that registers in its own way."""
 
@@ -490,13 +471,17 @@ class _Attributes:
     def __init__(self, module: weakref.ref[nn.Module]):
         self.module = module
 
-    def get(self, name: str, /) -> Any:
+    def get(self, name: str) -> Any:
         module = self.module()
         return None if module is None else module._parameters.get(name)
 
-    def __setitem__(self, name: str, parameter: Any, /) -> None:
+    def __setitem__(self, name: str, parameter: Any) -> None:
         if (module := self.module()) is not None:
             setattr(module, name, parameter)
+
+
+Registry = dict[str, Any] | _Attributes
+"""Where a module's parameters are registered by name."""
 
 
 class Place:

@@ -267,13 +267,12 @@ class _Arguments(tuple[Any, ...]):
 
 def _refuse_replaced(optimizer: Optimizer) -> None:
     """An optimizer that holds a replaced parameter would train a tensor that no module uses, in silence."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if type(parameter) is ShardedParameter and "_shardwise_replaced" not in parameter.__dict__:
-                continue
-            if (name := name_of_replaced(parameter)) is not None:
-                raise StateError(
-                    f"{type(optimizer).__name__} holds parameter {name!r} as it was before fully_shard or a loaded "
-                    "state dict replaced it, or unsharded, so its step would change nothing that lasts: call "
-                    "shardwise.repoint(optimizer), or make the optimizer after fully_shard and outside of forward"
-                )
+    for parameter in parameters_of(optimizer):
+        if type(parameter) is ShardedParameter and "_shardwise_replaced" not in parameter.__dict__:
+            continue
+        if (name := name_of_replaced(parameter)) is not None:
+            raise StateError(
+                f"{type(optimizer).__name__} holds parameter {name!r} as it was before fully_shard or a loaded state "
+                "dict replaced it, or unsharded, so its step would change nothing that lasts: call "
+                "shardwise.repoint(optimizer), or make the optimizer after fully_shard and outside of forward"
+            )

@@ -57,28 +57,13 @@ class Replacement:
         return new
 
     def _of_parts(self, value: Any) -> Any:
-        if isinstance(value, dict):
-            items = {key: self.of(item) for key, item in value.items()}
-            return value if _same(items.values(), value.values()) else self._note(value, _rebuilt_dict(value, items))
-        if isinstance(value, list):
-            parts = [*map(self.of, value)]
-            return value if _same(parts, value) else self._note(value, _filled(value, parts))
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-            old = [getattr(value, name) for name in names]
-            new = [*map(self.of, old)]
-            if _same(new, old):
-                return value
-            return self._note(value, _rebuilt_dataclass(value, dict(zip(names, new, strict=True))))
-        if (registered := parts_of(value)) is not None:
-            old, rebuild = registered
-            new = [*map(self.of, old)]
-            if _same(new, old):
-                return value
-            return self._note(value, rebuild(new))
-        return value
-
-    def _note(self, value: Any, copied: Any) -> Any:
+        if (opened := _opened(value)) is None:
+            return value
+        old, rebuild = opened
+        new = [*map(self.of, old)]
+        if _same(new, old):
+            return value
+        copied = rebuild(new)
         self._copies.append(_Copy(value, copied))
         return copied
 
@@ -231,6 +216,19 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
     return function(value) if isinstance(value, torch.Tensor) else Replacement(function).of(value)
 
 
+def _opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """What is in a container that is no tuple, and a function that makes one of other parts; None of anything else."""
+    if isinstance(value, dict):
+        return [*value.values()], lambda new: _rebuilt_dict(value, dict(zip(value, new, strict=True)))
+    if isinstance(value, list):
+        return [*value], lambda new: _filled(value, new)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        parts = [getattr(value, name) for name in names]
+        return parts, lambda new: _rebuilt_dataclass(value, dict(zip(names, new, strict=True)))
+    return parts_of(value)
+
+
 def _same(new: Any, old: Any) -> bool:
     return all(map(operator.is_, new, old))
 
@@ -317,12 +315,5 @@ def opaque_types(value: Any) -> list[type]:
     """Types of objects in ``value`` that may hold tensors which `map_tensors` does not find."""
     if isinstance(value, (*_LEAVES, torch.Tensor)):
         return []
-    if isinstance(value, dict):
-        return [found for item in value.values() for found in opaque_types(item)]
-    if isinstance(value, (list, tuple)):
-        return [found for item in value for found in opaque_types(item)]
-    if dataclasses.is_dataclass(value):
-        return [found for field in dataclasses.fields(value) for found in opaque_types(getattr(value, field.name))]
-    if (registered := parts_of(value)) is not None:
-        return [found for item in registered[0] for found in opaque_types(item)]
-    return [type(value)]
+    opened = ([*value], None) if isinstance(value, tuple) else _opened(value)
+    return [type(value)] if opened is None else [found for part in opened[0] for found in opaque_types(part)]

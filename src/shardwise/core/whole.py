@@ -401,7 +401,7 @@ class OwnerReducer:
         run = self._runs[self._next_run]
         self._next_run += 1
         values = [self._take(index) for index in run.tensors]
-        before = self._scale(run).before or 1.0
+        before = self._scale(run).before
         casts = any(value is not None and value.dtype != self.plan.dtype(run) for value in values)
         if casts and before != 1.0:
             # Before the cast, which they might not survive.
@@ -453,7 +453,7 @@ class OwnerReducer:
             self._explain(error, run)
             raise
         if run.owner == self.comm.rank:
-            if (after := self._scale(run).after) not in (None, 1.0):
+            if (after := self._scale(run).after) != 1.0:
                 flat.div_(after)
             # `data` is no view, which users could not detach in place.
             self._means.update(

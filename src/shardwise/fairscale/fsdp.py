@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..arguments import check_arguments, documented
+from ..core.changing import changing
 from ..core.context import FSDPCommContext
 from ..core.device import in_backward, not_inference
 from ..core.flat import FlatShards, FlatSlot
@@ -301,14 +302,8 @@ class FullyShardedDataParallel(Settings):
         """
         self._check_idle()
         options = [instance._own.options for instance in get_fsdp_instances(self) if instance._own is not None]
-        before = [option.reduce_gradients for option in options]
-        for option in options:
-            option.reduce_gradients = False
-        try:
+        with changing(options, "reduce_gradients", False):
             yield
-        finally:
-            for option, value in zip(options, before, strict=True):
-                option.reduce_gradients = value
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `torch.nn.Module.zero_grad`; also drops what backward passes under `no_sync` have added up.
@@ -474,19 +469,13 @@ class FullyShardedDataParallel(Settings):
     @contextlib.contextmanager
     def _locally(self) -> Iterator[None]:
         instances = get_fsdp_instances(self)
-        before = [instance._gives_local for instance in instances]
         for instance in instances:
             instance._check_local()
             instance._leave_failed_backward()
             for group in instance._unit.groups:
                 group.reshard()
-        for instance in instances:
-            instance._gives_local = True
-        try:
+        with changing(instances, "_gives_local", True):
             yield
-        finally:
-            for instance, value in zip(instances, before, strict=True):
-                instance._gives_local = value
 
     def local_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """This rank's shards, padded to equal sizes, and all buffers; loads at the same world size only.

@@ -30,6 +30,7 @@ from ..core.errors import StateError
 from ..core.parameter import refuse_lazy
 from ..core.step import parameters_of
 from ..core.tree import map_tensors, tensors_requiring_grad
+from ..core.weak import weakly
 from ..core.whole import OwnerReducer, WholeBroadcast
 from .oss import OSS
 from .ranks import check_same_on_ranks, compute_device_of, describe, describe_settings, refuse_shards, refuse_sparse
@@ -147,7 +148,7 @@ class ShardedDataParallel(nn.Module):
         self._is_new = True
         _wrappers.add(self)
         self._buffer_broadcast: tuple[list[torch.Tensor], WholeBroadcast] | None = None
-        self._finish_buffers: Callable[[], None] = _nothing
+        self._finish_buffers: Callable[[], None] | None = None
 
     def _comm(self, device: torch.device) -> Comm:
         return comm_for(self._group, device)
@@ -203,8 +204,9 @@ class ShardedDataParallel(nn.Module):
             self._finish_buffers = finish
 
     def _wait_for_buffers(self) -> None:
-        finish, self._finish_buffers = self._finish_buffers, _nothing
-        finish()
+        finish, self._finish_buffers = self._finish_buffers, None
+        if finish is not None:
+            finish()
 
     # -- Gradients
 
@@ -257,7 +259,7 @@ class ShardedDataParallel(nn.Module):
         self._dealt = sum(optimizer.dealt for optimizer in self._optimizers)
         self._warn_of_unowned(owners)
         old, self._gradient_hooks = self._gradient_hooks, None
-        waiting = {id(parameter) for parameter in old.parameters} if old is not None and old.has_local else set()
+        waiting = {*map(id, old.reducer.parameters)} if old is not None and old.has_local else set()
         # Gradients are ready in about the reverse of the order in which parameters are used.
         chosen = [
             (name, parameter, owner)
@@ -439,26 +441,22 @@ class GradientHooks:
     def __init__(self, reducer: OwnerReducer, keeps_local: bool, has_local: bool):
         self.reducer, self.keeps_local, self.has_local = reducer, keeps_local, has_local
         self._backward: int | None = None
-        self._end_of_backward: Callable[[], Any] = _nothing
-        me = weakref.ref(self)
+        self._end_of_backward: Callable[[], Any] = lambda: None
         device = reducer.parameters[0].device
         # A leaf that gets a gradient when a backward starts from the model's outputs, whichever parameters it reaches.
         self._anchor = torch.zeros((), device=device, requires_grad=True)
-        self._handles = [self._anchor.register_post_accumulate_grad_hook(_announced(me))]
+        self._handles = [self._anchor.register_post_accumulate_grad_hook(weakly(self.announced))]
         self._nodes: list[tuple[torch.Tensor, Any]] = []
         owned = set(reducer.owned)
+        before, after = weakly(self.before_accumulation), weakly(self.accumulated)
         for index, parameter in enumerate(reducer.parameters):
             if parameter.requires_grad:
-                self._handles.append(parameter.register_post_accumulate_grad_hook(_accumulated(me, index)))
+                hook = functools.partial(after, index)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
                 if index in owned:
                     node = _node_of(parameter)
-                    self._handles.append(node.register_prehook(_before_accumulation(me, index)))
+                    self._handles.append(node.register_prehook(functools.partial(before, index)))
                     self._nodes.append((parameter, node))
-
-    @property
-    def parameters(self) -> list[torch.Tensor]:
-        """The parameters that are watched."""
-        return self.reducer.parameters
 
     @property
     def are_there(self) -> bool:
@@ -487,28 +485,30 @@ class GradientHooks:
         }
         return map_tensors(output, lambda tensor: aliases.get(id(tensor), tensor))
 
+    def announced(self, anchor: torch.Tensor) -> None:
+        """A backward has come to an output."""
+        anchor.grad = None
+        self.begin()
+
     def begin(self) -> None:
         """Note that a backward runs in this thread. Unless gradients stay local, it ends with a complete reduction."""
-        # Autograd drops what it was to call at the end of a backward that failed.
-        if self._backward is not None and self._end_of_backward() is None:
+        if self._backward is not None and self._end_of_backward() is None:  # that one failed
             self.recover()
         if self.keeps_local:
             self.has_local = True
         elif self._backward is None:
             self._backward = backward_number()
             self.reducer.begin()
-            end = functools.partial(self._end)
-            self._end_of_backward = weakref.ref(end, functools.partial(_dropped, weakref.ref(self)))
-            queue_end_of_backward(end)
+            self._end_of_backward = queue_end_of_backward(self._end, weakly(self.put_back))
 
-    def before_accumulation(self, index: int) -> None:
+    def before_accumulation(self, index: int, _: tuple[torch.Tensor, ...]) -> None:
         """Autograd is about to add to an owned parameter's gradient."""
         if self.keeps_local:
             self.reducer.mix(index)
         else:
             self.reducer.set_aside(index)
 
-    def accumulated(self, index: int) -> None:
+    def accumulated(self, index: int, _: torch.Tensor) -> None:
         """Autograd has added to a parameter's gradient."""
         if self.keeps_local or self._backward is None:
             self.begin()
@@ -529,7 +529,7 @@ class GradientHooks:
             self._backward, self.has_local = None, False
             self.reducer.abandon()
 
-    def put_back(self) -> None:
+    def put_back(self, _: object) -> None:
         """Autograd has dropped what it was to call: if the backward has not ended, it failed."""
         if self._backward is not None:
             self.reducer.put_back()
@@ -547,39 +547,6 @@ class GradientHooks:
             )
         self.has_local = False
         self.reducer.finish()
-
-
-Hooks = weakref.ref[GradientHooks]
-
-
-def _dropped(reference: Hooks, _: object) -> None:
-    if (hooks := reference()) is not None:
-        hooks.put_back()
-
-
-def _announced(reference: Hooks) -> Callable[[torch.Tensor], None]:
-    def hook(anchor: torch.Tensor) -> None:
-        anchor.grad = None
-        if (hooks := reference()) is not None:
-            hooks.begin()
-
-    return hook
-
-
-def _accumulated(reference: Hooks, index: int) -> Callable[[torch.Tensor], None]:
-    def hook(_: torch.Tensor) -> None:
-        if (hooks := reference()) is not None:
-            hooks.accumulated(index)
-
-    return hook
-
-
-def _before_accumulation(reference: Hooks, index: int) -> Callable[[tuple[torch.Tensor, ...]], None]:
-    def hook(_: tuple[torch.Tensor, ...]) -> None:
-        if (hooks := reference()) is not None:
-            hooks.before_accumulation(index)
-
-    return hook
 
 
 def _node_of(parameter: torch.Tensor) -> Any:
@@ -621,10 +588,6 @@ class _Announce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         return (torch.zeros((), device=ctx.device), *gradients)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _all_same(old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> bool:

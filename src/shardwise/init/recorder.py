@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
+from ..core.changing import changing
 from ..core.device import OperatorMode
 from ..core.tree import map_tensors, tensors_in
 from ..core.whole import has_repeats
@@ -45,14 +46,9 @@ class Recorder(OperatorMode):
         self._storages = Storages(self.record)
         self._states = States()
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """What happens inside is not recorded."""
-        before, self.is_paused = self.is_paused, True
-        try:
-            yield
-        finally:
-            self.is_paused = before
+        return changing([self], "is_paused", True)
 
     # -- What is hollow
 

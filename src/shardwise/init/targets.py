@@ -179,7 +179,7 @@ def find_shards(model: nn.Module) -> list[Shards]:
     """The shards that parameters of ``model`` belong to."""
     parameters = (parameter for module in model.modules() for parameter in module._parameters.values())
     owners = (owner_of(parameter) for parameter in parameters if parameter is not None)
-    return list(dict.fromkeys(owner for owner in owners if isinstance(owner, Shards)))
+    return list(dict.fromkeys(owner for owner in owners if owner is not None))
 
 
 def find_meshes(modules: Iterable[nn.Module], shards: list[Shards]) -> list[DeviceMesh]:

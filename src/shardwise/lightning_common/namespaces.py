@@ -81,6 +81,8 @@ class InEachNamespace(_FurtherBase):  # type: ignore[misc]
 
     part: str
     """``"pytorch"`` for the Trainer, ``"fabric"`` for Fabric."""
+    names: Sequence[str]
+    """By which a program asks for the strategy."""
     namespace: Namespace
     _classes: Mapping[Namespace, Any]
 
@@ -93,6 +95,12 @@ class InEachNamespace(_FurtherBase):  # type: ignore[misc]
     def accelerator(self, accelerator: Any) -> None:
         self._join(namespace_of(accelerator) or self.namespace)
         self._accelerator = accelerator
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register the class under its names."""
+        for name in cls.names:
+            strategy_registry.register(name, cls, "Fully sharded data-parallel training by shardwise", override=True)
 
     def _join(self, namespace: Namespace) -> None:
         """

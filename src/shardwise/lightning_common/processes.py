@@ -106,13 +106,12 @@ class ProcessesStrategy(InEachNamespace):
             raise RuntimeError("the device mesh exists once the Trainer runs, or after Fabric.launch()")
         return self._mesh
 
-    def _launcher_class(self) -> Any:
-        """The class of the launcher that runs the script again for each further process."""
-        raise NotImplementedError
-
     def _configure_launcher(self) -> None:
+        """Run the script again for each further process."""
         if not self.cluster_environment.creates_processes_externally:
-            self._launcher = self._launcher_class()(self.cluster_environment, self.num_processes, self.num_nodes)
+            module, name = "strategies.launchers.subprocess_script", "_SubprocessScriptLauncher"
+            launcher = self.namespace.of(self.part, module, name)
+            self._launcher = launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
         """Join the process group, and make the mesh.
@@ -152,16 +151,13 @@ class ProcessesStrategy(InEachNamespace):
         if len(rows) == 1:
             return DeviceMesh.from_group(given, device.type, mesh_dim_names=(AXIS,))
         # Lightning deals the data to all ranks, so gradients are averaged over the groups too.
-        columns = [dist.new_group(column, **self._group_options()) for column in map(list, zip(*rows, strict=True))]
+        columns = [dist.new_group(column, timeout=self._timeout) for column in map(list, zip(*rows, strict=True))]
         return DeviceMesh.from_group(
             [columns[own.index(dist.get_rank())], given],
             device.type,
             mesh=torch.tensor(rows),
             mesh_dim_names=REPLICATED_AXES,
         )
-
-    def _group_options(self) -> dict[str, Any]:
-        return {} if self._timeout is None else {"timeout": self._timeout}
 
     def _set_world_ranks(self) -> None:
         self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)

@@ -24,10 +24,6 @@ from .saving import refuse_shards, together, whole_states
 from .wrapper import NAME, sharded_model
 
 
-def _nothing() -> None:
-    return None
-
-
 def _own(wrapped: nn.Module) -> nn.Module:
     """
     Raises:
@@ -111,8 +107,9 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]  # MMEngine has no t
         config = {"type": NAME, **(self.model_wrapper or {})}
         initializes_now = _is_initialized_sharded(model)
         wrapped: Any = _own(MODEL_WRAPPERS.build(config, default_args={"module": self.convert_model(model)}))
-        if initializes_now and self.dispatch_kwargs.get("init_weights_for_test_or_val", True):
-            getattr(wrapped.module, "init_weights", _nothing)()
+        wants_weights = self.dispatch_kwargs.get("init_weights_for_test_or_val", True)
+        if initializes_now and wants_weights and hasattr(wrapped.module, "init_weights"):
+            wrapped.module.init_weights()
         return wrapped  # type: ignore[no-any-return]
 
     def _init_model_weights(self, model: nn.Module) -> nn.Module:

@@ -16,7 +16,7 @@ from ..adapters.copies import is_own
 from ..checkpoint.full_state import load_weights
 from ..checkpoint.weights import ModelWeights, Weight, peers_of, weights_of
 from ..core.errors import StateError
-from ..core.module import class_before_sharding, unit_of
+from ..core.module import class_before_sharding, function_of, unit_of
 
 HOOKS = (
     *("_state_dict_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
@@ -145,19 +145,15 @@ def init_weights_whole(model: nn.Module) -> None:
     if not callable(original) or is_own(original):
         return
 
-    # Weak, since the model holds `init_weights`. A function that was set on the instance is not bound to it.
-    reference = weakref.ref(model)
-    function = getattr(original, "__func__", None) if getattr(original, "__self__", None) is model else None
-    unbound = original if function is None else None
+    reference, function = weakref.ref(model), function_of(model, "init_weights")
 
     def init_weights(*args: Any, **kwargs: Any) -> Any:
         alive = reference()
         assert alive is not None
         with whole_parameters(alive):
-            return unbound(*args, **kwargs) if function is None else function(alive, *args, **kwargs)  # type: ignore[misc]
+            return function(alive, *args, **kwargs)
 
     init_weights.__doc__ = original.__doc__
-    del original
     model.__dict__["init_weights"] = init_weights
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from ..adapters.copies import allow_copies
 from ..adapters.wrapping import forget_history, show_shards, without_gradient_sync
 from ..arguments import check_arguments, documented
+from ..core.changing import changing
 from ..core.device import eager
 from ..init import materialize
 from . import arguments
@@ -155,12 +156,8 @@ class MMFullyShardedDataParallel(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Inside, backward passes add up gradients on each rank, without communication; also those of steps whose
         forward runs inside and whose backward `train_step` runs after it."""
-        before, self._syncs_gradients = self._syncs_gradients, False
-        try:
-            with without_gradient_sync(self.module):
-                yield
-        finally:
-            self._syncs_gradients = before
+        with changing([self], "_syncs_gradients", False), without_gradient_sync(self.module):
+            yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """The model's; also of what was added up under `no_sync`."""

@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from ..core.device import get_local, get_spec, local_of, spec_of, wrap_local
 from ..core.extension import is_extended
 from ..core.parameter import local_gradient, name_of, owner_of
-from ..core.shards import Shards
 
 States = MutableMapping[torch.Tensor, dict[str, Any]]
 """State of an optimizer, by parameter."""
@@ -124,7 +123,7 @@ def members_of(parameters: Sequence[torch.Tensor]) -> tuple[list[Member], list[t
     seen: set[int] = set()
     for parameter in parameters:
         owner = owner_of(parameter)
-        if isinstance(owner, Shards) and id(owner) not in seen:
+        if owner is not None and id(owner) not in seen:
             seen.add(id(owner))
             for slot in owner.slots:
                 tensor = slot.buffer.layout.tensors[slot.index]

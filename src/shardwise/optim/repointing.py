@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from ..core.device import local_of, shard_like, spec_of, wrap_local
 from ..core.flat import refuse_flat
 from ..core.parameter import owner_of, successor_of
-from ..core.shards import Shards
 from ..core.slot import Slot
 from ..core.step import parameters_of
 
@@ -78,5 +77,5 @@ def _cut(value: Any, original: torch.Tensor, sharded: torch.Tensor) -> Any:
 
 def _slot_of(sharded: torch.Tensor) -> Slot:
     owner = owner_of(sharded)
-    assert isinstance(owner, Shards)
+    assert owner is not None
     return next(slot for slot in owner.slots if slot.sharded is sharded)
