@@ -120,9 +120,9 @@ class EMA:
             owner.note_write()
         with torch.no_grad(), not_inference():
             if self._kept is None:
-                kept = [local.clone() for local in locals_]
+                # Before the copy, so that one which is interrupted is undone.
+                self._kept = [local.clone() for local in locals_]
                 copy_each(locals_, self._locals(self._averages.values()))
-                self._kept = kept
             else:
                 copy_each(locals_, self._kept)
                 self._kept = None

@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .device import unrecorded
 from .errors import StateError
-from .lanes import Waitable
+from .lanes import Waitable, abandon
 
 PAIRWISE_WORLD_SIZE = 8
 PACK_BELOW_BYTES = 128 * 1024
@@ -80,7 +80,8 @@ class _Done:
 
 
 class _Message:
-    """A message from or to another rank of the group; `failed_peer` tells of an exception whose it was.
+    """A message from or to another rank of the group, kept alive until it is complete; `failed_peer` tells of an
+    exception whose it was.
 
     Args:
         start: sends or receives.
@@ -93,18 +94,26 @@ class _Message:
 
     def __init__(self, start: Callable[..., Any], tensor: torch.Tensor, peer: int, tag: int):
         self.peer = peer
+        self.work: Waitable | None = None
         try:
-            self.work: Waitable = start([tensor], peer, tag)
+            self.work = start([tensor], peer, tag)
         except RuntimeError as error:  # gloo refuses messages once it knows that the other rank is gone
             self._name_peer(error)
             raise
 
     def wait(self) -> None:
+        work, self.work = self.work, None
+        assert work is not None, "the second wait for a message of gloo's is for one that never comes"
         try:
-            self.work.wait()
+            work.wait()
         except RuntimeError as error:
             self._name_peer(error)
             raise
+
+    def __del__(self, abandon: Callable[[Sequence[Waitable]], None] = abandon) -> None:
+        # An exception may come between a message and whoever is to wait for it.
+        if self.work is not None:
+            abandon([self.work])
 
     def _name_peer(self, error: RuntimeError) -> None:
         error.__dict__["_shardwise_peer"] = self.peer
@@ -369,8 +378,11 @@ class GlooComm(Comm):
     def packs(self, chunk_bytes: int) -> bool:
         return chunk_bytes < PACK_BELOW_BYTES
 
+    def _gather(self, output: torch.Tensor, input_: torch.Tensor) -> Waitable | None:
+        # As bytes, as in `broadcast`, since it refuses bool, complex ones, and small floats and integers.
+        return super()._gather(output.view(torch.uint8), input_.view(torch.uint8))
+
     def broadcast(self, tensor: torch.Tensor, owner: int) -> list[Waitable]:
-        # As bytes, since it refuses bool.
         return super().broadcast(tensor.view(torch.uint8), owner)
 
     def all_reduce(self, tensor: torch.Tensor, *, mean: bool) -> list[Waitable]:

@@ -336,6 +336,12 @@ class FSDPCommContext:
         if self._end_is_queued:
             self.reset()
 
+    def recover_from_aborted_forward(self) -> None:
+        """A pass through the tree begins: no unit is inside a forward, unless it was interrupted when an exception left
+        it."""
+        if any(unit.is_in_forward for unit in self.units):
+            self.reset()
+
     def reset(self) -> None:
         """Back to the state between iterations: wait for what is under way, drop it and all unreduced gradients."""
         self._turns = None

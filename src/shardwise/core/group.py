@@ -255,13 +255,19 @@ class ParamGroup:
         return None if self.mesh.shard.size == 1 or buffer.is_resharded else self.options.custom_gather
 
     def _start_gathers(self, lane: Lane) -> Sequence[Gather]:
-        if self.options.custom_gather is None:
-            return [buffer.start_gather(lane) for buffer in self.shards.buffers]
-        gathers = []
-        for buffer in self.shards.buffers:
-            custom = self._gathers_by(buffer)
-            gathers.append(buffer.start_gather(lane) if custom is None else buffer.start_staged_gather(custom.allocate))
-        return gathers
+        try:
+            if self.options.custom_gather is None:
+                return [buffer.start_gather(lane) for buffer in self.shards.buffers]
+            gathers = []
+            for buffer in self.shards.buffers:
+                custom = self._gathers_by(buffer)
+                gathers.append(
+                    buffer.start_gather(lane) if custom is None else buffer.start_staged_gather(custom.allocate)
+                )
+            return gathers
+        except BaseException:  # of memory there is too little: what was allocated must not stay until it is enough
+            self._free()
+            raise
 
     def _issue_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
         first = self.shards.buffers[0]
@@ -282,24 +288,27 @@ class ParamGroup:
             except RuntimeError as error:
                 self._explain(error)
                 raise
+        try:
+            self._finish_gathers(ticket, gathers)
+        except BaseException:  # as of an extension: nothing is registered that would be resharded
+            self._free()
+            raise
+        self.state = ShardState.UNSHARDED  # from the first parameter on, whatever comes
+        self.shards.put_unsharded()
+        self._drop_resharded()
+
+    def _finish_gathers(self, ticket: Ticket | None, gathers: Sequence[Gather]) -> None:
         if self.policy.offload:
             self.shards.read_by = ticket
+        for gather in gathers:
+            if gather.finish is not None:
+                gather.finish()
         if gathers:
-            try:
-                for gather in gathers:
-                    if gather.finish is not None:
-                        gather.finish()
-            except BaseException:  # of an extension: nothing is registered that would be resharded
-                self._free()
-                raise
             # Where parameters do not stay gathered the next use gathers again anyhow, and maybe ahead.
             keeps = self._keeps_unsharded or not self.options.reshard_after_forward
             self.shards.note_gathered(keeps=keeps or (self._lane is not None and self._lane.is_stream))
             if self._lease is not None:
                 self._lease.settle()  # staging memory goes with the gathers
-        self.shards.put_unsharded()
-        self._drop_resharded()
-        self.state = ShardState.UNSHARDED
 
     def _explain(self, error: RuntimeError) -> None:
         sizes = [(buffer.dtype, tensor.numel) for buffer in self.shards.buffers for tensor in buffer.layout.tensors]

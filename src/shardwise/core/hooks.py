@@ -111,11 +111,12 @@ class Unit:
 
     def join(self, context: FSDPCommContext, *, is_root: bool, iteration: Iteration) -> None:
         """Use ``context``, as the outermost unit of its tree or not."""
-        self.context, self.is_root, self.iteration = context, is_root, iteration
+        self.is_root, self.iteration = is_root, iteration
         context.join(self)
         if self.reshards_unless_root:
             for group in self.groups:
                 group.options.reshard_after_forward = not is_root
+        self.context = context  # last: by it the next forward knows that this was done, and not interrupted
 
     def own_context(self) -> FSDPCommContext:
         """The context, which is made if there is none yet."""
@@ -177,6 +178,8 @@ class Unit:
     def _enter_forward(self, context: FSDPCommContext, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         is_first = self.phase is not Phase.FORWARD
         self._recomputes = backward_number() != -1
+        if is_first and not self._recomputes and context.forward_root is None:
+            args, kwargs = self._enter_pass(context, args, kwargs)
         if not self._to_run:
             self._to_run = {id(module)} if len(self._modules) == 1 else {*map(id, self.modules)}
         if is_first:
@@ -184,8 +187,6 @@ class Unit:
             if self._recomputes:
                 # It runs before any other hook of this backward pass may have, in reentrant checkpointing.
                 context.queue_end_of_backward()
-            elif context.forward_root is None:
-                args, kwargs = self._enter_pass(context, args, kwargs)
         call = Call(id(module), args, kwargs)
         self._cast_inputs(call)
         for group in self.groups:
@@ -230,6 +231,7 @@ class Unit:
         end_steps()
         context.recover_from_aborted_backward()
         if context.has_root:
+            context.recover_from_aborted_forward()
             context.forward_root = self
             context.start_pass()
         elif not context.passes or context.order.starts_again(self.reference):
@@ -378,8 +380,13 @@ class Unit:
         """Forward raised ``error``: what it began is over, so that the next one starts anew."""
         if self.phase is Phase.PRE_BACKWARD:
             return  # checkpointing stops a recomputation by an exception when it has what it needs
-        if self.context is not None:
-            self.context.note_failure(self, error)
+        try:
+            if self.context is not None:
+                self.context.note_failure(self, error)
+        finally:
+            self._end_failed_call(module)
+
+    def _end_failed_call(self, module: nn.Module) -> None:
         try:
             self._leave_call(module)
         finally:
@@ -652,6 +659,11 @@ class Unit:
     def runs_forward(self) -> bool:
         """Whether a forward of it goes on, apart from a recomputed one."""
         return bool(self._inside) and not self._recomputes
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a forward of it has begun that did not come to its end, nor did an exception end it."""
+        return self.phase is Phase.FORWARD or bool(self._inside)
 
     @property
     def awaits_backward(self) -> bool:

@@ -48,6 +48,14 @@ _abandoned: list[tuple[Callable[[], Any], Sequence[Waitable]]] = []
 that time."""
 
 
+def abandon(
+    works: Sequence[Waitable], _to: list[Any] = _abandoned, _world: Any = GroupMember, _refer: Any = weakref.ref
+) -> None:
+    """Keep ``works`` alive, for which nobody will wait."""
+    # Defaults, since the names of modules may go before objects when the interpreter ends.
+    _to.append((_refer(_world.WORLD or _world), works))
+
+
 class Flight:
     """Works under way. They are kept alive even if whoever started them is deleted without waiting: gloo breaks a
     connection when one of its messages is freed before it is complete, and the next collective hangs."""
@@ -67,10 +75,9 @@ class Flight:
         finally:
             self.works = tuple(left)
 
-    # Arguments, since the names of modules may go before objects when the interpreter ends.
-    def __del__(self, abandoned: list[Any] = _abandoned, world: Any = GroupMember, refer: Any = weakref.ref) -> None:
+    def __del__(self, abandon: Callable[[Sequence[Waitable]], None] = abandon) -> None:
         if works := getattr(self, "works", ()):
-            abandoned.append((refer(world.WORLD or world), works))
+            abandon(works)
 
 
 def _land_abandoned() -> None:

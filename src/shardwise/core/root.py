@@ -67,14 +67,19 @@ def make_root(root: Unit) -> FSDPCommContext:
             context.use_device(device_for(root.device))
     for other in known:  # inner units may have been told while they were the outermost known
         context.max_pending_reductions = max(context.max_pending_reductions, other.max_pending_reductions)
-    context.has_root = True
     for unit in units:
-        unit.join(context, is_root=unit is root, iteration=context.iteration)
+        context.join(unit)
+    for unit in units:
+        if unit is not root:
+            unit.join(context, is_root=False, iteration=context.iteration)
     _name_units(root, named)
     for unit in units:
         for group in unit.groups:
             if group.state is ShardState.SHARDED:
                 group.adopt_registered()
+    # Last, since all this is done again, should it be interrupted, for a root without context.
+    context.has_root = True
+    root.join(context, is_root=True, iteration=context.iteration)
     return context
 
 

@@ -108,9 +108,10 @@ class _Step:
         is_traced: whether `torch.compile` traces the step.
     """
 
+    _plain: Sequence[torch.Tensor] = ()
+
     def __init__(self, optimizer: Optimizer, stand_in: Optimizer | None, closure: Any, is_traced: bool):
         self._optimizer, self._stand_in, self._closure, self._is_traced = optimizer, stand_in, closure, is_traced
-        self._plain: Sequence[torch.Tensor] = ()
 
     @untraced
     def __call__(self) -> Any:

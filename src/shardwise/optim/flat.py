@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import is_
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 from torch.optim import Optimizer
@@ -76,6 +76,16 @@ def _checked(optimizer_class: type[Optimizer], elementwise: bool) -> type[Optimi
     return optimizer_class
 
 
+class _Own(NamedTuple):
+    """What an optimizer has between steps."""
+
+    parameters: list[Sequence[torch.Tensor]]
+    """Of each param group."""
+    states: Any
+    flat_states: Any
+    """What stands for ``states`` meanwhile."""
+
+
 _flat_classes: dict[type[Optimizer], type[Optimizer]] = {}
 
 
@@ -111,6 +121,8 @@ class FlatOptimizer(Optimizer):
         self._groups: list[_Group] = []
         self._values: list[Any] = []  # of the state, as the last step left it
         self._tracer: Any = None  # of `torch.compile`, while it is at work
+        self._own: _Own | None = None  # while it steps, or if that was interrupted
+        self._steps = False
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _blank, (self.optimizer_class,), self.__getstate__()
@@ -119,7 +131,7 @@ class FlatOptimizer(Optimizer):
         return {
             name: value
             for name, value in super().__getstate__().items()
-            if name not in ("_groups", "_tracer", "_values")
+            if name not in ("_groups", "_own", "_steps", "_tracer", "_values")
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -143,11 +155,17 @@ class FlatOptimizer(Optimizer):
         # One by one: torch's operators on many tensors take no plain ones beside sharded ones.
         self.defaults = {**defaults, "foreach": False, "fused": False}
         try:
+            self._put_back_what_is_left()
             with without_torch_function():
                 super().zero_grad(set_to_none)
         finally:
             self.defaults = defaults
             trace_by(tracer)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As the optimizer's own."""
+        self._put_back_what_is_left()
+        return super().state_dict(*args, **kwargs)
 
     @untraced
     def step(self, closure: Callable[[], Any] | None = None, **settings: Any) -> Any:
@@ -173,11 +191,14 @@ class FlatOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = self._traced(closure)
-        originals = self._put_flat()
+        self._put_back()
+        self._steps = True
         try:
+            self._put_flat()
             self._traced(step_without_hooks(self.optimizer_class), self, **settings)
         finally:
-            self._put_back(originals)
+            self._steps = False
+            self._put_back()
         return loss
 
     def _traced(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -187,11 +208,12 @@ class FlatOptimizer(Optimizer):
         finally:
             trace_by(None)
 
-    def _put_flat(self) -> tuple[list[Sequence[torch.Tensor]], dict[Any, Any]]:
+    def _put_flat(self) -> None:
         parameters, states = [group["params"] for group in self.param_groups], self.state
+        flat_states: defaultdict[Any, Any] = defaultdict(dict)
+        self._own = _Own(parameters, states, flat_states)
         if len(parameters) != len(self._groups):
             self._groups = [_Group() for _ in parameters]
-        flat_states: defaultdict[Any, Any] = defaultdict(dict)
         with torch.no_grad(), without_torch_function():
             values = _values_in(states)
             untouched = len(values) == len(self._values) and all(map(is_, values, self._values))
@@ -205,20 +227,30 @@ class FlatOptimizer(Optimizer):
         for settings, group in zip(self.param_groups, self._groups, strict=True):
             settings["params"] = group.tensors
         self.state = flat_states
-        return parameters, states
 
-    def _put_back(self, originals: tuple[list[Sequence[torch.Tensor]], dict[Any, Any]]) -> None:
-        flat_states = self.state
-        parameters, self.state = originals  # type: ignore[assignment]
+    def _put_back_what_is_left(self) -> None:
+        """`_put_back`, unless it is the step itself that asks."""
+        if not self._steps:
+            self._put_back()
+
+    def _put_back(self) -> None:
+        """Undo `_put_flat`; what an exception interrupted of either, once more."""
+        if self._own is None:
+            return
+        parameters, states, flat_states = self._own
+        if self.state is not states:
+            flat_states = self.state  # a step may replace it
+        self.state = states
         for settings, members in zip(self.param_groups, parameters, strict=True):
             settings["params"] = members
         with torch.no_grad(), without_torch_function():
             for state_of, state in flat_states.items():
                 if not isinstance(state_of, torch.Tensor):
-                    self.state[state_of] = state
+                    states[state_of] = state
             for group in self._groups:
-                group.end(flat_states, self.state)
-        self._values = _values_in(self.state)
+                group.end(flat_states, states)
+        self._values = _values_in(states)
+        self._own = None
 
 
 _hooked_update = Optimizer.profile_hook_step(FlatOptimizer._update)

@@ -108,6 +108,7 @@ class Piece:
         self.flat = stretches[0].flat
         self._sources: list[torch.Tensor] = []
         """What is copied together, if there are several stretches."""
+        self._has_copies = False
         if len(stretches) > 1:
             self._sources = [stretch.flat.view(-1) for stretch in stretches]
             self.flat = self.flat.new_empty(start)
@@ -138,6 +139,7 @@ class Piece:
         if self._sources:
             allocate_storage(self.flat)
             torch.cat(self._sources, out=self.flat)
+            self._has_copies = True
             self.flat.grad = torch.cat([gradient.view(-1) for gradient in self._gradients])
         else:
             [self.flat.grad] = self._gradients
@@ -146,8 +148,10 @@ class Piece:
     def end(self) -> None:
         """Give the members their values, and drop the gradient."""
         self.flat.grad = None
-        if self._sources:
+        if self._has_copies:
+            self._has_copies = False  # before the copy, which is not made once more after an interruption
             copy_each(self._sources, self._copies)
+        if self._sources:
             # The same tensor in each step, as compiled ones need, but nothing is held between them.
             free_storage(self.flat)
 
