@@ -53,6 +53,8 @@ class _SavePlanner(DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         try:
+            if len(all_plans) == 1 and _incomplete(all_plans):  # of one rank torch does not look
+                raise ValueError("one process saves alone, as after destroy_process_group(), what several share")
             return super().create_global_plan(all_plans)
         except ValueError as error:
             raise ValueError(

@@ -22,6 +22,7 @@ import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
 from itertools import repeat
 from typing import Any, Literal, Protocol, TypeAlias, cast
 
@@ -665,7 +666,9 @@ def new_group_of(ranks: Sequence[int], purpose: str) -> dist.ProcessGroup:
     bound, world.bound_device_id = world.bound_device_id, None
     try:
         with _naming.next_group(name):
-            group = dist.new_group([*ranks], use_local_synchronization=True, group_desc=f"shardwise_{purpose}")
+            group = dist.new_group(
+                [*ranks], _time_limit(world), use_local_synchronization=True, group_desc=f"shardwise_{purpose}"
+            )
     finally:
         world.bound_device_id = bound
     assert isinstance(group, dist.ProcessGroup)
@@ -683,10 +686,15 @@ def connect(world: dist.ProcessGroup) -> dist.ProcessGroupGloo:
     dist.broadcast_object_list(name, group=world, group_src=0)
     store = PrefixStore(name[0], dist.distributed_c10d._get_default_store())
     _let_gloo_finish_before_exit()
-    timeout = dist.constants.default_pg_timeout
-    if world._device_types:  # one written in Python tells no limit
-        timeout = world._get_backend(world._device_types[0]).options._timeout
+    timeout = _time_limit(world) or dist.constants.default_pg_timeout
     return dist.ProcessGroupGloo(store, world.rank(), world.size(), timeout)
+
+
+def _time_limit(group: dist.ProcessGroup) -> timedelta | None:
+    """Of the collectives of ``group``; None if it does not tell, as one that is written in Python or a fake."""
+    backend = group._get_backend(group._device_types[0]) if group._device_types else None
+    limit: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
+    return limit
 
 
 def comm_for(group: dist.ProcessGroup, device: torch.device) -> Comm:

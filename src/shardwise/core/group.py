@@ -147,6 +147,16 @@ class ParamGroup:
         if self.shards.adopt_registered(is_loading=is_loading):
             self.gradients.forget_plans()
 
+    def adopt_for_use(self) -> None:
+        """`adopt_registered`, once nothing more is to be replaced.
+
+        Raises:
+            StateError: if a tied parameter was replaced under one of its names alone.
+        """
+        for slot in self.slots:
+            slot.refuse_untied()
+        self.adopt_registered()
+
     # -- Unsharding
 
     @property
@@ -181,7 +191,7 @@ class ParamGroup:
         elif self.state is ShardState.RESHARDED and not for_backward and self._may_differ(lane):
             self.reshard()  # cut from what was gathered before
         if self.state is ShardState.SHARDED and not for_backward and not self.shards.is_adopted:
-            self.adopt_registered()
+            self.adopt_for_use()
         if self._is_kept and not self._may_differ(lane):
             self._gather = None, ()
             return

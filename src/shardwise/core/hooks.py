@@ -118,6 +118,11 @@ class Unit:
                 group.options.reshard_after_forward = not is_root
         self.context = context  # last: by it the next forward knows that this was done, and not interrupted
 
+    def _make_context(self, module: nn.Module) -> FSDPCommContext:
+        if len(self._modules) == 1 and not self.modules:
+            self._modules = [weakref.ref(module)]  # by `copy.copy`, of one that is gone
+        return self.become_root(self)
+
     def own_context(self) -> FSDPCommContext:
         """The context, which is made if there is none yet."""
         return self.context or self.become_root(self)
@@ -154,7 +159,7 @@ class Unit:
         """Gather, register for backward, wait, install, prefetch."""
         if is_watched():
             self.show_ranges()
-        context = self.context or self.become_root(self)
+        context = self.context or self._make_context(module)
         if self.phase is Phase.PRE_BACKWARD:
             if in_backward():  # recomputation of a checkpointed forward
                 for group in self.groups:

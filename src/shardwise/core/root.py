@@ -76,7 +76,7 @@ def make_root(root: Unit) -> FSDPCommContext:
     for unit in units:
         for group in unit.groups:
             if group.state is ShardState.SHARDED:
-                group.adopt_registered()
+                group.adopt_for_use()
     # Last, since all this is done again, should it be interrupted, for a root without context.
     context.has_root = True
     root.join(context, is_root=True, iteration=context.iteration)

@@ -180,8 +180,24 @@ class Slot:
     def registered(self) -> nn.Parameter:
         """What is registered: of a tied parameter, the one that was replaced last."""
         found = [place.get() for place in self.places if place.exists]
-        replaced = [value for value in found if value is not self.sharded and not is_alias(value, self.sharded)]
-        return replaced[-1] if replaced else self.sharded
+        return next(filter(self._is_another, reversed(found)), self.sharded)
+
+    def _is_another(self, parameter: nn.Parameter) -> bool:
+        return parameter is not self.sharded and not is_alias(parameter, self.sharded)
+
+    def refuse_untied(self) -> None:
+        """
+        Raises:
+            StateError: if it is tied, and was replaced under some of its names, of which the others then had the value.
+        """
+        places = [place for place in self.places if place.exists]
+        replaced = [place for place in places if self._is_another(place.get())]
+        if replaced and len(replaced) < len(places):
+            raise StateError(
+                f"parameter {self.name!r} is tied, and was replaced as {replaced[0].name!r} of a "
+                f"{type(replaced[0].module()).__name__} alone: untie it before fully_shard, or register the same "
+                "parameter under each of its names"
+            )
 
 
 def reduction_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
