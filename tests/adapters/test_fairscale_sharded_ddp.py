@@ -1609,6 +1609,20 @@ def test_collectives_of_whole_tensors_on_every_backend() -> None:
                 comm.move(moved, 1, 0)
                 comm.move(moved, 1, 1)
                 assert moved[0] == (1 if rank <= 1 else rank)
+            for dtype in (torch.complex64, torch.int16, torch.uint16, torch.float8_e4m3fn, torch.bool):
+                if not dtype.is_complex and type(comm) is Comm:
+                    continue
+                outputs = [torch.empty(size * count, dtype=dtype) for count in (1, 2)]
+                inputs = [torch.full((count,), float(rank % 2)).to(dtype) for count in (1, 2)]
+                for work in comm.all_gather(outputs, inputs):
+                    work.wait()
+                expected = [float(other % 2) for other in range(size)]
+                assert [*map(float, outputs[0].to(torch.float64))] == expected
+                assert [*map(float, outputs[1][::2].to(torch.float64))] == expected
+            summed = torch.empty(1, dtype=torch.complex64)
+            for work in comm.reduce_scatter([summed], [torch.full((size,), 1.0 + 2.0j * rank)], mean=False):
+                work.wait()
+            assert summed.item() == complex(size, size * (size - 1))
             assert comm.gather_objects({"rank": rank}) == [{"rank": other} for other in range(size)]
             assert comm.host_device == torch.device("cpu")
     finally:

@@ -947,6 +947,8 @@ def test_a_save_waits_for_the_one_before_and_outlives_the_process_group() -> Non
         wait()
     assert not first.exists()
     assert not second.exists()
+    with pytest.raises(ValueError, match=r"whole tensors.*incomplete: .*one process saves alone"):
+        save(directory, model=model, keep=1)
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", init_method=f"file://{directory / 'again'}", rank=rank, world_size=2)
     newest = latest(directory)

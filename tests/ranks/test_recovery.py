@@ -12,18 +12,22 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
+from shardwise.core.group import ParamGroup
+from shardwise.core.module import unit_of
 
 from ..models import Stack, Transformer, wrap
 from .harness import RankError, assert_others_name, on_ranks, ranks
@@ -367,6 +371,35 @@ def test_exception_in_the_first_gather_of_values(preset: str) -> None:
         with pytest.raises(PlannedError):
             step_once(model, 0, 0)
         torch.testing.assert_close(step_once(model, 1, 0), step_once(plain, 1, 0))
+
+
+@on_ranks(2, 3)
+def test_exception_right_after_messages_were_sent() -> None:
+    """gloo breaks a connection when a message is freed before it is complete."""
+    torch.manual_seed(1)
+    plain = nn.Sequential(*[nn.Linear(512, 512) for _ in range(2)])
+    model, issue = copy.deepcopy(plain), ParamGroup._issue_gather
+    for unit in (*model, model):
+        shardwise.fully_shard(unit)
+    optimizers = [make_optimizer(one) for one in (plain, model)]
+
+    def interrupted(group: ParamGroup, *tensors: Any) -> Any:
+        issue(group, *tensors)
+        raise KeyboardInterrupt
+
+    inputs = torch.randn(4, 512)
+    for _ in range(2):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ParamGroup, "_issue_gather", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                model(inputs)
+        cast(Any, model).reset_iter_state()
+        for one, optimizer in zip((plain, model), optimizers, strict=True):
+            one(inputs).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(cast(DTensor, parameter).full_tensor(), expected)
 
 
 @on_ranks(2, by_hand=[False, True])
@@ -725,3 +758,13 @@ def test_process_that_ends_right_after_a_collective(tmp_path: Path) -> None:
             for process in processes:
                 process.kill()
         assert [process.returncode for process in processes] == [0, 0], errors
+
+
+@on_ranks(4)
+def test_groups_of_the_engines_own_have_the_limit_of_the_process_group() -> None:
+    model: Any = shardwise.fully_shard(Layer(), reshard_after_forward=2)
+    model.set_separate_reduce_scatter_group(True)
+    [group] = unit_of(model).groups
+    for own in (group.policy.reshard_to.shard, group.options.reduce_comm):
+        limits = [one._get_backend(torch.device("cpu")).options._timeout for one in (own.group, dist.group.WORLD)]
+        assert limits[0] == limits[1] < timedelta(minutes=30)

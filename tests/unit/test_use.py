@@ -56,6 +56,19 @@ def test_state_dict_can_be_saved_and_copied(fake_mesh: Mesh) -> None:
             assert copied[name].placements == value.placements
 
 
+@pytest.mark.parametrize("ran", [False, True])
+def test_a_copy_outlives_the_module_that_was_wrapped(fake_mesh: Mesh, ran: bool) -> None:
+    model = build(fake_mesh(2))
+    inputs = inputs_for(model, 0)
+    if ran:
+        model(inputs).sum().backward()
+    copied = copy.copy(model)
+    del model
+    for _ in range(2):
+        copied(inputs).sum().backward()
+    assert all(parameter.grad is not None for parameter in copied.parameters())
+
+
 def test_parameters_can_be_copied_pickled_and_made_parameters(fake_mesh: Mesh) -> None:
     model = build(fake_mesh(2))
     weight = model.layers[0].up.weight
