@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -47,11 +48,15 @@ def sharded(mesh: DeviceMesh) -> Any:
 def interrupted(name: str, after: int, of: Callable[[Any], bool] = lambda _: True) -> Iterator[list[int]]:
     """Raise a KeyboardInterrupt in the function with this qualified ``name``, after so many lines of it, if it is a
     method ``of`` such objects; gives a list that then has an item."""
-    lines, raised = after, list[int]()
+    lines, raised, entered = after, list[int](), set[tuple[int, int]]()
 
     def in_function(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal lines
         if event == "line" and not raised:
+            if linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with "):
+                if (id(frame), frame.f_lineno) in entered:
+                    return in_function  # Python looks for signals in a context, or once it was left, not in between
+                entered.add((id(frame), frame.f_lineno))
             lines -= 1
             if lines < 0:
                 raised.append(frame.f_lineno)
@@ -67,6 +72,7 @@ def interrupted(name: str, after: int, of: Callable[[Any], bool] = lambda _: Tru
         yield raised
     finally:
         sys.settrace(before)
+    assert torch._C._is_torch_function_enabled()
 
 
 def step(model: Any, optimizer: torch.optim.Optimizer) -> float:
