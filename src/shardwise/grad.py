@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,9 +18,20 @@ from .core.flat import refuse_flat
 from .core.mesh import mesh_device
 from .core.norms import in_order, local_norms
 from .core.parameter import owner_of, successor_of
+from .core.shards import ParameterShards
 from .grad_scaler import ShardedGradScaler
 
-__all__ = ["ShardedGradScaler", "clip_grad_norm_", "norm_over_ranks", "scale_to_norm", "total_norm"]
+__all__ = [
+    "ShardedGradScaler",
+    "clip_grad_norm_",
+    "joint_norm",
+    "norm_dtype",
+    "norm_of_nothing",
+    "norm_over_ranks",
+    "scale_to_norm",
+    "share_of_norm",
+    "total_norm",
+]
 
 
 @eager
@@ -36,6 +48,12 @@ def clip_grad_norm_(
     One all-reduce for each mesh axis that gradients are sharded over, of one number per parameter. A collective: all
     ranks of the mesh call it.
 
+    Units may lie on different meshes, of which the widest has the ranks of all. Where one lies on fewer data-parallel
+    ranks than others (experts), each group of ranks has parameters of its own in it, and all groups' count once each:
+    one more all-reduce, of one number, for each axis of the widest mesh. All its ranks then call this with parameters
+    of such a unit, which need no gradients. Ranks of a tensor-parallel axis have those in common that it does not cut,
+    and all ranks those that are not sharded.
+
     Args:
         parameters: one or many; those without gradients are left out. For an unsharded parameter (registered while its
             unit is not resharded, or to fewer ranks only), or one that `fully_shard` replaced, the gradient of its
@@ -46,9 +64,12 @@ def clip_grad_norm_(
         foreach: False handles tensors one by one, which needs less memory for temporaries; None and True at once.
 
     Returns:
-        The norm before scaling, a 0-dim tensor with the same value on every rank.
+        The norm before scaling, a 0-dim tensor with the same value on every rank of the widest mesh. Stages of a
+        pipeline, on meshes of their own, each have their own.
 
     Raises:
+        ValueError: if a gradient is still a partial sum; naming two parameters, if they lie on different meshes and no
+            mesh has the ranks of all.
         RuntimeError: if ``error_if_nonfinite`` and the norm is not finite.
     """
     # Strings too, as torch takes them: "inf", and what YAML makes of 1e-3. Before ranks communicate.
@@ -56,11 +77,16 @@ def clip_grad_norm_(
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     refuse_flat(parameters, "clip_grad_norm_")
     with without_torch_function():
-        found = [*map(_gradient_of, parameters)]
-    gradients = [gradient for gradient in found if gradient is not None]
-    if not gradients:
+        sharded = [*map(_sharded_of, parameters)]
+        trained = [one for one in sharded if one.grad is not None or one.requires_grad]
+        gradients = [one.grad for one in trained if one.grad is not None]
+        groups = _sharers(trained)
+    if groups is not None:
+        norm = _norm_over_groups(trained, *groups, norm_type)
+    elif gradients:
+        norm = total_norm(gradients, norm_type)
+    else:
         return torch.tensor(0.0)
-    norm = total_norm(gradients, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
             f"the norm of order {norm_type} of the gradients is non-finite ({norm.item()}), so they cannot be clipped; "
@@ -70,12 +96,11 @@ def clip_grad_norm_(
     return norm
 
 
-def _gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+def _sharded_of(parameter: torch.Tensor) -> torch.Tensor:
     # Unsharded ones may have gradients of this rank alone, which wait for their reduction.
-    gradient = parameter.grad
-    is_sharded = gradient is not None and owner_of(parameter) is not None
+    is_sharded = parameter.grad is not None and owner_of(parameter) is not None
     sharded = None if is_sharded else successor_of(parameter)
-    return gradient if sharded is None else sharded.grad
+    return parameter if sharded is None else sharded
 
 
 def scale_to_norm(
@@ -130,6 +155,103 @@ def total_norm(tensors: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch
         order += indices
     total: torch.Tensor = torch.linalg.vector_norm(in_order(vectors, order), norm_type)
     return total
+
+
+def _sharers(parameters: Sequence[torch.Tensor]) -> tuple[DeviceMesh, list[int]] | None:
+    """The widest mesh of data-parallel ranks, and for each parameter how many of its ranks have it in common; None
+    where all ranks have all in common.
+
+    Raises:
+        ValueError: if none has the ranks of all.
+    """
+    owners = [owner_of(parameter) for parameter in parameters]
+    meshes = {id(owner): owner.mesh.mesh for owner in owners if isinstance(owner, ParameterShards)}
+    if len({*meshes.values()}) < 2:
+        return None
+    firsts: dict[DeviceMesh, torch.Tensor] = {}
+    for one, owner in zip(parameters, owners, strict=True):
+        if owner is not None:
+            firsts.setdefault(meshes[id(owner)], one)
+    ranks = functools.cache(_ranks_of)
+    everyone = frozenset().union(*map(ranks, firsts))
+    # With the ranks of other parallelisms, whose axes may lie across the data-parallel ranks of others (experts).
+    common = [
+        everyone if owner is None else everyone & ranks(spec_of(one).mesh)
+        for one, owner in zip(parameters, owners, strict=True)
+    ]
+    if all(own == everyone for own in common):
+        return None
+    widest = max(firsts, key=DeviceMesh.size)
+    for mesh in firsts:
+        if not ranks(mesh) <= ranks(widest):
+            first, other = (f"{_named(firsts[one])} on ranks {sorted(ranks(one))}, {one}" for one in (widest, mesh))
+            raise ValueError(
+                f"there is no norm of all gradients: no mesh has the ranks of {first}, and of {other}; clip the "
+                "parameters of each mesh by a call of its own"
+            )
+    return widest, [*map(len, common)]
+
+
+def _named(sharded: torch.Tensor) -> str:
+    owner = owner_of(sharded)
+    assert owner is not None
+    name, unit = owner.name_of(sharded)
+    return f"parameter {name!r} of unit {unit!r}"
+
+
+def _ranks_of(mesh: DeviceMesh) -> frozenset[int]:
+    return frozenset(mesh.mesh.flatten().tolist())
+
+
+def _norm_over_groups(
+    parameters: Sequence[torch.Tensor], everyone: DeviceMesh, sharers: Sequence[int], norm_type: float
+) -> torch.Tensor:
+    """Norm of the gradients of ``parameters``, of which groups of ranks have other ones; all of ``everyone`` call this.
+
+    Args:
+        parameters: one or more, with gradients or without.
+        everyone: all ranks.
+        sharers: for each parameter how many of the ranks have it in common.
+        norm_type: order of the norm.
+    """
+    dtype, device = norm_dtype(parameters), mesh_device(everyone)
+    by_sharers: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+    for parameter, count in zip(parameters, sharers, strict=True):
+        if parameter.grad is not None:
+            by_sharers[count].append(parameter.grad)
+    norms = {count: total_norm(own, norm_type).to(device, dtype) for count, own in by_sharers.items()}
+    of_all = [norms.pop(everyone.size())] if everyone.size() in norms else []
+    # Whatever gradients this rank has: those of another group may be there.
+    shares = [share_of_norm(norm, count, norm_type) for count, norm in norms.items()]
+    share = joint_norm(shares or [norm_of_nothing(norm_type, dtype, device)], norm_type)
+    for axis in range(everyone.ndim):
+        share = norm_over_ranks(share, comm_for(everyone.get_group(axis), device), norm_type)
+    return joint_norm([*of_all, share], norm_type).to(parameters[0].device)
+
+
+def norm_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype:
+    """That norms are added up in which ranks have of unlike ``tensors``: float32, float64 if any of them needs it."""
+    return torch.float64 if any(one.dtype.to_real() == torch.float64 for one in tensors) else torch.float32
+
+
+def norm_of_nothing(norm_type: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The 0-dim norm that leaves a norm of norms as it is."""
+    return torch.full((), math.inf if norm_type < 0 else 0.0, dtype=dtype, device=device)
+
+
+def joint_norm(norms: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Norm of several tensors from that of each, one or more 0-dim ones of one dtype and device."""
+    stacked = torch.stack([*norms])
+    joint: torch.Tensor = stacked.sum() if norm_type == 0 else torch.linalg.vector_norm(stacked, norm_type)
+    return joint
+
+
+def share_of_norm(norm: torch.Tensor, ranks: int, norm_type: float) -> torch.Tensor:
+    """What each of ``ranks`` that all have ``norm`` adds, so that `norm_over_ranks` over these and others counts it
+    once."""
+    if norm_type == 0:
+        return norm / ranks
+    return norm if math.isinf(norm_type) else norm * ranks ** (-1.0 / norm_type)
 
 
 def _by_cut(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[DeviceMesh | None, frozenset[int], list[int]]]:

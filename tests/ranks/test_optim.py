@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 import shardwise
 from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, Placements
+from shardwise.core.device import shard_like
 from shardwise.core.errors import StateError
 from shardwise.core.step import ELEMENTWISE
 from shardwise.fairscale import FullyShardedDataParallel
@@ -300,6 +301,73 @@ def test_clipping_beside_gradients_that_are_not_reduced_yet() -> None:
         norms: list[Any] = [None, None]
         dist.all_gather_object(norms, shardwise.clip_grad_norm_(model.parameters(), 1e3).item())
         assert norms[0] == norms[1]
+
+
+def of_known_gradients(seed: int) -> nn.Linear:
+    """A layer, the same for the same seed."""
+    torch.manual_seed(seed)
+    layer = nn.Linear(4, 6)
+    for parameter in layer.parameters():
+        parameter.grad = torch.randn(parameter.shape)
+    return layer
+
+
+def copy_gradients(model: nn.Module, truth: nn.Module) -> None:
+    """Give the sharded parameters of ``model`` their parts of the gradients of ``truth``."""
+    for ours, theirs in zip(model.parameters(), truth.parameters(), strict=True):
+        assert isinstance(ours, DTensor)
+        assert theirs.grad is not None
+        ours.grad = shard_like(theirs.grad, ours)
+
+
+def assert_same_gradients(model: nn.Module, truth: nn.Module) -> None:
+    for ours, theirs in zip(model.parameters(), truth.parameters(), strict=True):
+        assert ours.grad is not None
+        torch.testing.assert_close(whole(ours.grad), theirs.grad)
+
+
+@on_ranks(4, size=[1, 2], shared=["sharded", "replicated"])
+def test_clipping_with_other_experts_in_each_group_of_ranks(size: int, shared: str) -> None:
+    """Each rank had the norm of its own group, so that the rows of a shared gradient were scaled unlike."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world // size, size), mesh_dim_names=("group", "shard"))
+    group = mesh["group"].get_local_rank()
+    truth = nn.ModuleList(of_known_gradients(seed) for seed in range(1 + world // size))
+    model = nn.ModuleList(copy.deepcopy(truth[index]) for index in (0, 1 + group))
+    shardwise.fully_shard(model[1], mesh=mesh["shard"])
+    shardwise.fully_shard(model[0], mesh=mesh if shared == "replicated" else init_device_mesh("cpu", (world,)))
+    for own, index in zip(model, (0, 1 + group), strict=True):
+        copy_gradients(own, truth[index])
+    for order in (0, 0.5, 1, 3, float("inf"), -1, -float("inf")):
+        norm = shardwise.clip_grad_norm_(model.parameters(), 1e9, order)
+        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(truth.parameters(), 1e9, order))
+    for own in (model.parameters(), list(reversed(list(model.parameters())))):
+        norm = shardwise.clip_grad_norm_(own, 0.5)
+        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(truth.parameters(), 0.5))
+    for own, index in zip(model, (0, 1 + group), strict=True):
+        assert_same_gradients(own, truth[index])
+    for parameter in (model if group else model[0]).parameters():
+        parameter.grad = None
+    norm = shardwise.clip_grad_norm_(model.parameters(), 0.1)  # which only the first group has something to add to
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(truth[1].parameters(), 0.1))
+    if group == 0:
+        assert_same_gradients(model[1], truth[1])
+
+
+@on_ranks(4, parallelism=["tensor", "expert"])
+def test_clipping_units_whose_data_parallel_ranks_other_parallelisms_complete(parallelism: str) -> None:
+    """They lie on different meshes, and yet all ranks have the same parameters: none counts twice."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    truth = nn.ModuleList(map(of_known_gradients, range(2)))
+    model = copy.deepcopy(truth)
+    parallelize_module(model[0], mesh["inner"], ColwiseParallel())
+    shardwise.fully_shard(model[0], mesh=mesh["outer"])
+    everywhere = init_device_mesh("cpu", (4,))  # experts have other ranks to be cut over than what is beside them
+    shardwise.fully_shard(model[1], mesh=mesh["outer"] if parallelism == "tensor" else everywhere)
+    copy_gradients(model, truth)
+    norm = shardwise.clip_grad_norm_(model.parameters(), 0.5)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(truth.parameters(), 0.5))
+    assert_same_gradients(model, truth)
 
 
 @on_ranks(2, 3)

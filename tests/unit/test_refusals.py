@@ -71,6 +71,17 @@ def test_the_norm_of_gradients_that_are_not_reduced(fake_mesh: Mesh) -> None:
     shardwise.clip_grad_norm_(model.parameters(), 1.0)
 
 
+def test_the_norm_of_gradients_on_meshes_without_one_of_all_ranks(fake_mesh: Mesh) -> None:
+    mesh, model = fake_mesh(2, 2), MLP()
+    for layer, axis in zip(model.layers, ("replicate", "shard"), strict=False):
+        fully_shard(layer, mesh=mesh[axis])
+    of_both = r"'weight' of unit .* on ranks \[0, 2\], .*'weight' of unit .* on ranks \[0, 1\], .* by a call of its own"
+    with pytest.raises(ValueError, match=of_both):
+        shardwise.clip_grad_norm_(model.parameters(), 1.0)
+    for layer in model.layers:
+        shardwise.clip_grad_norm_(layer.parameters(), 1.0)
+
+
 def test_other_parameters_trained_while_sums_wait_for_replicas(fake_mesh: Mesh) -> None:
     model: Any = wrap(MLP(), fully_shard, mesh=fake_mesh(2, 2))
     model.set_requires_all_reduce(False)
