@@ -52,6 +52,7 @@ from shardwise.checkpoint.ranks import SavingRanks
 from ..models import Transformer, inputs_for, wrap
 from .harness import on_ranks
 from .shared import shared_directory
+from .test_safetensors import assert_raises_alike
 from .truth import batch, whole
 
 WIDTH = 7
@@ -542,6 +543,46 @@ def test_stages_of_a_pipeline() -> None:
             del other[f"norm{rank}"]
         with pytest.raises(ValueError, match=rf"the model does not have 'norm{size - 1}\.weight'"):
             load(directory, model=other)
+
+
+@on_ranks(4, own_names=[False, True], copies=[False, True])
+def test_experts_on_meshes_of_their_own(own_names: bool, copies: bool) -> None:
+    """Two ranks have one and two another one; what is saved under one name is one tensor."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "shard"))
+    number = dist.get_rank() // 2
+    name = f"expert{number}" if own_names else "expert"
+
+    def make_experts(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        shared = nn.Linear(4, 4)
+        torch.manual_seed(seed if copies else seed + number)
+        model = nn.ModuleDict({"shared": shared, name: nn.Linear(4, 3)})
+        shardwise.fully_shard(model[name], mesh=mesh["shard"])
+        shardwise.fully_shard(model["shared"], mesh=world_mesh())
+        optimizer = torch.optim.AdamW(model.parameters())
+        model[name](model["shared"](torch.ones(2, 4))).square().mean().backward()
+        optimizer.step()
+        return model, optimizer
+
+    (model, optimizer), (other, loaded) = make_experts(1), make_experts(5)
+    with shared_directory() as directory:
+        verbs: dict[str, Callable[[], Any]] = {
+            "save": lambda: save(directory, model=model, optimizer=optimizer),
+            "full_state_dict": lambda: shardwise.full_state_dict(model),
+            "save_safetensors": lambda: shardwise.save_safetensors(model, directory),
+        }
+        if not own_names and not copies:
+            for verb, action in verbs.items():
+                match = rf"^{verb}: '\S*expert.weight' is on ranks \[0, 1\] and on ranks \[2, 3\] .*: give the modules"
+                assert_raises_alike(ValueError, match, action)
+            assert os.listdir(directory) == []
+            return
+        for action in [verbs["save"]] if own_names else verbs.values():
+            action()
+        load(directory, model=other, optimizer=loaded)
+    for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(whole(ours), whole(theirs))
+        assert torch.equal(whole(loaded.state[ours]["exp_avg"]), whole(optimizer.state[theirs]["exp_avg"]))
 
 
 @on_ranks(2)

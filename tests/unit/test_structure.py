@@ -60,6 +60,7 @@ ORDER = [
     "checkpoint.names",
     "checkpoint.reading",
     "checkpoint.peers",
+    "checkpoint.groups",
     "checkpoint.weights",
     "checkpoint.matching",
     "checkpoint.model_state",

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from ..core.extension import with_plain_values
-from .integrity import is_plain, raw
+from .integrity import checksum, is_plain
 from .model_state import model_state
 from .names import parameter_names, plain_name
 from .objects import Path, Pickled, as_saved, capture, is_kept_by_leaves, key_of, leaves, pickled, warn_of_unsafe
@@ -111,8 +111,7 @@ def digests(items: Mapping[Path, torch.Tensor | Pickled], model: nn.Module | Non
         may_differ |= path[0] == MODEL and str(path[-1]).split(".")[-1] == "_extra_state"
         may_differ |= path[:2] == (OPTIMIZER, STATE) and len(path) > 2 and str(path[2]) in sharded
         if may_differ and isinstance(item, torch.Tensor) and is_plain(item):
-            kind = repr((item.dtype, tuple(item.shape))).encode()
-            found[path] = zlib.crc32(raw(item.cpu()), zlib.crc32(kind))
+            found[path] = checksum(item)
     return found
 
 

@@ -47,6 +47,12 @@ def raw(tensor: torch.Tensor) -> memoryview:
     return memoryview(run.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
+def checksum(tensor: torch.Tensor) -> int:
+    """Of the dtype, the shape and, if it is plain, the bytes of a tensor that is not a DTensor, on any device."""
+    kind = xxh3_64_intdigest(repr((tensor.dtype, tuple(tensor.shape))).encode())
+    return xxh3_64_intdigest(raw(tensor.cpu()), kind) if is_plain(tensor) else kind
+
+
 def read_all(descriptor: int, memory: memoryview, position: int, name: str) -> None:
     """Fill ``memory`` with the bytes of the file ``name`` from ``position`` on.
 

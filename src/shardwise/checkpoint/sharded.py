@@ -18,11 +18,12 @@ from ..core.device import local_of, not_inference, untracked
 from .asynchronous import background, host_copies
 from .atomic import DCP_METADATA, MANIFEST, Draft, checkpoints_in, is_name_of_ours, latest, path_of, prune
 from .contents import apart, contents, digests
+from .groups import refuse_groups
 from .integrity import CheckpointError, CorruptFileError, Manifest, find_damage
 from .interrupts import held
 from .model_state import check_fit
 from .names import listed
-from .objects import Pickled, is_stateful
+from .objects import Pickled, is_stateful, key_of
 from .optimizer_state import optimizers_in
 from .progress import Progress
 from .ranks import SavingRanks, saving_ranks
@@ -79,7 +80,7 @@ def save(
         StateError: if parameters have no values yet.
         TypeError: for an argument of a wrong type, or what cannot be pickled.
         ValueError: if the optimizer has parameters that ``model`` does not have, a number is out of range, or ranks
-            give different directories, or not all parts of the model.
+            give different directories, not all parts of the model, or different sharded tensors of one name.
     """
     ranks, failed = saving_ranks(), background.take_error()
 
@@ -113,6 +114,9 @@ def _begin(
             leaves = collect()
             own = digests(leaves, model)
             draft = _new_draft(root, step) if ranks.is_first else None
+        refuse_groups(
+            "save", ranks, {key_of(path): leaf for path, leaf in leaves.items() if not isinstance(leaf, Pickled)}
+        )
         paths = (draft.path, draft.final) if draft is not None else None
         exchanged = ranks.exchange((root, (own, paths)))
         path, final = cast(tuple[Path, Path], _first(exchanged)[1])

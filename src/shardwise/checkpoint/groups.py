@@ -1,0 +1,71 @@
+"""Groups of ranks that have tensors of one name, each group on a mesh of its own."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ..core.device import local_of
+from .integrity import checksum
+from .peers import Peers
+
+Ranks = tuple[int, ...]
+"""Of a mesh, ascending."""
+
+
+def refuse_groups(verb: str, peers: Peers, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Compare what several groups of ranks have under one name, of which the first group's alone is saved: right for
+    copies, as of what tensor parallelism leaves whole, and wrong for experts. A collective; no values are read or sent
+    where all tensors of a name are on one mesh, or on one that has the ranks of the others.
+
+    Args:
+        verb: that saves, for the message.
+        peers: all ranks that save.
+        tensors: of this rank, by name; on any device.
+
+    Raises:
+        ValueError: on all ranks, naming a tensor that two groups have with different values.
+    """
+    meshes: dict[Ranks, list[str]] = defaultdict(list)
+    own: dict[str, Ranks] = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor) and tensor.device_mesh.size() < len(peers.ranks):
+            own[name] = tuple(sorted(tensor.device_mesh.mesh.flatten().tolist()))
+            meshes[own[name]].append(name)
+    apart = _apart(peers.exchange(dict(meshes)))
+    if not apart:
+        return
+    with peers.together():
+        sums = {name: (ranks, checksum(local_of(tensors[name]))) for name, ranks in own.items() if name in apart}
+    # Sets, since the ranks of a group may hold copies of the same part.
+    found: dict[str, dict[Ranks, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for told in peers.exchange(sums):
+        for name, (ranks, total) in told.items():
+            found[name][ranks].add(total)
+    for name, (first, *others) in apart.items():
+        for other in others:
+            if found[name][first] != found[name][other]:
+                raise ValueError(
+                    f"{verb}: {name!r} is on ranks {list(first)} and on ranks {list(other)} with different values, of "
+                    "which the first alone would be saved: give the modules of each group of ranks names of their own, "
+                    "as by the number of the expert, or make them copies"
+                )
+
+
+def _apart(told: Iterable[Mapping[Ranks, Iterable[str]]]) -> dict[str, list[Ranks]]:
+    """Names with the ranks of the first mesh that they are on, and of others none of which it has or is part of."""
+    found: dict[str, list[Ranks]] = {}
+    for own in told:
+        for ranks, names in own.items():
+            for name in names:
+                known = found.setdefault(name, [ranks])
+                if ranks not in known and not _contains(known[0], ranks) and not _contains(ranks, known[0]):
+                    known.append(ranks)
+    return {name: groups for name, groups in found.items() if len(groups) > 1}
+
+
+def _contains(ranks: Ranks, others: Ranks) -> bool:
+    return set(ranks).issuperset(others)
