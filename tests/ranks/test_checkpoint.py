@@ -545,6 +545,88 @@ def test_stages_of_a_pipeline() -> None:
             load(directory, model=other)
 
 
+STAGED = 4
+"""Layers of the model that `Staged` cuts."""
+
+
+class Staged:
+    """This rank's stage of a pipeline, or the whole model, with an optimizer of its own, of two param groups.
+
+    Args:
+        stages: that the layers are dealt to; each is sharded over as many ranks.
+        rates: learning rates of the first and of the last half of the layers.
+        backwards: whether the first ranks have the last stage.
+    """
+
+    def __init__(self, stages: int, seed: int, rates: tuple[float, float] = (0.1, 0.1), *, backwards: bool = False):
+        torch.manual_seed(seed)
+        ranks = dist.get_world_size() // stages
+        mesh = init_device_mesh("cpu", (stages, ranks), mesh_dim_names=("stage", "shard"))["shard"]
+        place, count = dist.get_rank() // ranks, STAGED // stages
+        start = (stages - 1 - place if backwards else place) * count
+        layers = [nn.Linear(3, 3) for _ in range(STAGED)]
+        own = range(start, start + count)
+        self.model = nn.ModuleDict({f"layer{index}": shardwise.fully_shard(layers[index], mesh=mesh) for index in own})
+        rate = rates[start * 2 // STAGED]
+        groups = [{"params": [layers[index].weight for index in own], "lr": rate}]
+        groups += [{"params": [layers[index].bias for index in own], "lr": 2 * rate, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups)
+
+    def step(self) -> None:
+        for layer in self.model.values():
+            layer(torch.randn(2, 3)).square().mean().backward()
+        self.optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        values: dict[str, Any] = {name: whole(parameter) for parameter, name in names.items()}
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                own = self.optimizer.state[parameter]
+                values[f"{names[parameter]}/exp_avg"] = whole(own["exp_avg"])
+                values[f"{names[parameter]}/settings"] = group["lr"], group["weight_decay"]
+        return values
+
+
+@on_ranks(4, stages=[1, 2, 4])
+def test_other_stages_at_other_world_sizes(stages: int) -> None:
+    """What two stages or four or the whole model saved, each other number of them restores at each world size."""
+    with shared_directory() as directory:
+        saved = Staged(stages, seed=1)
+        saved.step()
+        save(directory / "saved", model=saved.model, optimizer=saved.optimizer)
+        states: list[Any] = [None] * 4
+        dist.all_gather_object(states, saved.state())
+        truth = {name: value for state in states for name, value in state.items()}
+        halves = Staged(2, seed=1, rates=(0.1, 0.2))
+        save(directory / "halves", model=halves.model, optimizer=halves.optimizer)
+        dist.barrier()
+        dist.destroy_process_group()
+        for size in reversed(SIZES):
+            with world_of(size, directory, "load") as takes_part:
+                for number in (1, 2, 4) if takes_part else ():
+                    if size % number == 0:
+                        other = Staged(number, seed=2)
+                        load(directory / "saved", model=other.model, optimizer=other.optimizer)
+                        assert_same(other.state(), {name: truth[name] for name in other.state()})
+                    if number == 1:
+                        match = "group 0 of AdamW has 'layer0.weight' and 'layer2.weight', .* different 'lr': make"
+                        with pytest.raises(ValueError, match=match):
+                            load(directory / "halves", model=other.model, optimizer=other.optimizer)
+        end = f"file://{directory / 'end'}"
+        dist.init_process_group("gloo", init_method=end, rank=int(os.environ["RANK"]), world_size=4)
+
+
+@on_ranks(4)
+def test_stages_that_other_ranks_have_after_loading() -> None:
+    saved, other = Staged(4, seed=1, rates=(0.1, 0.2)), Staged(4, seed=2, backwards=True)
+    with shared_directory() as directory:
+        save(directory, model=saved.model, optimizer=saved.optimizer)
+        load(directory, model=other.model, optimizer=other.optimizer)
+    rate = 0.2 if dist.get_rank() < 2 else 0.1
+    assert [group["lr"] for group in other.optimizer.param_groups] == [rate, 2 * rate]
+
+
 @on_ranks(4, own_names=[False, True], copies=[False, True])
 def test_experts_on_meshes_of_their_own(own_names: bool, copies: bool) -> None:
     """Two ranks have one and two another one; what is saved under one name is one tensor."""

@@ -24,7 +24,7 @@ from .reading import StoredData
 
 Names = Mapping[torch.Tensor, Sequence[str]]
 """The names of each parameter; several if it is tied."""
-STATE, GROUPS, PARAMETERS = "state", "param_groups", "params"
+STATE, GROUPS, PARAMETERS, NAMES = "state", "param_groups", "params", "param_names"
 CUTS = "optimizer_cuts"
 """How sharded state is cut that has another shape than its parameter; see `cuts`."""
 
@@ -218,9 +218,11 @@ class SavedOptimizer:
         paths: where each of its keys is in the saved tree, from "state", "param_groups" or another key on.
         objects: values of the keys that are not tensors.
         plain: those of its keys that are plain tensors, of each rank's own.
+        ranks: for each rank that saved, the values in ``objects`` of the keys of param groups, where ranks differ.
 
     Raises:
-        ValueError: if ``optimizers`` have other param groups than were saved.
+        ValueError: if ``optimizers`` have other param groups than were saved, or have in one what was saved in several
+            with different settings.
     """
 
     def __init__(
@@ -231,8 +233,9 @@ class SavedOptimizer:
         paths: Mapping[str, Path],
         objects: Mapping[str, Any],
         plain: Collection[str] = (),
+        ranks: Sequence[Mapping[str, Any]] = (),
     ):
-        self._plain = plain
+        self._plain, self._ranks = plain, ranks
         self._optimizers, self._names, self._objects = optimizers, names, objects
         self._parameters = {name: parameter for parameter, own in names.items() for name in own}
         self._tensors = tensors
@@ -260,69 +263,78 @@ class SavedOptimizer:
     # -- Matching groups with saved ones
 
     def _saved_groups(self, values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        tree = tree_of((path, values[key]) for key, path in self._group_paths.items())
-        if isinstance(tree, list):
-            yield from tree
-            return
-        for name, settings in tree.items():
-            yield {**settings, PARAMETERS: [name]}
+        """The groups of this rank, then those of the others that saved; ranks that share a stage have the same."""
+        for own in ({}, *self._ranks):
+            tree = tree_of((path, own.get(key, values[key])) for key, path in self._group_paths.items())
+            if isinstance(tree, list):
+                yield from tree
+                continue
+            for name, settings in tree.items():
+                yield {**settings, PARAMETERS: [name]}
 
     def _matching(self, values: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
         """For each group of each optimizer the saved settings of its parameters.
 
         Raises:
-            ValueError: if a group has other parameters than every saved one.
+            ValueError: if a group has other parameters than every saved one, or than several together, or those of
+                several that have different settings.
         """
         saved = list(self._saved_groups(values))
-        by_parameters: dict[frozenset[torch.Tensor | str], list[dict[str, Any]]] = {}
+        by_parameters: dict[frozenset[torch.Tensor], list[dict[str, Any]]] = {}
         for group in saved:
-            known = frozenset(self._parameters.get(name, name) for name in group[PARAMETERS])
-            by_parameters.setdefault(known, []).append(group)
+            # Others are of stages, or parts of the model, that this rank does not have.
+            known = frozenset(self._parameters[name] for name in group[PARAMETERS] if name in self._parameters)
+            if known or not group[PARAMETERS]:
+                by_parameters.setdefault(known, []).append(group)
         found: list[list[dict[str, Any]]] = []
         for optimizer in self._optimizers:
             found.append([])
             for index, group in enumerate(optimizer.param_groups):
                 _names_of(optimizer, group[PARAMETERS], self._names)
                 parameters = frozenset(group[PARAMETERS])
-                fitting = by_parameters.get(parameters) or self._by_parameter(by_parameters, optimizer, index)
+                fitting = by_parameters.get(parameters) or self._joined(by_parameters, optimizer, index)
                 if not fitting:
                     raise ValueError(self._mismatch(optimizer, index, saved))
                 # Groups without parameters all look alike: they are taken in their order.
                 found[-1].append(fitting.pop(0) if len(fitting) > 1 else fitting[0])
         return found
 
-    def _by_parameter(
-        self,
-        by_parameters: Mapping[frozenset[torch.Tensor | str], list[dict[str, Any]]],
-        optimizer: Optimizer,
-        index: int,
+    def _joined(
+        self, by_parameters: Mapping[frozenset[torch.Tensor], list[dict[str, Any]]], optimizer: Optimizer, index: int
     ) -> list[dict[str, Any]]:
-        """The settings of a group's parameters, where every one of them was saved with its own.
+        """The settings of a group whose parameters were saved in several, such as those of stages, or each alone.
 
         Raises:
             ValueError: if they differ, since the group has one for all.
         """
         parameters = optimizer.param_groups[index][PARAMETERS]
-        alone = [by_parameters.get(frozenset([parameter])) for parameter in parameters]
-        if not (first := alone[0] if alone else None) or not all(alone):
+        # Of a parameter that is in several, the first counts.
+        part_of = {one: part for part in reversed([*by_parameters]) for one in part}
+        parts: dict[frozenset[torch.Tensor], torch.Tensor] = {}
+        for one in parameters:
+            if one not in part_of:
+                return []
+            parts.setdefault(part_of[one], one)
+        if not frozenset(parameters).issuperset(one for part in parts for one in part):
             return []
-        for parameter, settings in zip(parameters, alone, strict=True):
-            assert settings is not None
-            if differing := [key for key in first[0] if key != PARAMETERS and settings[0].get(key) != first[0][key]]:
-                names = " and ".join(repr(self._names[one][0]) for one in (parameters[0], parameter))
+        settings = [(one, by_parameters[part][0]) for part, one in parts.items()]
+        for one, own in settings[1:]:
+            if differing := _differing(settings[0][1], own):
+                names = " and ".join(repr(self._names[each][0]) for each in (parameters[0], one))
                 raise ValueError(
                     f"param group {index} of {type(optimizer).__name__} has {names}, which were saved with different "
                     f"{listed(differing)}: make the optimizer with the param groups that it was saved with"
                 )
-        return first
+        return [own for _, own in settings[:1]]
 
     def _mismatch(self, optimizer: Optimizer, index: int, saved: Sequence[Mapping[str, Any]]) -> str:
         own = {self._names[parameter][0] for parameter in optimizer.param_groups[index][PARAMETERS]}
-        nearest = max((set(group[PARAMETERS]) for group in saved), key=lambda names: len(own & names), default=set())
-        lacks, more = listed(sorted(own - nearest)), listed(sorted(nearest - own))
+        groups = dict.fromkeys(frozenset(group[PARAMETERS]) for group in saved)
+        nearest = max(groups, key=lambda names: len(own & names), default=frozenset())
+        lacks, more = listed(sorted(own - nearest)), listed(sorted((nearest - own) & self._parameters.keys()))
         differs = " and ".join([*([f"lacks {lacks}"] if lacks else []), *([f"also has {more}"] if more else [])])
         return (
-            f"param group {index} of {type(optimizer).__name__} has other parameters than any of the {len(saved)} "
+            f"param group {index} of {type(optimizer).__name__} has other parameters than any of the {len(groups)} "
             f"groups that were saved; the nearest one {differs}: make the optimizer with the param groups that it was "
             "saved with"
         )
@@ -371,6 +383,12 @@ class SavedOptimizer:
             _load(optimizer, groups, by_parameter, others)
 
 
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """The settings in which two saved groups differ; their parameters, and the names of these, are none."""
+    keys = dict.fromkeys([*one, *other])
+    return [key for key in keys if key not in (PARAMETERS, NAMES) and one.get(key) != other.get(key)]
+
+
 def _target(
     saved: TensorStorageMetadata,
     parameter: torch.Tensor | None,
@@ -410,7 +428,7 @@ def _load(
     packed_groups, packed_state, position = [], {}, 0
     for group, settings in zip(optimizer.param_groups, groups, strict=True):
         count = len(group[PARAMETERS])
-        packed = {key: _on_device_of(group.get(key), value) for key, value in settings.items() if key != "param_names"}
+        packed = {key: _on_device_of(group.get(key), value) for key, value in settings.items() if key != NAMES}
         packed_groups.append({**packed, PARAMETERS: list(range(position, position + count))})
         for index, parameter in enumerate(group[PARAMETERS], start=position):
             if parameter in state:

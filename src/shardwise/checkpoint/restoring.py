@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +17,7 @@ from .contents import EXTRA, EXTRA_TENSORS, MODEL, OPTIMIZER, RANKS, RNG, SCHEDU
 from .model_state import Misfit, SavedModel
 from .names import listed, parameter_names
 from .objects import Path, capture, release, restore, tree_of
-from .optimizer_state import CLASSES, CUTS, STATE, SavedOptimizer, optimizer_paths
+from .optimizer_state import CLASSES, CUTS, GROUPS, STATE, SavedOptimizer, optimizer_paths
 from .reading import StoredData
 from .rng import seed_from, set_random_state
 
@@ -114,7 +116,23 @@ class Restoring:
                 "loaded at any, its state has to be DTensors)"
             )
         kinds = {key: tensors[own] for key in self._optimizer_paths if (own := self._own(key)) in tensors}
-        return SavedOptimizer(optimizers, parameter_names(model), kinds, self._optimizer_paths, self._values, differing)
+        paths, groups = self._optimizer_paths, self._groups_of_ranks()
+        return SavedOptimizer(optimizers, parameter_names(model), kinds, paths, self._values, differing, groups)
+
+    def _groups_of_ranks(self) -> list[dict[str, Any]]:
+        """The param groups' keys on the first rank that saved them, then on each rank that differed from it: a stage's
+        groups are those of its own ranks, wherever it is loaded. None if no rank differed."""
+        keys = [key for key, path in self._optimizer_paths.items() if path[0] == GROUPS]
+        places: dict[int, dict[str, str]] = defaultdict(dict)
+        for rank, key in itertools.product(range(self._saved_by or 0), keys):
+            if (where := f"{RANKS}.{rank}.{key}") in self._stored.kinds:
+                places[rank][key] = where
+        if not places:
+            return []
+        read = self._stored.read_objects([*keys, *(where for own in places.values() for where in own.values())])
+        common = {key: read[key] for key in keys if key in read}
+        others = ({key: read[where] for key, where in own.items()} for own in places.values())
+        return [common, *({**common, **own} for own in others)]
 
     # -- Reading
 

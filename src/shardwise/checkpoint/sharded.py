@@ -176,7 +176,8 @@ def load(
         directory: a root, of which the newest complete checkpoint is loaded, or a checkpoint.
         model: may be sharded in another way than it was saved, or not at all; parameters on the meta device get
             memory. Its dtypes stay.
-        optimizer: with the param groups that it was saved with, in any order; or several. Its old state is dropped.
+        optimizer: with the param groups that it was saved with, in any order; or several. Its old state is dropped. A
+            group may have the parameters of several saved ones, by any ranks, with equal settings (pipeline stages).
         scheduler: as saved.
         extra: what to fill: objects with ``load_state_dict`` take their state, dicts the saved items.
         rng: whether to continue with the saved states of random number generators. At the world size that saved,
