@@ -12,6 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from .core.agreement import communicating
 from .core.comm import Comm, comm_for
 from .core.device import eager, local_of, scale_each, sent_to, spec_of, without_torch_function
 from .core.flat import refuse_flat
@@ -32,6 +33,9 @@ __all__ = [
     "share_of_norm",
     "total_norm",
 ]
+
+OF_NORM = "computing the norm of the gradients"
+"""What ranks that wait in vain were doing."""
 
 
 @eager
@@ -305,18 +309,24 @@ def norm_over_ranks(vector: torch.Tensor, comm: Comm, norm_type: float) -> torch
     if math.isinf(norm_type):
         return _extremes_over_ranks(vector, comm, smallest=norm_type < 0)
     if norm_type == 0:
-        comm.all_reduce_now(vector)
+        _sum(vector, comm)
         return vector
     # Squares of norms that float16 can tell may not be in its range.
     powers = (vector.float() if vector.dtype == torch.float16 else vector) ** norm_type
-    comm.all_reduce_now(powers)
+    _sum(powers, comm)
     result: torch.Tensor = powers ** (1.0 / norm_type)
     return result.to(vector.dtype)
+
+
+def _sum(vector: torch.Tensor, comm: Comm) -> None:
+    with communicating(OF_NORM, comm):
+        comm.all_reduce_now(vector)
 
 
 def _extremes_over_ranks(vector: torch.Tensor, comm: Comm, *, smallest: bool) -> torch.Tensor:
     # Backends may lose NaN in a maximum, by the order in which they compare.
     joined = torch.stack([-vector if smallest else vector, vector.isnan().to(vector.dtype)])
-    comm.all_reduce_largest(joined.view(-1))
+    with communicating(OF_NORM, comm):
+        comm.all_reduce_largest(joined.view(-1))
     extremes, is_nan = joined
     return torch.where(is_nan > 0, math.nan, -extremes if smallest else extremes)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.amp import GradScaler
 
 from .arguments import check_flag
+from .core.agreement import communicating
 from .core.comm import comm_for
 from .core.device import local_of, scale_each, unscale_each
 from .core.norms import local_norms
@@ -83,7 +84,9 @@ class ShardedGradScaler(GradScaler):
             found_inf += flag.to(found_inf.device)
         group = self.group if self.group is not None else _world()
         if group is not None and group.size() > 1:
-            comm_for(group, found_inf.device).all_reduce_largest(found_inf)
+            comm = comm_for(group, found_inf.device)
+            with communicating("looking for infinite gradients on all ranks", comm):
+                comm.all_reduce_largest(found_inf)
         return {found_inf.device: found_inf}
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1731,3 +1731,33 @@ def test_a_rank_that_is_killed_is_named(world_size: int, place: str, size: int) 
     with pytest.raises(RankError) as caught:
         ranks(world_size).run(__name__, "Dies", {"place": place, "size": size}, 60.0)
     assert_others_name(world_size - 1, world_size, caught.value)
+
+
+VERBS: dict[str, Callable[[Any, OSS], object]] = {
+    "computing the norm of the gradients": lambda _, optimizer: optimizer.clip_grad_norm(1.0),
+    "gathering the optimizer's state": lambda _, optimizer: optimizer.consolidate_state_dict(),
+    "gathering the state dict": lambda sharded, _: sharded.state_dict(),
+    "loading a state dict": lambda sharded, _: sharded.load_state_dict(sharded.local_state_dict(), strict=False),
+}
+
+
+class EndsBefore:
+    """A body that the test below runs by name."""
+
+    @staticmethod
+    def body(verb: str) -> None:
+        """The last rank is gone before the ``verb``."""
+        optimizer = OSS(MLP().parameters(), optim=SGD, lr=0.1)
+        optimizer.step()
+        sharded = FullyShardedDataParallel(MLP())
+        dist.barrier()
+        if dist.get_rank() == dist.get_world_size() - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        VERBS[verb](sharded, optimizer)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_verb_that_a_rank_does_not_come_to_is_named(verb: str) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(__name__, "EndsBefore", {"verb": verb}, 60.0)
+    assert f"shardwise: this happened while {verb}" in caught.value.tracebacks[0], caught.value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
 import re
 import time
@@ -26,11 +27,14 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardwise
 from shardwise import Placements, fully_shard
+from shardwise.checkpoint import sharded
+from shardwise.core.agreement import tell_failure
 from shardwise.core.comm import comm_for
 from shardwise.core.errors import StateError
 
 from ..models import MLP, Transformer, wrap
-from .harness import on_ranks
+from .harness import RankError, on_ranks, ranks
+from .shared import shared_directory
 from .test_autograd import Layer, stack
 from .test_parallel import named_axes
 from .truth import batch
@@ -390,6 +394,104 @@ def test_models_on_two_devices_of_one_group() -> None:
     if dist.get_rank():
         assert host.posted_by(0, host.post("")) == "the host's"
         assert other.posted_by(0, other.post("")) == "the other's"
+
+
+VERBS: dict[str, Callable[[Any, str], object]] = {
+    "computing the norm of the gradients": lambda model, _: shardwise.clip_grad_norm_(model.parameters(), 1.0),
+    "gathering the full state dict": lambda model, _: shardwise.full_state_dict(model),
+    "loading a full state dict": lambda model, _: shardwise.load_full_state_dict(model, {}),
+    "saving safetensors": lambda model, path: shardwise.save_safetensors(model, path),
+    "saving a checkpoint to": lambda model, path: shardwise.save(path, model=model),
+    "loading a checkpoint from": lambda model, path: shardwise.load(path, model=model),
+    "writing": lambda model, path: shardwise.save(path, model=model, async_=True),
+}
+
+
+class Ends:
+    """A body that the test below runs by name."""
+
+    @staticmethod
+    def body(verb: str, path: str) -> None:
+        """The last rank is gone before the ``verb``, or once everything is copied and others write beside training."""
+        model = unlucky_model(init_device_mesh("cpu", (dist.get_world_size(),)))[0]
+        model(torch.ones(2, WIDTH)).sum().backward()
+        shardwise.save(path, model=model)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            if verb != "writing":
+                os._exit(3)
+            sharded.write_leaves = lambda *_: os._exit(3)
+        VERBS[verb](model, path)
+        shardwise.wait()
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_verb_that_a_rank_does_not_come_to_is_named(verb: str, tmp_path: Path) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(3).run(__name__, "Ends", {"verb": verb, "path": str(tmp_path)}, 60.0)
+    tracebacks = dict(caught.value.tracebacks)
+    assert tracebacks.pop(2) == "the process died"
+    assert {*tracebacks} == {0, 1}, caught.value
+    what = "saving a checkpoint to" if verb == "writing" else verb
+    what += f" {tmp_path}" if what.endswith(("to", "from")) else ""
+    for traceback in tracebacks.values():
+        assert f"shardwise: this happened while {what}" in traceback, traceback
+
+
+@on_ranks(2)
+def test_why_a_rank_does_not_come_to_a_verb_is_told() -> None:
+    model, unlucky = unlucky_model(impatient_mesh(), "ddp")
+    unlucky.fails = dist.get_rank() == 1
+    with pytest.raises(ArithmeticError) if unlucky.fails else nullcontext():
+        model(torch.ones(2, WIDTH))
+    dist.barrier()
+    if not unlucky.fails:
+        with pytest.raises(RuntimeError) as caught:
+            shardwise.full_state_dict(model)
+        told = told_by(caught.value)
+        assert "this happened while gathering the full state dict. Rank 1 failed before that, in the forward of" in told
+
+
+@on_ranks(2)
+def test_what_failed_before_ranks_did_a_verb_together_is_not_told() -> None:
+    model, comm = unlucky_model(init_device_mesh("cpu", (2,)))[0], comm_for(dist.group.WORLD, torch.device("cpu"))
+    model(torch.ones(2, WIDTH)).sum().backward()
+    for verb in ("computing the norm of the gradients", "gathering the full state dict"):
+        tell_failure(f"no luck on {dist.get_rank()}", [comm])
+        dist.barrier()
+        assert comm.failure_elsewhere() == (1 - dist.get_rank(), f"no luck on {1 - dist.get_rank()}")
+        dist.barrier()
+        VERBS[verb](model, "")
+        dist.barrier()
+        assert comm.failure_elsewhere() is None
+        dist.barrier()
+
+
+@on_ranks(2)
+def test_what_failed_is_told_while_a_checkpoint_is_saved_beside() -> None:
+    """Whose ranks meet over connections of their own, while others may wait in training."""
+    model, comm = unlucky_model(init_device_mesh("cpu", (2,)))[0], comm_for(dist.group.WORLD, torch.device("cpu"))
+    told = f"no luck on {dist.get_rank()}", f"no luck on {1 - dist.get_rank()}"
+    tell_failure(told[0], [comm])
+    with shared_directory() as path:
+        shardwise.save(path, model=model, async_=True)
+        shardwise.wait()
+    dist.barrier()
+    assert comm.failure_elsewhere() == (1 - dist.get_rank(), told[1])
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_what_a_user_raises_in_a_verb_is_not_explained() -> None:
+    class Extra(Layer):
+        def get_extra_state(self) -> Any:
+            raise RuntimeError("no state")
+
+        def set_extra_state(self, _: Any) -> None: ...
+
+    model = fully_shard(Extra(), mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(RuntimeError, match="no state") as caught:
+        shardwise.full_state_dict(model)
+    assert "this happened while" not in told_by(caught.value)
 
 
 # -- What to wrap

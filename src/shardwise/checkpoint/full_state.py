@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..arguments import check_flag, check_flags
+from ..core.agreement import doing
 from ..core.device import untracked
 from .groups import refuse_groups
 from .interrupts import held
@@ -29,6 +30,7 @@ BLOCK_BYTES = 2**24
 
 @held()
 @untracked()
+@doing("gathering the full state dict")
 def full_state_dict(model: nn.Module, *, cpu: bool = True, rank0_only: bool = True) -> dict[str, Any]:
     """The model's state dict with whole plain tensors, none of which shares memory with the model.
 
@@ -95,6 +97,7 @@ class _Description:
 
 
 @held()
+@doing("loading a full state dict")
 def load_full_state_dict(model: nn.Module, sd: Mapping[str, Any] | None, *, broadcast_from_rank0: bool = True) -> None:
     """Load a state dict with whole plain tensors; all ranks that hold the model call this.
 

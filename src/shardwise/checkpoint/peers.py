@@ -12,11 +12,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..core.agreement import communicating
+from ..core.comm import comm_for
 from ..core.mesh import mesh_device
 from .interrupts import held
 from .names import listed
 
 T = TypeVar("T")
+
+AGREEING = "agreeing with the other ranks"
+"""What ranks that wait in vain were doing, if no verb tells."""
 
 
 class Peers:
@@ -58,8 +63,9 @@ class Peers:
         """All ranks' values (picklable), in the order of their ranks."""
         known = {self.ranks[self.position]: value}
         for group, _, _ in self._axes:
-            gathered: list[dict[int, T]] = [{}] * group.size()
-            dist.all_gather_object(gathered, known, group=group)
+            comm = comm_for(group, self.device)
+            with communicating(AGREEING, comm):
+                gathered: list[dict[int, T]] = comm.gather_objects(known)
             known = {rank: given for part in gathered for rank, given in part.items()}
         return [known.get(rank, value) for rank in self.ranks]
 
@@ -67,7 +73,8 @@ class Peers:
         """Give every rank the first rank's ``tensor``, contiguous and on `device`."""
         for group, source, takes_part in self._axes:
             if takes_part:
-                dist.broadcast(tensor, group=group, group_src=source)
+                with communicating("sending values from the first rank", comm_for(group, self.device)):
+                    dist.broadcast(tensor, group=group, group_src=source)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:

@@ -18,7 +18,9 @@ import torch
 from torch import nn
 
 from ..arguments import check_flag, is_whole_number
+from ..core.agreement import doing
 from ..core.device import untracked
+from ..core.errors import is_explained
 from .atomic import path_of, sync_directory
 from .groups import refuse_groups
 from .integrity import CorruptFileError
@@ -50,6 +52,7 @@ Rename = Mapping[str, str] | Callable[[str], str | None]
 
 @held()
 @torch.no_grad()
+@doing("loading safetensors")
 def load_safetensors(
     model: nn.Module,
     path_or_dir: str | os.PathLike[str],
@@ -177,6 +180,7 @@ class _Files(contextlib.ExitStack):
 
 @held()
 @untracked()
+@doing("saving safetensors")
 def save_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, max_shard_size: int | str = "5GB") -> None:
     """Save a model's parameters and persistent buffers for any reader of safetensors; all ranks that hold it call this.
 
@@ -226,8 +230,9 @@ def save_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, max
         finally:
             if peers.is_first:
                 target.clean()
-    except BaseException:
-        peers.exchange(None)  # no rank goes on before the first one has cleaned up
+    except BaseException as error:
+        if not is_explained(error):  # else they cannot communicate
+            peers.exchange(None)  # no rank goes on before the first one has cleaned up
         raise
 
 

@@ -14,7 +14,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..arguments import check_flag, check_flags, is_whole_number
+from ..core.agreement import doing
 from ..core.device import local_of, not_inference, untracked
+from ..core.errors import is_explained
 from .asynchronous import background, host_copies
 from .atomic import DCP_METADATA, MANIFEST, Draft, checkpoints_in, is_name_of_ours, latest, path_of, prune
 from .contents import apart, contents, digests
@@ -82,20 +84,20 @@ def save(
         ValueError: if the optimizer has parameters that ``model`` does not have, a number is out of range, or ranks
             give different directories, not all parts of the model, or different sharded tensors of one name.
     """
-    ranks, failed = saving_ranks(), background.take_error()
+    with doing("saving a checkpoint to", directory):
+        ranks, failed = saving_ranks(), background.take_error()
 
-    def collect() -> Leaves:
-        if failed is not None:
-            raise failed
-        check_flag("save", "async_", async_)
-        _check_numbers(step, keep)
-        leaves = contents(_module(model), _optimizers(model, optimizer), _scheduler(scheduler), extra)
-        return host_copies(leaves) if async_ else leaves
+        def collect() -> Leaves:
+            if failed is not None:
+                raise failed
+            _check_settings(async_, step, keep)
+            leaves = contents(_module(model), _optimizers(model, optimizer), _scheduler(scheduler), extra)
+            return host_copies(leaves) if async_ else leaves
 
-    leaves, draft, path, final = _begin(ranks, directory, step, model, collect)
-    work = functools.partial(_write, path, leaves, ranks, draft, keep, shown=not async_)
-    background.start(work) if async_ else work()
-    return final
+        leaves, draft, path, final = _begin(ranks, directory, step, model, collect)
+        work = functools.partial(_write, path, leaves, ranks, draft, keep, shown=not async_)
+        background.start(work) if async_ else work()
+        return final
 
 
 def _begin(
@@ -120,8 +122,8 @@ def _begin(
         paths = (draft.path, draft.final) if draft is not None else None
         exchanged = ranks.exchange((root, (own, paths)))
         path, final = cast(tuple[Path, Path], _first(exchanged)[1])
-    except BaseException:
-        _abandon(draft, ranks)
+    except BaseException as error:
+        _abandon(draft, ranks, error)
         raise
     leaves = apart(leaves, [found for _, (found, _) in exchanged], ranks.position)
     return leaves, draft, path, final
@@ -130,27 +132,30 @@ def _begin(
 def _write(path: Path, leaves: Leaves, ranks: SavingRanks, draft: Draft | None, keep: int | None, shown: bool) -> None:
     """Fill a draft, which the first rank holds, and make it a checkpoint."""
     total = sum(map(_size, leaves.values()))
-    try:
-        with Progress("Saving", total, shown=shown and ranks.is_first) as progress:
-            manifest = write_leaves(path, leaves, ranks, progress.advance)
-        with ranks.together(), naming(path):
-            if draft is not None and manifest is not None:
-                manifest.write(path)
-                draft.commit()
-                if keep is not None:
-                    prune(draft.final.parent, keep)
-    except BaseException:
-        _abandon(draft, ranks)
-        raise
+    # Again: on a thread of its own nothing has told it.
+    with doing("saving a checkpoint to", path.parent):
+        try:
+            with Progress("Saving", total, shown=shown and ranks.is_first) as progress:
+                manifest = write_leaves(path, leaves, ranks, progress.advance)
+            with ranks.together(), naming(path):
+                if draft is not None and manifest is not None:
+                    manifest.write(path)
+                    draft.commit()
+                    if keep is not None:
+                        prune(draft.final.parent, keep)
+        except BaseException as error:
+            _abandon(draft, ranks, error)
+            raise
 
 
-def _abandon(draft: Draft | None, ranks: SavingRanks) -> None:
+def _abandon(draft: Draft | None, ranks: SavingRanks, error: BaseException) -> None:
     """Remove a draft, before any rank goes on."""
     if draft is not None:
         draft.discard()
-    # Communication itself may have failed.
-    with suppress(Exception):
-        ranks.exchange(None)
+    # Where communication itself failed this one would wait in vain, and those that wait for it until it ends.
+    if not is_explained(error):
+        with suppress(Exception):
+            ranks.exchange(None)
 
 
 @held()
@@ -201,17 +206,18 @@ def load(
         TypeError: for an argument of a wrong type.
         ValueError: listing what the checkpoint lacks, or what does not fit; or if ranks give different directories.
     """
-    ranks = saving_ranks()
-    background.finish()
-    with ranks.together():
-        check_flags(load, "load", {"rng": rng, "strict": strict, "weights_only": weights_only})
-        wanted = Wanted(_module(model), _optimizers(model, optimizer), _scheduler(scheduler), extra, rng)
-        told = (root := path_of(directory)), _find(root, ranks)
-    path, manifest = _first(ranks.exchange(told))
-    share = sum(file.size for file in manifest.files.values()) // ranks.size if manifest is not None else 0
-    with Progress("Loading", 2 * share, shown=ranks.is_first) as progress, torch.no_grad(), not_inference():
-        stored = open_checked(path, manifest, ranks, weights_only, progress.advance)
-        return _restore(stored, wanted, ranks, strict, progress)
+    with doing("loading a checkpoint from", directory):
+        ranks = saving_ranks()
+        background.finish()
+        with ranks.together():
+            check_flags(load, "load", {"rng": rng, "strict": strict, "weights_only": weights_only})
+            wanted = Wanted(_module(model), _optimizers(model, optimizer), _scheduler(scheduler), extra, rng)
+            told = (root := path_of(directory)), _find(root, ranks)
+        path, manifest = _first(ranks.exchange(told))
+        share = sum(file.size for file in manifest.files.values()) // ranks.size if manifest is not None else 0
+        with Progress("Loading", 2 * share, shown=ranks.is_first) as progress, torch.no_grad(), not_inference():
+            stored = open_checked(path, manifest, ranks, weights_only, progress.advance)
+            return _restore(stored, wanted, ranks, strict, progress)
 
 
 def _restore(stored: StoredData, wanted: Wanted, ranks: SavingRanks, strict: bool, progress: Progress) -> Any:
@@ -309,7 +315,8 @@ def _new_draft(root: Path, step: int | None) -> Draft:
         raise CheckpointError(f"no checkpoint can be written into {root}: {error}") from error
 
 
-def _check_numbers(step: int | None, keep: int | None) -> None:
+def _check_settings(async_: bool, step: int | None, keep: int | None) -> None:
+    check_flag("save", "async_", async_)
     for name, value, least in (("step", step, 0), ("keep", keep, 1)):
         if value is not None and not is_whole_number(value):
             raise TypeError(f"{name} must be an int or None, not {value!r}")

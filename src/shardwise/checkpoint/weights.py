@@ -14,6 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ..core.agreement import communicating
+from ..core.comm import Comm, comm_for
 from ..core.device import local_of, not_inference, region_of, spec_of
 from ..core.errors import StateError
 from ..core.flat import refuse_flat
@@ -143,11 +145,21 @@ class Weight:
         """The whole tensor, on its mesh's device; may share the model's memory. All ranks that hold it call this."""
         if not isinstance(self.tensor, DTensor):
             return self.local
+        with communicating(f"gathering {self.names[0]!r}", *self._comms(self.tensor.device_mesh)):
+            return self._gather(self.tensor)
+
+    def _comms(self, mesh: DeviceMesh) -> list[Comm]:
+        """Of the ranks that hold parts, the unit's own first, which sends messages."""
+        own = [] if self.slot is None else [self.slot.buffer.comm]
+        axes = (axis for axis in range(mesh.ndim) if mesh.size(axis) > 1)
+        return own + [comm_for(mesh.get_group(axis), mesh_device(mesh)) for axis in axes]
+
+    def _gather(self, tensor: DTensor) -> torch.Tensor:
         if self.slot is not None:
             gathered = self.slot.buffer.gather_whole(self.slot.index)
             return gathered if self.slot.parallel is None else self.slot.parallel.unsharded(gathered).full_tensor()
         # Around the local tensor, since attributes of the parameter may be its owner's.
-        local, spec = self.local, spec_of(self.tensor)
+        local, spec = self.local, spec_of(tensor)
         shape, stride = torch.Size(self.shape), torch.empty(self.shape, device="meta").stride()
         whole = DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride)
         return whole.full_tensor()

@@ -8,10 +8,12 @@ for anybody: of two ranks that differ the later one knows it, and the other one 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,6 +32,14 @@ _posted: weakref.WeakKeyDictionary[Comm, tuple[str, Counter[str], dict[str, str]
 _failed: weakref.WeakSet[Comm] = weakref.WeakSet()
 """Over which this rank has told a failure that others may wait because of."""
 
+_verb: ContextVar[tuple[object, ...]] = ContextVar("_verb", default=())
+"""What `doing` was given."""
+
+UNITS_ALIKE = (
+    "a unit that runs forward or backward on one rank must do so on all, in the same order, and train the same "
+    "parameters there"
+)
+VERBS_ALIKE = "all ranks must do that, in the same order"
 NAMED_PARAMETERS = 3
 """Of a unit, in a message."""
 
@@ -56,7 +66,46 @@ def check_alike(sharing: Iterable[tuple[Comm, ParamGroup]]) -> None:
             raise StateError(text)
 
 
-def explain_failure(error: RuntimeError, what: str, *comms: Comm) -> None:
+@contextlib.contextmanager
+def doing(*words: object) -> Iterator[None]:
+    """Let errors inside, of what `explained` surrounds, tell that this was being done.
+
+    Args:
+        words: joined when something fails, since to print a path of the user's may raise; inside another such context
+            that one's count, which are those of the verb that the user called.
+    """
+    token = _verb.set(_verb.get() or words)
+    try:
+        yield
+    finally:
+        _verb.reset(token)
+
+
+@contextlib.contextmanager
+def explained(what: str, *comms: Comm) -> Iterator[None]:
+    """Explain an error of a collective, beside which nothing runs inside that users write.
+
+    Args:
+        what: is being communicated; what a surrounding `doing` tells is told in its place.
+        comms: as of `explain_failure`.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        explain_failure(error, " ".join(map(str, _verb.get())) or what, *comms, rule=VERBS_ALIKE)
+        raise
+
+
+@contextlib.contextmanager
+def communicating(what: str, *comms: Comm) -> Iterator[None]:
+    """`explained`, for collectives over ``comms`` themselves. Their ranks have met once this ends, here or right
+    before: none waits because of what failed earlier."""
+    with explained(what, *comms):
+        yield
+    forget_failures(comms)
+
+
+def explain_failure(error: RuntimeError, what: str, *comms: Comm, rule: str = UNITS_ALIKE) -> None:
     """Add to an ``error`` what was being communicated, with which rank if that is known, and the cause if others have
     told it; if not, tell them, unless what this one has told before is the cause of this too.
 
@@ -64,6 +113,7 @@ def explain_failure(error: RuntimeError, what: str, *comms: Comm) -> None:
         error: of a collective.
         what: was being communicated.
         comms: the collective was one of these; the first, if it was of messages between two ranks.
+        rule: that another rank may have broken.
     """
     if (peer := failed_peer(error)) is not None and (rank := comms[0].known_rank(peer)) is not None:
         what = f"{what}, waiting for rank {rank}"
@@ -71,11 +121,10 @@ def explain_failure(error: RuntimeError, what: str, *comms: Comm) -> None:
     found = next(filter(None, causes), "")
     if not found:
         untold = [comm for comm in comms if comm not in _failed]
-        often = "a unit that runs on one rank must run on all, in the same order, and train the same parameters there"
-        tell_failure(f"while {what}: {often}", untold)
+        tell_failure(f"while {what}: {rule}", untold)
         # Of ranks that wait for each other, and so fail together, the last to tell finds the first.
         found = next(filter(None, (_failure_elsewhere(comm, "at the same time") for comm in comms)), "")
-    explain(error, what, found)
+    explain(error, what, found, rule)
 
 
 def sized(tensors: Iterable[tuple[torch.dtype, int]]) -> str:

@@ -705,6 +705,13 @@ def comm_for(group: dist.ProcessGroup, device: torch.device) -> Comm:
     return comm
 
 
+def any_comm_for(group: dist.ProcessGroup) -> Comm:
+    """The collectives of ``group`` on a device of its own, those that are in use if any are."""
+    if known := _comms.get(group):
+        return next(iter(known.values()))
+    return comm_for(group, next(iter(group._device_types), torch.device("cpu")))
+
+
 def _make_comm(group: dist.ProcessGroup, device: torch.device) -> Comm:
     if not (name := _backend_name(group, device)):
         return PythonComm(group)

@@ -5,13 +5,10 @@ from __future__ import annotations
 _EXPLAINED = "shardwise: this happened while"
 
 
-def explain(error: RuntimeError, what: str, cause: str = "") -> None:
-    """Add to a communication error what was being communicated, and its ``cause`` or else what most often goes wrong
-    there."""
-    often = (
-        "Another rank failed or stopped, or does not run the same units in the same order: a unit that runs forward or "
-        "backward on one rank must do so on all, and train the same parameters there"
-    )
+def explain(error: RuntimeError, what: str, cause: str, rule: str) -> None:
+    """Add to a communication error what was being communicated, and its ``cause``, or if that is empty, the ``rule``
+    that another rank may have broken."""
+    often = f"Another rank failed or stopped, or does something else: {rule}"
     error.add_note(f"{_EXPLAINED} {what}. {cause[:1].upper() + cause[1:] or often}.")
 
 

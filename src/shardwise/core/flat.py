@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from .agreement import communicating
 from .buffer import ShardedBuffer
 from .device import call_without_torch_function, copy_each, not_inference, without_torch_function
 from .errors import StateError
@@ -331,8 +332,9 @@ class FlatSlot(Slot):
         if self.buffer.comm.size == 1 or not own.numel():
             return own
         run = own.new_empty(self.buffer.comm.size * own.numel())
-        for work in self.buffer.comm.all_gather([run], [own]):
-            work.wait()
+        with communicating(f"gathering {self.name!r}", self.buffer.comm):
+            for work in self.buffer.comm.all_gather([run], [own]):
+                work.wait()
         return run
 
     def cut(self, run: torch.Tensor) -> torch.Tensor:

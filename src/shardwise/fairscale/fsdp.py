@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..arguments import check_arguments, documented
+from ..core.agreement import doing
 from ..core.changing import changing
 from ..core.context import FSDPCommContext
 from ..core.device import in_backward, not_inference
@@ -407,6 +408,7 @@ class FullyShardedDataParallel(Settings):
 
     # -- State
 
+    @doing("gathering the state dict")
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Whole parameters and buffers under the names that the model has without wrappers, as
         `torch.nn.Module.state_dict`; a collective. Floating-point values are in the dtype of the shards: float32,
@@ -416,6 +418,7 @@ class FullyShardedDataParallel(Settings):
         with self._summoned(volatile=True):
             return super().state_dict(*args, **kwargs)
 
+    @doing("loading a state dict")
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load what `state_dict` of this model, wrapped or not, gave; a collective. Every rank passes all of it.
 
@@ -552,6 +555,7 @@ class FullyShardedDataParallel(Settings):
         scale_to_norm(gradients, norm, float(max_norm))
         return norm.cpu() if self.move_grads_to_cpu else norm
 
+    @doing("gathering the optimizer's state")
     def gather_full_optim_state_dict(self, optim: Optimizer, recipient_rank: int | None = 0) -> dict[str, Any] | None:
         """State of ``optim``, as if it trained the model without wrappers; a collective, which changes nothing.
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
+from ..core.agreement import communicating
 from ..core.comm import Comm
 from ..core.flat import FlatPart, FlatSlot
 from ..core.step import parameters_of
@@ -189,7 +190,10 @@ def _check_alike(
         for comm, members in by_comm.items()
         if comm.size > 1
     ]
-    told = [(comm, mine, comm.gather_objects((mine, failure and str(failure)))) for comm, mine in everyone]
+    said, told = failure and str(failure), []
+    for comm, mine in everyone:
+        with communicating("comparing the optimizer's state on all ranks", comm):
+            told.append((comm, mine, comm.gather_objects((mine, said))))
     if failure is not None:
         raise failure
     for comm, mine, answers in told:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.optim import SGD, Optimizer
 
 from ..arguments import Argument, Support, check_arguments, documented, is_at_least
-from ..core.agreement import explain_failure
+from ..core.agreement import communicating, explain_failure
 from ..core.comm import Comm, SingleComm, comm_for
 from ..core.device import sent_to
 from ..core.layout import deal
@@ -22,7 +22,7 @@ from ..core.parameter import refuse_lazy
 from ..core.step import parameters_of
 from ..core.tree import map_tensors
 from ..core.whole import WholeBroadcast
-from ..grad import scale_to_norm
+from ..grad import OF_NORM, scale_to_norm
 from ..grad_scaler import dense_gradient
 from .ranks import check_same_on_ranks, describe, refuse_shards
 
@@ -256,7 +256,8 @@ class OSS(Optimizer):
         if frozen:
             comm = self._comm(frozen[0].device)
             flags = torch.tensor(steps, dtype=torch.float32, device=frozen[0].device)
-            comm.all_reduce_largest(flags)
+            with communicating("telling which frozen parameters OSS stepped", comm):
+                comm.all_reduce_largest(flags)
             stepped = {id(p) for p, flag in zip(frozen, flags.tolist(), strict=True) if flag}
         sent = {p: owner for p, owner in owners.items() if p.requires_grad or id(p) in stepped}
         parameters, limit, half = [*sent], self.broadcast_buffer_size, self.broadcast_fp16
@@ -349,7 +350,9 @@ class OSS(Optimizer):
             places = [number[id(parameter)] for parameter in counted]
             vector[sent_to(device, places, torch.int64)] = torch.stack(norms)
         if self.world_size > 1:
-            self._comm(device).all_reduce_now(vector)
+            comm = self._comm(device)
+            with communicating(OF_NORM, comm):
+                comm.all_reduce_now(vector)
         total: torch.Tensor = torch.linalg.vector_norm(vector, norm_type)
         return total
 
@@ -395,7 +398,9 @@ class OSS(Optimizer):
 
         receives = recipient in (-1, comm.rank)
         found: dict[Any, Any] = {}
-        everywhere = comm.gather_objects((recipient, map_tensors(own, describe)))
+        told = recipient, map_tensors(own, describe)
+        with communicating("gathering the optimizer's state", comm):
+            everywhere = comm.gather_objects(told)
         for owner, (other, _) in enumerate(everywhere):
             if other != recipient:
                 raise ValueError(
@@ -593,11 +598,12 @@ def _fetch(comm: Comm, like: torch.Tensor, owner: int, recipient: int, own: torc
         tensor = own.detach().to(device).contiguous().view(-1)
     else:
         tensor = torch.empty(like.numel(), dtype=like.dtype, device=device)
-    if recipient < 0:
-        for work in comm.broadcast(tensor, owner):
-            work.wait()
-    else:
-        comm.move(tensor, owner, recipient)
+    with communicating("gathering the optimizer's state", comm):
+        if recipient < 0:
+            for work in comm.broadcast(tensor, owner):
+                work.wait()
+        else:
+            comm.move(tensor, owner, recipient)
     if not receives:
         return like
     return _on_host(tensor.view(like.shape)) if own is not None else tensor.to("cpu").view(like.shape)

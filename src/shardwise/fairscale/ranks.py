@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from ..core.agreement import communicating
 from ..core.comm import Comm, MissingComm, SingleComm, comm_for, new_group_like
 from ..core.flat import FlatShards
 from ..core.mesh import DataParallelRanks
@@ -183,11 +184,14 @@ def check_same_on_ranks(wrapper: str, comm: Comm, described: Sequence[tuple[str,
     Raises:
         ValueError: naming what is not the same on all ranks.
     """
+    what = f"comparing the parameters of {wrapper} on all ranks"
     number = int.from_bytes(hashlib.sha256(repr(described).encode()).digest()[:7], "big")
-    smallest, largest = comm.widen(number, number, device)
+    with communicating(what, comm):
+        smallest, largest = comm.widen(number, number, device)
     if smallest == largest:
         return
-    everyone = comm.gather_objects(described)
+    with communicating(what, comm):
+        everyone = comm.gather_objects(described)
     for rank, theirs in enumerate(everyone):
         for first, other in itertools.zip_longest(everyone[0], theirs):
             if first != other:
@@ -208,8 +212,11 @@ def raise_on_all(failure: Exception | None, what: str, group: Any, device: torch
         Exception: ``failure``.
         RuntimeError: saying that ``what`` failed on another rank, and how.
     """
-    is_shared = not is_stand_in(group) and group.size() > 1
-    everyone = comm_of(group, device).gather_objects(failure and str(failure)) if is_shared else []
+    everyone: list[Any] = []
+    if not is_stand_in(group) and group.size() > 1:
+        comm, said = comm_of(group, device), failure and str(failure)
+        with communicating(f"ending {what} on all ranks", comm):
+            everyone = comm.gather_objects(said)
     if failure is not None:
         raise failure
     for rank, text in enumerate(everyone):
