@@ -14,6 +14,7 @@ import signal
 import tempfile
 import threading
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -52,7 +53,6 @@ from shardwise.checkpoint.ranks import SavingRanks
 from ..models import Transformer, inputs_for, wrap
 from .harness import on_ranks
 from .shared import shared_directory
-from .test_safetensors import assert_raises_alike
 from .truth import batch, whole
 
 WIDTH = 7
@@ -655,12 +655,14 @@ def test_experts_on_meshes_of_their_own(own_names: bool, copies: bool) -> None:
         }
         if not own_names and not copies:
             for verb, action in verbs.items():
-                match = rf"^{verb}: '\S*expert.weight' is on ranks \[0, 1\] and on ranks \[2, 3\] .*: give the modules"
-                assert_raises_alike(ValueError, match, action)
-            assert os.listdir(directory) == []
+                match = rf"^{verb}: '\S*expert.weight' .*is on ranks \[0, 1\] and on ranks \[2, 3\] .*give the modules"
+                with pytest.warns(UserWarning, match=match) if dist.get_rank() == 0 else nullcontext():
+                    action()
             return
         for action in [verbs["save"]] if own_names else verbs.values():
-            action()
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                action()
         load(directory, model=other, optimizer=loaded)
     for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
         assert torch.equal(whole(ours), whole(theirs))

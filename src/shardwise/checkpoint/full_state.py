@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from ..arguments import check_flag, check_flags
 from ..core.agreement import doing
 from ..core.device import untracked
-from .groups import refuse_groups
+from .groups import warn_of_groups
 from .interrupts import held
 from .matching import Match, WeightsError, check_ties, match
 from .peers import Peers
@@ -46,8 +46,7 @@ def full_state_dict(model: nn.Module, *, cpu: bool = True, rank0_only: bool = Tr
         `load_state_dict`. Names of a tied parameter have the same tensor.
 
     Raises:
-        ValueError: naming tensors without values, or sharded ones that ranks do not have alike, or with different
-            values on meshes of their own; on all ranks.
+        ValueError: naming tensors without values, or sharded ones that ranks do not have alike; on all ranks.
         TypeError: for an argument of a wrong type; on all ranks.
         RuntimeError: on all ranks, naming a tensor that one of them cannot keep, as when its memory is full.
     """
@@ -56,7 +55,7 @@ def full_state_dict(model: nn.Module, *, cpu: bool = True, rank0_only: bool = Tr
         check_flags(full_state_dict, "full_state_dict", {"cpu": cpu, "rank0_only": rank0_only})
         state = weights_of(model, asked_by="full_state_dict")
         state.check_values()
-    refuse_groups("full_state_dict", peers, state.tensors)
+    warn_of_groups("full_state_dict", peers, state.tensors)
     gathered = {name: (w.dtype, w.shape) for w in state.weights if isinstance(w.tensor, DTensor) for name in w.names}
     peers.refuse_unlike("full_state_dict", gathered, list(gathered.items()), otherwise="order of tensors")
     keeps = peers.is_first or not rank0_only

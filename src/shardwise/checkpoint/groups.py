@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
@@ -16,18 +17,18 @@ Ranks = tuple[int, ...]
 """Of a mesh, ascending."""
 
 
-def refuse_groups(verb: str, peers: Peers, tensors: Mapping[str, torch.Tensor]) -> None:
+def warn_of_groups(verb: str, peers: Peers, tensors: Mapping[str, torch.Tensor]) -> None:
     """Compare what several groups of ranks have under one name, of which the first group's alone is saved: right for
     copies, as of what tensor parallelism leaves whole, and wrong for experts. A collective; no values are read or sent
     where all tensors of a name are on one mesh, or on one that has the ranks of the others.
+
+    The first rank warns if they differ, and raises nothing: copies differ in the last bits where operators are not
+    deterministic, and a run must not end for that.
 
     Args:
         verb: that saves, for the message.
         peers: all ranks that save.
         tensors: of this rank, by name; on any device.
-
-    Raises:
-        ValueError: on all ranks, naming a tensor that two groups have with different values.
     """
     meshes: dict[Ranks, list[str]] = defaultdict(list)
     own: dict[str, Ranks] = {}
@@ -45,14 +46,21 @@ def refuse_groups(verb: str, peers: Peers, tensors: Mapping[str, torch.Tensor]) 
     for told in peers.exchange(sums):
         for name, (ranks, total) in told.items():
             found[name][ranks].add(total)
-    for name, (first, *others) in apart.items():
-        for other in others:
-            if found[name][first] != found[name][other]:
-                raise ValueError(
-                    f"{verb}: {name!r} is on ranks {list(first)} and on ranks {list(other)} with different values, of "
-                    "which the first alone would be saved: give the modules of each group of ranks names of their own, "
-                    "as by the number of the expert, or make them copies"
-                )
+    differ = [
+        (name, first, other)
+        for name, (first, *others) in apart.items()
+        for other in others
+        if found[name][first] != found[name][other]
+    ]
+    if differ and peers.is_first:
+        name, first, other = differ[0]
+        more = f" (and {len(differ) - 1} more)" if len(differ) > 1 else ""
+        warnings.warn(
+            f"{verb}: {name!r}{more} is on ranks {list(first)} and on ranks {list(other)} with different values, of "
+            "which the first ranks' alone are saved: unless these are copies that have drifted apart, give the modules "
+            "of each group of ranks names of their own, as by the number of the expert",
+            stacklevel=2,
+        )
 
 
 def _apart(told: Iterable[Mapping[Ranks, Iterable[str]]]) -> dict[str, list[Ranks]]:

@@ -22,7 +22,7 @@ from ..core.agreement import doing
 from ..core.device import untracked
 from ..core.errors import is_explained
 from .atomic import path_of, sync_directory
-from .groups import refuse_groups
+from .groups import warn_of_groups
 from .integrity import CorruptFileError
 from .interrupts import held
 from .matching import IncompatibleKeys, Match, WeightsError, check_ties, match
@@ -199,7 +199,7 @@ def save_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, max
 
     Raises:
         ValueError: for an invalid size, a dtype that the format does not have, a tensor without values; or if ranks
-            differ in the size, in the shapes of tensors, such as buffers, or in the values of sharded ones.
+            differ in the size or in the shapes of tensors, such as buffers.
         TypeError: for an argument of a wrong type.
         OSError: if the directory cannot be written, or is full. Every error is raised on all ranks.
     """
@@ -212,7 +212,7 @@ def save_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, max
         _check_storable(saving, names)
         tensors = {name: (weight.dtype, weight.shape) for name, weight in names.items()}
         files = plan_files(tensors, _parse_size(max_shard_size), _metadata(names))
-    refuse_groups("save_safetensors", peers, saving.tensors)
+    warn_of_groups("save_safetensors", peers, saving.tensors)
     # Each writes where its own plan says.
     peers.refuse_unlike("save_safetensors", tensors, [file.header for file in files], otherwise="max_shard_size")
     token = peers.exchange(secrets.token_hex(4))[0]

@@ -20,7 +20,7 @@ from ..core.errors import is_explained
 from .asynchronous import background, host_copies
 from .atomic import DCP_METADATA, MANIFEST, Draft, checkpoints_in, is_name_of_ours, latest, path_of, prune
 from .contents import apart, contents, digests
-from .groups import refuse_groups
+from .groups import warn_of_groups
 from .integrity import CheckpointError, CorruptFileError, Manifest, find_damage
 from .interrupts import held
 from .model_state import check_fit
@@ -82,7 +82,7 @@ def save(
         StateError: if parameters have no values yet.
         TypeError: for an argument of a wrong type, or what cannot be pickled.
         ValueError: if the optimizer has parameters that ``model`` does not have, a number is out of range, or ranks
-            give different directories, not all parts of the model, or different sharded tensors of one name.
+            give different directories, or not all parts of the model.
     """
     with doing("saving a checkpoint to", directory):
         ranks, failed = saving_ranks(), background.take_error()
@@ -116,7 +116,7 @@ def _begin(
             leaves = collect()
             own = digests(leaves, model)
             draft = _new_draft(root, step) if ranks.is_first else None
-        refuse_groups(
+        warn_of_groups(
             "save", ranks, {key_of(path): leaf for path, leaf in leaves.items() if not isinstance(leaf, Pickled)}
         )
         paths = (draft.path, draft.final) if draft is not None else None
