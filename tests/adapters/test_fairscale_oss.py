@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from shardwise.arguments import Argument, Support, check_arguments
-from shardwise.fairscale import OSS, ShardedDDP
+from shardwise.fairscale import OSS, DummyProcessGroup, FullyShardedDataParallel, ShardedDDP
 from shardwise.fairscale.oss import ARGUMENTS
 
 from ..models import MLP, ConvNet, inputs_for
@@ -1099,3 +1099,17 @@ def test_like_fairscale() -> None:
             assert_same_state(state, other.state_dict(all_ranks=True))
             other.load_state_dict(copy.deepcopy(state))
             oss.load_state_dict(state)
+
+
+@on_ranks(2)
+def test_parameters_of_a_wrapper_for_one_rank() -> None:
+    """What one rank has whole is no shard."""
+    torch.manual_seed(0)
+    model = FullyShardedDataParallel(nn.Linear(3, 3), process_group=DummyProcessGroup(0, 1))
+    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.5)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    for parameter, value in zip(model.parameters(), before, strict=True):
+        assert parameter.grad is not None
+        assert torch.equal(parameter, value - 0.5 * parameter.grad)

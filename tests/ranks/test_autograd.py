@@ -2547,6 +2547,8 @@ def test_compiled_blocks(when: str, reshard: bool) -> None:
 
 @on_ranks(2, preset=["zero2", "zero3"], limit=120.0)
 def test_compiled_optimizer(preset: str) -> None:
+    from torch._dynamo.testing import CompileCounter  # which takes seconds
+
     torch._dynamo.reset()
 
     def train(compiled: bool) -> Stack:
@@ -2561,7 +2563,7 @@ def test_compiled_optimizer(preset: str) -> None:
             optimizer.zero_grad()
         return model
 
-    graphs = torch._dynamo.testing.CompileCounter()
+    graphs = CompileCounter()
     ours, truth = train(True), train(False)
     assert graphs.frame_count == 1, "one graph updates all parameters"
     for parameter, expected in zip(ours.parameters(), truth.parameters(), strict=True):

@@ -173,7 +173,7 @@ def refuse_shards(wrapper: str, named: Iterable[tuple[str, torch.Tensor]], group
 def _ranks_with_parts(parameter: torch.Tensor) -> list[int]:
     """The processes that have the parts of a 1-D shard; of any other parameter, none."""
     owner = owner_of(parameter)
-    if not isinstance(owner, FlatShards) or isinstance(owner.mesh.shard, MissingComm):
+    if not isinstance(owner, FlatShards) or isinstance(owner.mesh.shard, MissingComm | SingleComm):
         return []
     return dist.get_process_group_ranks(owner.mesh.shard.group)
 
