@@ -190,7 +190,7 @@ class Slot:
         Raises:
             StateError: if it is tied, and was replaced under some of its names, of which the others then had the value.
         """
-        places = [place for place in self.places if place.exists]
+        places = [place for place in self.sharded_places if place.exists]
         replaced = [place for place in places if self._is_another(place.get())]
         if replaced and len(replaced) < len(places):
             raise StateError(
