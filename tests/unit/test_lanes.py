@@ -7,8 +7,10 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.core.comm import _Message
 from shardwise.core.lanes import AcceleratorDevice, Flight, HostDevice
 
 SECOND = torch.device("cuda", 1)
@@ -52,6 +54,26 @@ def test_a_new_lane_waits_for_abandoned_works(
     Flight([work])
     work.wait.assert_not_called()
     kind(SECOND).lane()
+    work.wait.assert_called_once_with()
+
+
+def test_messages_of_a_world_that_is_gone_are_not_waited_for(fake_mesh: Callable[..., DeviceMesh]) -> None:
+    fake_mesh(2)
+    work = MagicMock()
+    Flight([_Message(lambda *_: work, torch.ones(1), 1, 0)])
+    dist.destroy_process_group()
+    fake_mesh(2)
+    for _ in range(2):
+        HostDevice(SECOND).lane()
+    work.wait.assert_not_called()
+
+
+def test_a_message_is_waited_for_that_nobody_had_yet(fake_mesh: Callable[..., DeviceMesh]) -> None:
+    fake_mesh(2)
+    work = MagicMock()
+    _Message(lambda *_: work, torch.ones(1), 1, 0)
+    for _ in range(2):
+        HostDevice(SECOND).lane()
     work.wait.assert_called_once_with()
 
 

@@ -82,12 +82,18 @@ class Flight:
 
 def _land_abandoned() -> None:
     """Wait for abandoned works, and free what they hold; other ranks have abandoned the same ones."""
+    landed: list[Sequence[Waitable]] = []
     while _abandoned:
         world, works = _abandoned.pop()
+        landed.append(works)
         if world() is GroupMember.WORLD:  # otherwise a peer may be gone that they would wait for
             with contextlib.suppress(RuntimeError):
                 for work in works:
                     work.wait()
+    if landed:
+        del works
+        landed.clear()
+        _abandoned.clear()  # messages abandon themselves when they are freed
 
 
 Step = Callable[[], Sequence[Waitable]]
