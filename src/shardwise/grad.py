@@ -19,7 +19,7 @@ from .core.flat import refuse_flat
 from .core.mesh import mesh_device
 from .core.norms import in_order, local_norms
 from .core.parameter import owner_of, successor_of
-from .core.shards import ParameterShards
+from .core.shards import ParameterShards, Shards
 from .grad_scaler import ShardedGradScaler
 
 __all__ = [
@@ -55,8 +55,8 @@ def clip_grad_norm_(
     Units may lie on different meshes, of which the widest has the ranks of all. Where one lies on fewer data-parallel
     ranks than others (experts), each group of ranks has parameters of its own in it, and all groups' count once each:
     one more all-reduce, of one number, for each axis of the widest mesh. All its ranks then call this with parameters
-    of such a unit, which need no gradients. Ranks of a tensor-parallel axis have those in common that it does not cut,
-    and all ranks those that are not sharded.
+    of such a unit, which may be frozen or have no gradients. Ranks of a tensor-parallel axis have those in common that
+    it does not cut, and all ranks those that are not sharded.
 
     Args:
         parameters: one or many; those without gradients are left out. For an unsharded parameter (registered while its
@@ -82,11 +82,10 @@ def clip_grad_norm_(
     refuse_flat(parameters, "clip_grad_norm_")
     with without_torch_function():
         sharded = [*map(_sharded_of, parameters)]
-        trained = [one for one in sharded if one.grad is not None or one.requires_grad]
-        gradients = [one.grad for one in trained if one.grad is not None]
-        groups = _sharers(trained)
+        gradients = [one.grad for one in sharded if one.grad is not None]
+        groups = _sharers(sharded)  # of all, since ranks may differ in what is trained
     if groups is not None:
-        norm = _norm_over_groups(trained, *groups, norm_type)
+        norm = _norm_over_groups(sharded, *groups, norm_type)
     elif gradients:
         norm = total_norm(gradients, norm_type)
     else:
@@ -168,14 +167,14 @@ def _sharers(parameters: Sequence[torch.Tensor]) -> tuple[DeviceMesh, list[int]]
     Raises:
         ValueError: if none has the ranks of all.
     """
-    owners = [owner_of(parameter) for parameter in parameters]
-    meshes = {id(owner): owner.mesh.mesh for owner in owners if isinstance(owner, ParameterShards)}
+    owners = [*map(owner_of, parameters)]
+    meshes: dict[Shards, DeviceMesh] = {one: one.mesh.mesh for one in {*owners} if isinstance(one, ParameterShards)}
     if len({*meshes.values()}) < 2:
         return None
     firsts: dict[DeviceMesh, torch.Tensor] = {}
     for one, owner in zip(parameters, owners, strict=True):
         if owner is not None:
-            firsts.setdefault(meshes[id(owner)], one)
+            firsts.setdefault(meshes[owner], one)
     ranks = functools.cache(_ranks_of)
     everyone = frozenset().union(*map(ranks, firsts))
     # With the ranks of other parallelisms, whose axes may lie across the data-parallel ranks of others (experts).

@@ -76,6 +76,8 @@ def _serve(connection: Connection, rank: int, world_size: int, backend: str, mod
     import torch.distributed as dist
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear_what_dtensors_keep
 
+    from shardwise.core.comm import _worlds
+
     torch.set_num_threads(1)
     if not torch.cuda.is_available():
         # torch.manual_seed records a stack trace, in case a device is used later: a millisecond for each call.
@@ -96,6 +98,7 @@ def _serve(connection: Connection, rank: int, world_size: int, backend: str, mod
         try:
             body = functools.reduce(getattr, [*name.split("."), "body"], importlib.import_module(module))
             torch.manual_seed(0)
+            _worlds.clear()  # in another test, whose store is gone, one rank may have posted more often than another
             dist.init_process_group(
                 backend,
                 init_method=f"file://{rendezvous}",

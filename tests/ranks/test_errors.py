@@ -145,10 +145,10 @@ def test_what_failed_on_another_rank_is_told() -> None:
     unlucky.fails = dist.get_rank() == 2
     with pytest.raises((RuntimeError, ArithmeticError)) as caught:
         model(torch.ones(2, WIDTH)).sum().backward()
-    assert isinstance(caught.value, ArithmeticError) == unlucky.fails
+    assert isinstance(caught.value, ArithmeticError) == unlucky.fails, told_by(caught.value)
     if not unlucky.fails:
         cause = "Rank 2 failed before that, in the forward of unit '1': ArithmeticError: no luck."
-        assert cause in told_by(caught.value)
+        assert cause in told_by(caught.value), told_by(caught.value)
 
 
 @on_ranks(2)
@@ -448,7 +448,9 @@ def test_why_a_rank_does_not_come_to_a_verb_is_told() -> None:
         with pytest.raises(RuntimeError) as caught:
             shardwise.full_state_dict(model)
         told = told_by(caught.value)
-        assert "this happened while gathering the full state dict. Rank 1 failed before that, in the forward of" in told
+        assert (
+            "this happened while gathering the full state dict. Rank 1 failed before that, in the forward of" in told
+        ), told
 
 
 @on_ranks(2)

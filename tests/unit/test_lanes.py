@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.core.comm import _Message
-from shardwise.core.lanes import AcceleratorDevice, Flight, HostDevice
+from shardwise.core.lanes import AcceleratorDevice, Flight, HostDevice, current_world
 
 SECOND = torch.device("cuda", 1)
 
@@ -60,9 +60,11 @@ def test_a_new_lane_waits_for_abandoned_works(
 def test_messages_of_a_world_that_is_gone_are_not_waited_for(fake_mesh: Callable[..., DeviceMesh]) -> None:
     fake_mesh(2)
     work = MagicMock()
-    Flight([_Message(lambda *_: work, torch.ones(1), 1, 0)])
+    message = _Message(lambda *_: work, torch.ones(1), 1, 0, current_world())
+    Flight([message])
     dist.destroy_process_group()
     fake_mesh(2)
+    del message  # as when an exception has kept it
     for _ in range(2):
         HostDevice(SECOND).lane()
     work.wait.assert_not_called()
@@ -71,7 +73,7 @@ def test_messages_of_a_world_that_is_gone_are_not_waited_for(fake_mesh: Callable
 def test_a_message_is_waited_for_that_nobody_had_yet(fake_mesh: Callable[..., DeviceMesh]) -> None:
     fake_mesh(2)
     work = MagicMock()
-    _Message(lambda *_: work, torch.ones(1), 1, 0)
+    _Message(lambda *_: work, torch.ones(1), 1, 0, current_world())
     for _ in range(2):
         HostDevice(SECOND).lane()
     work.wait.assert_called_once_with()

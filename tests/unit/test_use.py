@@ -28,6 +28,7 @@ from shardwise.adapters.wrapping import show_shards
 from shardwise.core.agreement import explain_failure
 from shardwise.core.comm import Comm, _Message, comm_for, failed_peer
 from shardwise.core.errors import StateError
+from shardwise.core.lanes import current_world
 from shardwise.core.module import unit_of
 
 from ..models import MLP, Transformer, inputs_for
@@ -413,7 +414,7 @@ def test_a_message_fails_after_the_process_group_was_destroyed(fake_mesh: Mesh) 
         raise RuntimeError("connection closed")
 
     with pytest.raises(RuntimeError, match="connection closed") as caught:
-        _Message(refuse, torch.ones(1), 1, 0)
+        _Message(refuse, torch.ones(1), 1, 0, current_world())
     assert failed_peer(caught.value) == 1
     explain_failure(caught.value, "gathering", comm)
     assert "while gathering." in caught.value.__notes__[0]

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pickle
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ..core.agreement import explained
-from ..core.comm import any_comm_for, connect
+from ..core.comm import connect
 from .peers import AGREEING, Peers
 
 T = TypeVar("T")
@@ -34,12 +33,10 @@ class SavingRanks(Peers):
     def __init__(self, world: dist.ProcessGroup | None):
         super().__init__()
         self._connections: Any = None  # torch's types do not have its methods
-        self._world: Callable[[], dist.ProcessGroup | None] = lambda: None
         if world is not None and world.size() > 1:
             self.ranks, self.position = list(range(world.size())), world.rank()
-            with explained("connecting the ranks that save and load", any_comm_for(world)):
+            with explained("connecting the ranks that save and load"):
                 self._connections = connect(world)
-            self._world = weakref.ref(world)  # by which this object is found
 
     @property
     def size(self) -> int:
@@ -60,15 +57,9 @@ class SavingRanks(Peers):
 
     def _gather_all(self, data: torch.Tensor) -> list[bytes]:
         received = [torch.empty_like(data) for _ in self.ranks]
-        with self._explained():
+        with explained(AGREEING):
             self._connections.allgather([received], [data]).wait()
         return [item.numpy().tobytes() for item in received]
-
-    def _explained(self) -> AbstractContextManager[None]:
-        """Where the connections are used. Only the process group tells what failed elsewhere; that may still make ranks
-        wait when they have met here, beside training."""
-        world = self._world()
-        return explained(AGREEING, *([] if world is None else [any_comm_for(world)]))
 
     def gather(self, value: Any) -> list[Any] | None:
         """All ranks' values on the first; None on the others."""
@@ -77,7 +68,7 @@ class SavingRanks(Peers):
         data = pickle.dumps(value)
         mine = _bytes(data, max(self.exchange(len(data))))
         received = [torch.empty_like(mine) for _ in self.ranks] if self.is_first else []
-        with self._explained():
+        with explained(AGREEING):
             self._connections.gather([received] if self.is_first else [], [mine], dist.GatherOptions()).wait()
         # Unpickling ignores the padding.
         return [pickle.loads(item.numpy().data) for item in received] if self.is_first else None
@@ -91,7 +82,7 @@ class SavingRanks(Peers):
         size = self.exchange(max(map(len, items), default=0))[0]
         received = _bytes(b"", size)
         given = [[_bytes(item, size) for item in items]] if self.is_first else []
-        with self._explained():
+        with explained(AGREEING):
             self._connections.scatter([received], given, dist.ScatterOptions()).wait()
         return pickle.loads(received.numpy().data)
 

@@ -131,7 +131,7 @@ class Restoring:
             return []
         read = self._stored.read_objects([*keys, *(where for own in places.values() for where in own.values())])
         common = {key: read[key] for key in keys if key in read}
-        others = ({key: read[where] for key, where in own.items()} for own in places.values())
+        others = ({key: read[where] for key, where in own.items() if where in read} for own in places.values())
         return [common, *({**common, **own} for own in others)]
 
     # -- Reading

@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .device import unrecorded
 from .errors import StateError
-from .lanes import Waitable, abandon
+from .lanes import Waitable, abandon, current_world
 
 PAIRWISE_WORLD_SIZE = 8
 PACK_BELOW_BYTES = 128 * 1024
@@ -89,12 +89,13 @@ class _Message:
         tensor: what is sent or received into.
         peer: the other rank.
         tag: alike there.
+        world: a reference to the default process group of this time.
     """
 
-    __slots__ = ("peer", "work")
+    __slots__ = ("peer", "work", "world")
 
-    def __init__(self, start: Callable[..., Any], tensor: torch.Tensor, peer: int, tag: int):
-        self.peer = peer
+    def __init__(self, start: Callable[..., Any], tensor: torch.Tensor, peer: int, tag: int, world: weakref.ref[Any]):
+        self.peer, self.world = peer, world
         self.work: Waitable | None = None
         try:
             self.work = start([tensor], peer, tag)
@@ -111,10 +112,10 @@ class _Message:
             self._name_peer(error)
             raise
 
-    def __del__(self, abandon: Callable[[Sequence[Waitable]], None] = abandon) -> None:
-        # An exception may come between a message and whoever is to wait for it.
+    def __del__(self, abandon: Callable[..., None] = abandon) -> None:
+        # An exception may come between it and whoever is to wait for it, and keep it until there is another world.
         if self.work is not None:
-            abandon([self.work])
+            abandon([self.work], self.world)
 
     def _name_peer(self, error: RuntimeError) -> None:
         error.__dict__["_shardwise_peer"] = self.peer
@@ -404,7 +405,7 @@ class PairwiseGlooComm(GlooComm):
 
     def __init__(self, group: dist.ProcessGroup):
         super().__init__(group)
-        self._operations = 0
+        self._operations, self._world = 0, current_world()
 
     def _tag(self, kind: str, part: torch.Tensor, purpose: str = "") -> int:
         """Of messages like ``part``."""
@@ -424,8 +425,8 @@ class PairwiseGlooComm(GlooComm):
         # stopped before.
         with unrecorded():
             receive, send = self.group.recv, self.group.send
-            works: list[Waitable] = [_Message(receive, tensor, peer, tag) for peer, tensor in received]
-            works += [_Message(send, tensor, peer, tag) for peer, tensor in sent]
+            works: list[Waitable] = [_Message(receive, tensor, peer, tag, self._world) for peer, tensor in received]
+            works += [_Message(send, tensor, peer, tag, self._world) for peer, tensor in sent]
         return works
 
     def all_gather(
@@ -692,9 +693,11 @@ def connect(world: dist.ProcessGroup) -> dist.ProcessGroupGloo:
 
 def _time_limit(group: dist.ProcessGroup) -> timedelta | None:
     """Of the collectives of ``group``; None if it does not tell, as one that is written in Python or a fake."""
-    backend = group._get_backend(group._device_types[0]) if group._device_types else None
-    limit: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
-    return limit
+    backend: Any = group._get_backend(group._device_types[0]) if group._device_types else None
+    with contextlib.suppress(AttributeError, RuntimeError):  # the latter of backends that have no options
+        limit: timedelta = backend.options._timeout
+        return limit
+    return None
 
 
 def comm_for(group: dist.ProcessGroup, device: torch.device) -> Comm:
@@ -703,13 +706,6 @@ def comm_for(group: dist.ProcessGroup, device: torch.device) -> Comm:
     if (comm := known.get(device.type)) is None:
         comm = known[device.type] = _make_comm(group, device)
     return comm
-
-
-def any_comm_for(group: dist.ProcessGroup) -> Comm:
-    """The collectives of ``group`` on a device of its own, those that are in use if any are."""
-    if known := _comms.get(group):
-        return next(iter(known.values()))
-    return comm_for(group, next(iter(group._device_types), torch.device("cpu")))
 
 
 def _make_comm(group: dist.ProcessGroup, device: torch.device) -> Comm:

@@ -48,12 +48,18 @@ _abandoned: list[tuple[Callable[[], Any], Sequence[Waitable]]] = []
 that time."""
 
 
+def current_world(_world: Any = GroupMember, _refer: Any = weakref.ref) -> weakref.ref[Any]:
+    """A reference to the default process group, or to what stands for none."""
+    # Defaults, here and below, since the names of modules may go before objects when the interpreter ends.
+    reference: weakref.ref[Any] = _refer(_world.WORLD or _world)
+    return reference
+
+
 def abandon(
-    works: Sequence[Waitable], _to: list[Any] = _abandoned, _world: Any = GroupMember, _refer: Any = weakref.ref
+    works: Sequence[Waitable], world: Any = None, _to: list[Any] = _abandoned, _now: Any = current_world
 ) -> None:
-    """Keep ``works`` alive, for which nobody will wait."""
-    # Defaults, since the names of modules may go before objects when the interpreter ends.
-    _to.append((_refer(_world.WORLD or _world), works))
+    """Keep ``works`` alive, for which nobody will wait; they were started in ``world``, by default the current one."""
+    _to.append((world or _now(), works))
 
 
 class Flight:
@@ -82,14 +88,16 @@ class Flight:
 
 def _land_abandoned() -> None:
     """Wait for abandoned works, and free what they hold; other ranks have abandoned the same ones."""
-    landed: list[Sequence[Waitable]] = []
+    landed, has_failed = list[Sequence[Waitable]](), False
     while _abandoned:
         world, works = _abandoned.pop()
         landed.append(works)
-        if world() is GroupMember.WORLD:  # otherwise a peer may be gone that they would wait for
-            with contextlib.suppress(RuntimeError):
+        if world() is GroupMember.WORLD and not has_failed:  # otherwise a peer may be gone that they would wait for
+            try:
                 for work in works:
                     work.wait()
+            except RuntimeError:
+                has_failed = True
     if landed:
         del works
         landed.clear()

@@ -590,7 +590,7 @@ def function_of(owner: Any, name: str) -> Callable[..., Any]:
     if isinstance(bound, MethodType) and bound.__self__ is owner:
         return bound.__func__
     # Static, of the class, or set on the instance.
-    return lambda _, *args, **kwargs: bound(*args, **kwargs)
+    return lambda _, /, *args, **kwargs: bound(*args, **kwargs)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

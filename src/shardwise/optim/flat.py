@@ -112,6 +112,9 @@ class FlatOptimizer(Optimizer):
     """The class whose step this is."""
     notes_writes: ClassVar = True
     """Its step itself tells the owners of parameters that it writes them."""
+    _own: _Own | None = None
+    """While it steps, or if that was interrupted."""
+    _steps = False
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -121,8 +124,6 @@ class FlatOptimizer(Optimizer):
         self._groups: list[_Group] = []
         self._values: list[Any] = []  # of the state, as the last step left it
         self._tracer: Any = None  # of `torch.compile`, while it is at work
-        self._own: _Own | None = None  # while it steps, or if that was interrupted
-        self._steps = False
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _blank, (self.optimizer_class,), self.__getstate__()
@@ -144,6 +145,7 @@ class FlatOptimizer(Optimizer):
         Raises:
             ValueError: for ``differentiable=True``.
         """
+        self._put_back_what_is_left()
         super().add_param_group(param_group)
         if self.param_groups[-1].get("differentiable"):
             raise ValueError("differentiable=True: flat shards have no history; use the optimizer as it is")
@@ -161,6 +163,11 @@ class FlatOptimizer(Optimizer):
         finally:
             self.defaults = defaults
             trace_by(tracer)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """As the optimizer's own."""
+        self._put_back_what_is_left()
+        super().load_state_dict(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As the optimizer's own."""
