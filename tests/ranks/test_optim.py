@@ -348,6 +348,7 @@ def test_clipping_with_other_experts_in_each_group_of_ranks(size: int, shared: s
         assert_same_gradients(own, truth[index])
     for parameter in (model if group else model[0]).parameters():
         parameter.grad = None
+    model[1].requires_grad_(group == 0)  # also where that is the cause
     norm = shardwise.clip_grad_norm_(model.parameters(), 0.1)  # which only the first group has something to add to
     torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(truth[1].parameters(), 0.1))
     if group == 0:
