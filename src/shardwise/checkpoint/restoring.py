@@ -121,7 +121,7 @@ class Restoring:
 
     def _groups_of_ranks(self) -> list[dict[str, Any]]:
         """The param groups' keys on the first rank that saved them, then on each rank that differed from it: a stage's
-        groups are those of its own ranks, wherever it is loaded. None if no rank differed."""
+        groups are those of its own ranks, wherever it is loaded. Empty if no rank differed."""
         keys = [key for key, path in self._optimizer_paths.items() if path[0] == GROUPS]
         places: dict[int, dict[str, str]] = defaultdict(dict)
         for rank, key in itertools.product(range(self._saved_by or 0), keys):

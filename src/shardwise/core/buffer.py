@@ -99,14 +99,15 @@ class GatherPlan:
         if self._packed:
             staging = allocate((self._run * self.layout.world_size,), dtype=self.full.dtype, device=self.full.device)
             outputs = [staging, *outputs]
-        inputs, prepare = self._inputs, None
+        inputs = self._inputs
+        prepare: Callable[[], None] | None = None
         if casts:
             own = self._own
             if staging is not None:
                 own = [staging.view(self.layout.world_size, -1)[self.comm.rank], *own]
             inputs, prepare = own, functools.partial(self._prepare, own, inputs)
         elif self._thin is not None:
-            prepare = functools.partial(self._prepare)
+            prepare = self._prepare
         finish = None if staging is None else functools.partial(self._finish, staging, release)
         return Gather(outputs, inputs, self._thin, prepare, finish)
 
