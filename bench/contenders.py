@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from .model import Shape, Transformer, loss_of, make_tokens
 UNSHARDED, SHARDWISE, FSDP2, DDP = "no sharding", "shardwise zero3", "torch FSDP2", "DDP"
 CONTENDERS = (UNSHARDED, SHARDWISE, FSDP2, DDP)
 FLAT = "shardwise zero3, flat AdamW"
+VERBS: dict[str, Callable[..., Any]] = {SHARDWISE: shardwise.fully_shard, FSDP2: torch_fully_shard}
 MIXED_PRECISION = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 IS_NEWER = hasattr(torch.distributed.fsdp, "DataParallelMeshDims")
 """Whether torch is newer than 2.11, of which some engines can less."""
@@ -91,8 +93,8 @@ def make_contender(
     with torch.device(device):
         model: nn.Module = Transformer(shape)
     if name in (SHARDWISE, FLAT, FSDP2):
-        verb = torch_fully_shard if name == FSDP2 else shardwise.fully_shard
         options = {} if precision is None else {"mp_policy": precision}
+        verb = VERBS[FSDP2 if name == FSDP2 else SHARDWISE]
         wrap(model, verb, mesh or init_device_mesh(device, (dist.get_world_size(),)), options)
     elif precision is not None and name == UNSHARDED:
         model.to(precision.param_dtype)

@@ -1,4 +1,5 @@
-"""Host time of forward and backward, with nothing to communicate and little to compute; and what a large world adds."""
+"""Host time of forward and backward, with nothing to communicate and little to compute; what a large world adds; and
+how long sharding a model takes."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .contenders import CONTENDERS, DDP, FSDP2, SHARDWISE, UNSHARDED, Contender, make_contender
-from .model import Shape
+from .contenders import CONTENDERS, DDP, FSDP2, SHARDWISE, UNSHARDED, VERBS, Contender, make_contender, wrap
+from .model import Shape, Transformer
 from .network import ALL_REDUCE, COLLECTIVES, GATHER
 from .ranks import run_on_fake
 from .report import NONE, Table, mebibytes, number, ratio
@@ -34,9 +35,9 @@ Result = tuple[dict[str, list[tuple[float, float]]], dict[str, str]]
 
 def host_tables(quick: bool) -> list[Table]:
     """Many small units on a small world; then worlds of 8 to 1024 ranks, with tensors that have fewer rows than those,
-    and with large ones."""
+    and with large ones; and sharding the small units in such worlds."""
     worlds = [_worlds_table(SHAPE, 4 if quick else 48), _worlds_table(WIDE, 4 if quick else 16)]
-    return [_units_table(20 if quick else 120), *worlds]
+    return [_units_table(20 if quick else 120), *worlds, _wrapping_table(3 if quick else 12)]
 
 
 def _units_table(rounds: int) -> Table:
@@ -165,6 +166,39 @@ def _watched_run(contender: Contender, calls: GroupCalls) -> tuple[float, float]
     before = calls.seconds
     seconds = sum(_timed_run(contender))
     return seconds, calls.seconds - before
+
+
+def _wrapping_table(rounds: int) -> Table:
+    columns = ["contender", "ranks", "ms", "± ms", "µs/parameter", "/ FSDP2's"]
+    table = Table(f"Host time of fully_shard: {SHAPE}", columns)
+    found, parameters = run_on_fake(max(WORLD_SIZES), LIMIT, measure_wrapping, rounds)
+    for (name, size), runs in found.items():
+        seconds = median(runs)
+        row = [name, str(size), number(1e3 * seconds, 1), number(1e3 * spread(runs), 1)]
+        table.rows.append([*row, number(1e6 * seconds / parameters, 0), ratio(seconds, median(found[FSDP2, size]))])
+    table.notes = (
+        f"{SHAPE.blocks + 1} units, {parameters} parameters, which are on the host already; {rounds} rounds after 2.",
+        "all in one process, interleaved, each round on a new model.",
+    )
+    return table
+
+
+def measure_wrapping(rounds: int) -> tuple[dict[tuple[str, int], list[float]], int]:
+    """In one process of the largest world: seconds in which each engine shards a new model over some number of ranks;
+    and how many parameters that has."""
+    actions: dict[tuple[str, int], Callable[[], float]] = {}
+    for size in WORLD_SIZES:
+        mesh = DeviceMesh.from_group(dist.new_group(list(range(size))), "cpu")
+        actions |= {(name, size): functools.partial(_timed_wrap, name, mesh) for name in VERBS}
+    return interleave(actions, 2, rounds), len([*Transformer(SHAPE).parameters()])
+
+
+def _timed_wrap(name: str, mesh: DeviceMesh) -> float:
+    model = Transformer(SHAPE)
+    gc.collect()
+    start = time.perf_counter()
+    wrap(model, VERBS[name], mesh, {})
+    return time.perf_counter() - start
 
 
 def measure(warm_up: int, rounds: int) -> Result:
