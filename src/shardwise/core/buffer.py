@@ -311,7 +311,7 @@ class ShardedBuffer:
         local = self.full.new_zeros(layout.local_numel(comm.rank))
         views = [local_view(tensor, local, comm.rank) for tensor in layout.tensors]
         for index, (tensor, view) in enumerate(zip(layout.tensors, views, strict=True)):
-            view.copy_(self.full_view(index).narrow(tensor.dim, tensor.start(comm.rank), tensor.length(comm.rank)))
+            view.copy_(chunk_of(tensor, self.full_view(index), comm.rank))
         self._smaller_plan.take(local)
         self.is_resharded = True
         return [(view, tensor.dim) for view, tensor in zip(views, layout.tensors, strict=True)]
@@ -343,6 +343,11 @@ def local_view(tensor: TensorLayout, local: torch.Tensor, rank: int) -> torch.Te
     """``rank``'s chunk of ``tensor`` in the rank-major buffer ``local``."""
     shape, strides, offset = local_strides(tensor, rank, local.numel())
     return local.as_strided(shape, strides, local.storage_offset() + offset)
+
+
+def chunk_of(tensor: TensorLayout, whole: torch.Tensor, rank: int) -> torch.Tensor:
+    """``rank``'s chunk of ``whole``, which has the tensor's shape, without padding; a view."""
+    return whole.narrow(tensor.dim, tensor.start(rank), tensor.length(rank))
 
 
 # -- Memory

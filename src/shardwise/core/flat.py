@@ -162,8 +162,8 @@ class FlatSlot(Slot):
     @property
     def padding(self) -> int:
         """Elements at the end of this rank's part that belong to no parameter."""
-        tensor, rank = self.buffer.layout.tensors[self.index], self.buffer.comm.rank
-        return min(max(tensor.start(rank) + tensor.length(rank) - self.total, 0), tensor.length(rank))
+        rank, length = self.buffer.comm.rank, self.layout.length(self.buffer.comm.rank)
+        return min(max(self.layout.start(rank) + length - self.total, 0), length)
 
     @property
     def is_in_place(self) -> bool:
@@ -311,7 +311,7 @@ class FlatSlot(Slot):
         like = next((gradient for gradient in gradients if gradient is not None), None)
         if like is None:
             return None
-        numel = self.buffer.layout.tensors[self.index].numel
+        numel = self.layout.numel
         has_gaps = numel != self.total or any(gradient is None for gradient in gradients)
         run = like.new_zeros(numel, dtype=dtype) if has_gaps else like.new_empty(numel, dtype=dtype)
         targets, sources = [], []

@@ -247,7 +247,7 @@ class GradientReducer:
                 )
 
     def _zeros(self, slot: Slot, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(slot.buffer.layout.tensors[slot.index].shape, dtype=dtype, device=self.mesh.device)
+        return torch.zeros(slot.layout.shape, dtype=dtype, device=self.mesh.device)
 
     def _plan(self, slots: Sequence[Slot], flags: int, dtype: torch.dtype) -> GradientPlan:
         shard = self.mesh.shard
@@ -258,7 +258,7 @@ class GradientReducer:
         if (plan := self._plans.get(key)) is None:
             if len(self._plans) >= MOST_PLANS and all(plan.partial is None for plan in self._plans.values()):
                 self._plans.clear()
-            tensors = [slot.buffer.layout.tensors[slot.index] for slot in slots]
+            tensors = [slot.layout for slot in slots]
             plan = self._plans[key] = GradientPlan(tensors, shard, dtype, cast, packs_all, flags)
         return plan
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .buffer import ShardedBuffer
+from .buffer import ShardedBuffer, chunk_of
 from .device import (
     get_local,
     get_requires_grad,
@@ -340,7 +340,6 @@ class ParameterShards(Shards):
         return per_parameter(shapes, dims, comm.size, packed, worth_thinning(shapes, dims, comm.size, least))
 
     def _add_buffer(self, dtype: torch.dtype, gathered: torch.dtype, members: Sequence[ManagedParameter]) -> None:
-        rank = self.mesh.shard.rank
         layout = self._layout([tuple(m.local.shape) for m in members], [m.dim for m in members], gathered)
         on_meta = all(member.value.is_meta for member in members)
         buffer = self._new_buffer(layout, dtype, gathered, on_meta=on_meta)
@@ -351,7 +350,7 @@ class ParameterShards(Shards):
             if waits:  # others of the unit have values: it has memory already, and does not show it
                 view = torch.empty_like(view, device="meta")
             elif not on_meta:
-                view.copy_(member.local.narrow(tensor.dim, tensor.start(rank), tensor.length(rank)))
+                view.copy_(chunk_of(tensor, member.local, self.mesh.shard.rank))
             slot = self._add_slot(member, buffer, index, view)
             slot.has_values, slot.face_is_meta = not waits, waits
 
@@ -399,8 +398,7 @@ class ParameterShards(Shards):
             registered = slot.registered()
             local = local_of(registered)
             if isinstance(registered, DTensor) and is_extended(local) and not isinstance(slot.buffer, ExtendedBuffer):
-                tensor = slot.buffer.layout.tensors[slot.index]
-                layout = per_parameter([tensor.shape], [tensor.dim], self.mesh.shard.size)
+                layout = per_parameter([slot.layout.shape], [slot.layout.dim], self.mesh.shard.size)
                 left[slot.buffer] = None
                 slot.buffer = self._extended_buffer(layout, local, slot)
                 slot.index = 0
@@ -595,7 +593,7 @@ class ParameterShards(Shards):
             new = self._extended_buffer(old.layout, locals_[0], slots[0])
             self._replace_buffer(old, new, slots, meta=locals_[0].is_meta)
             return True
-        dtype, tensors = self._only_dtype(dtypes), [old.layout.tensors[slot.index] for slot in slots]
+        dtype, tensors = self._only_dtype(dtypes), [slot.layout for slot in slots]
         _, gathered = self._dtypes(dtype, slots[0].keeps_dtype)  # all of a buffer keep it, or none
         with torch.no_grad(), not_inference():
             layout = self._layout([tensor.shape for tensor in tensors], [tensor.dim for tensor in tensors], gathered)

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from .buffer import ShardedBuffer
+from .buffer import ShardedBuffer, chunk_of
 from .comm import Comm, StagedCollective
 from .device import REDUCES_IN_DTYPE_OF_SHARDS, local_of, not_inference
 from .errors import StateError
+from .layout import TensorLayout
 from .mesh import DataParallelMesh
 from .model_parallel import ModelParallel
 from .parameter import Place, is_alias
@@ -69,6 +70,11 @@ class Slot:
     """False from the moment a meta parameter gets memory until something is written there."""
     face_is_meta: bool = False
     """Whether the sharded face is on the meta device though the buffer, for others of the unit, is not."""
+
+    @property
+    def layout(self) -> TensorLayout:
+        """How it is cut over the ranks."""
+        return self.buffer.layout.tensors[self.index]
 
     @property
     def local(self) -> torch.Tensor:
@@ -169,8 +175,7 @@ class Slot:
 
     def chunk_of(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's chunk of ``whole``, which has the shape that data parallelism cuts, without padding; a view."""
-        tensor, rank = self.buffer.layout.tensors[self.index], self.buffer.comm.rank
-        return whole.narrow(tensor.dim, tensor.start(rank), tensor.length(rank))
+        return chunk_of(self.layout, whole, self.buffer.comm.rank)
 
     @property
     def sharded_places(self) -> Sequence[Place]:
