@@ -132,9 +132,9 @@ class Shards(ABC):
 
     # -- Making
 
-    def _gather_dtype(self, dtype: torch.dtype) -> torch.dtype:
+    def _gather_dtype(self, dtype: torch.dtype, keeps_dtype: bool = False) -> torch.dtype:
         wanted = self.policy.precision.param_dtype
-        return wanted if wanted is not None and dtype.is_floating_point else dtype
+        return wanted if wanted is not None and dtype.is_floating_point and not keeps_dtype else dtype
 
     @property
     def _device(self) -> torch.device:
@@ -296,6 +296,7 @@ class ParameterShards(Shards):
     def __init__(self, parameters: Sequence[ManagedParameter], mesh: DataParallelMesh, policy: GroupPolicy):
         super().__init__(mesh, policy)
         self._waits_for_others = False
+        """Whether only some of the parameters of a unit have been loaded."""
         self._faces: list[tuple[Registry, str, nn.Parameter, nn.Parameter]] = []
         """For each place its registry and name, and what is registered there: sharded, and unsharded."""
         self._unsharded: list[nn.Parameter] = []
@@ -313,7 +314,8 @@ class ParameterShards(Shards):
         extended = [self._cut_extended(parameter) for parameter in parameters]  # may raise, when none is replaced yet
         for parameter, buffer in zip(parameters, extended, strict=True):
             if buffer is None:
-                by_dtype[self._dtypes(parameter.value.dtype, parameter.keeps_dtype)].append(parameter)
+                dtype = parameter.value.dtype
+                by_dtype[dtype, self._gather_dtype(dtype, parameter.keeps_dtype)].append(parameter)
             else:
                 self.buffers.append(buffer)
                 self._add_slot(parameter, buffer, 0, buffer.local).has_values = True
@@ -326,10 +328,6 @@ class ParameterShards(Shards):
         for index, parameter in enumerate(parameters):
             remember_successor(parameter.value, self.reference, index)
             retire(parameter.value)
-
-    def _dtypes(self, dtype: torch.dtype, keeps_dtype: bool) -> tuple[torch.dtype, torch.dtype]:
-        """That shards of ``dtype`` have, and that they are gathered in."""
-        return dtype, dtype if keeps_dtype else self._gather_dtype(dtype)
 
     def _layout(self, shapes: Sequence[tuple[int, ...]], dims: Sequence[int], gathered: torch.dtype) -> Layout:
         comm, itemsize = self.mesh.shard, gathered.itemsize
@@ -387,7 +385,7 @@ class ParameterShards(Shards):
     def _extended_buffer(self, layout: Layout, local: torch.Tensor, of: ManagedParameter | Slot) -> ExtendedBuffer:
         """A buffer of one parameter, around this rank's part; raises what `check_extension` does."""
         check_extension(of.name, local, reshards_to_smaller=self.policy.reshard_to is not None)
-        _, gathered = self._dtypes(local.dtype, of.keeps_dtype)
+        gathered = self._gather_dtype(local.dtype, of.keeps_dtype)
         around = Surroundings(of.name, of.places[0], self.mesh.shard_axis, self.policy.precision)
         return ExtendedBuffer(layout, local, self.mesh.shard, gathered, self.mesh.device, around)
 
@@ -446,6 +444,9 @@ class ParameterShards(Shards):
                 if now != before:
                     slot.sharded.requires_grad = now
         self._required = required
+
+    def _forget_faces(self) -> None:
+        self._faces, self._unsharded, self._required = [], [], []
 
     def _make_faces(self) -> None:
         unsharded_faces: list[nn.Parameter] = []
@@ -508,7 +509,7 @@ class ParameterShards(Shards):
                     members = [slot for slot in members if slot.face_is_meta]
                 if not members:
                     continue
-                self._faces, self._unsharded, self._required = [], [], []
+                self._forget_faces()
                 self.buffers[position] = buffer
                 for slot in members:
                     slot.buffer, slot.has_values, slot.face_is_meta = buffer, slot.is_borrowed, False
@@ -528,7 +529,8 @@ class ParameterShards(Shards):
 
     def adopt_registered(self, *, is_loading: bool = False) -> bool:
         self.mark_stale()
-        self._waits_for_others, self._faces, self._unsharded, self._required = False, [], [], []
+        self._waits_for_others = False
+        self._forget_faces()
         rebuilt = self._sort_by_extension(is_loading)
         taken: set[int] = set()
         for buffer in list(self.buffers):
@@ -594,7 +596,7 @@ class ParameterShards(Shards):
             self._replace_buffer(old, new, slots, meta=locals_[0].is_meta)
             return True
         dtype, tensors = self._only_dtype(dtypes), [slot.layout for slot in slots]
-        _, gathered = self._dtypes(dtype, slots[0].keeps_dtype)  # all of a buffer keep it, or none
+        gathered = self._gather_dtype(dtype, slots[0].keeps_dtype)  # all of a buffer keep it, or none
         with torch.no_grad(), not_inference():
             layout = self._layout([tensor.shape for tensor in tensors], [tensor.dim for tensor in tensors], gathered)
             meta = any(local.is_meta for local in locals_)
