@@ -19,11 +19,12 @@ from .agreement import communicating
 from .buffer import ShardedBuffer
 from .device import call_without_torch_function, copy_each, not_inference, without_torch_function
 from .errors import StateError
+from .gradient import refuse_sparse
 from .layout import flat
 from .mesh import DataParallelRanks
 from .parameter import METADATA_METHODS, Place, owner_of, remember_successor, retire, set_owner, successor_of
 from .shards import Shards
-from .slot import GroupPolicy, Slot, refuse_sparse
+from .slot import GroupPolicy, Slot
 from .tree import tensors_in
 
 

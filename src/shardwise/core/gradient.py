@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -61,6 +61,17 @@ def gradient_scale(
     if factor is not None:
         return Scale(between=float(factor))
     return Scale(mean=True)
+
+
+def refuse_sparse(name: str, gradient: torch.Tensor, destination: str = "shards") -> NoReturn:
+    """
+    Raises:
+        StateError: the gradient of parameter ``name`` is sparse, and should be reduced to ``destination``.
+    """
+    raise StateError(
+        f"parameter {name!r} got a {gradient.layout} gradient, which cannot be reduced to {destination}: "
+        "use dense gradients (nn.Embedding(sparse=False))"
+    )
 
 
 @dataclass

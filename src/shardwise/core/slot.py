@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
 
 import torch
 from torch import nn
@@ -14,6 +13,7 @@ from .buffer import ShardedBuffer, chunk_of
 from .comm import Comm, StagedCollective
 from .device import REDUCES_IN_DTYPE_OF_SHARDS, local_of, not_inference
 from .errors import StateError
+from .gradient import refuse_sparse
 from .layout import TensorLayout
 from .mesh import DataParallelMesh
 from .model_parallel import ModelParallel
@@ -208,17 +208,6 @@ class Slot:
 def reduction_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     """Dtype that gradients of ``dtype`` are reduced in, where ``wanted`` is asked for."""
     return wanted if wanted is not None and dtype.is_floating_point else dtype
-
-
-def refuse_sparse(name: str, gradient: torch.Tensor) -> NoReturn:
-    """
-    Raises:
-        StateError: the gradient of parameter ``name`` is sparse.
-    """
-    raise StateError(
-        f"parameter {name!r} got a {gradient.layout} gradient, which cannot be reduced to shards: "
-        "use dense gradients (nn.Embedding(sparse=False))"
-    )
 
 
 @dataclass
