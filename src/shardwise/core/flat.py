@@ -449,7 +449,7 @@ class FlatShards(Shards):
         self._remember(runs)
 
     def _buffer_of(self, totals: Sequence[int], dtype: torch.dtype) -> ShardedBuffer:
-        comm, gathered = self.mesh.shard, self._gather_dtype(dtype)
+        comm, gathered = self.mesh.shard, self.policy.gather_dtype(dtype)
         packed = [comm.packs(-(-total // comm.size) * gathered.itemsize) for total in totals]
         return self._new_buffer(flat(totals, comm.size, packed), dtype, gathered)
 

@@ -28,7 +28,7 @@ from .gradient import Deliver, GradientPlan, Reduction, ReductionLanes, Route, S
 from .mesh import DataParallelRanks
 from .parameter import local_gradient
 from .shards import Shards
-from .slot import GroupOptions, Slot, reduction_dtype
+from .slot import GroupOptions, Slot, communicated_dtype
 
 MOST_PLANS = 64
 """Which parameters are reduced together may change with every step; plans are cheap to make again."""
@@ -67,7 +67,7 @@ class GradientReducer:
         self._absences.clear()
 
     def _reduce_dtype(self, gradient_dtype: torch.dtype, buffer: ShardedBuffer) -> torch.dtype:
-        return reduction_dtype(gradient_dtype, self.policy.reduce_dtype(buffer.local.dtype))
+        return communicated_dtype(gradient_dtype, self.policy.reduce_dtype(buffer.local.dtype))
 
     def accumulate(self) -> None:
         """Keep this backward's unsharded gradients for a later reduction, in the reduction's dtype."""

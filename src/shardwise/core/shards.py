@@ -132,10 +132,6 @@ class Shards(ABC):
 
     # -- Making
 
-    def _gather_dtype(self, dtype: torch.dtype, keeps_dtype: bool = False) -> torch.dtype:
-        wanted = self.policy.precision.param_dtype
-        return wanted if wanted is not None and dtype.is_floating_point and not keeps_dtype else dtype
-
     @property
     def _device(self) -> torch.device:
         """Where they are while they have values."""
@@ -315,7 +311,7 @@ class ParameterShards(Shards):
         for parameter, buffer in zip(parameters, extended, strict=True):
             if buffer is None:
                 dtype = parameter.value.dtype
-                by_dtype[dtype, self._gather_dtype(dtype, parameter.keeps_dtype)].append(parameter)
+                by_dtype[dtype, self._gather_dtype(dtype, parameter)].append(parameter)
             else:
                 self.buffers.append(buffer)
                 self._add_slot(parameter, buffer, 0, buffer.local).has_values = True
@@ -328,6 +324,9 @@ class ParameterShards(Shards):
         for index, parameter in enumerate(parameters):
             remember_successor(parameter.value, self.reference, index)
             retire(parameter.value)
+
+    def _gather_dtype(self, dtype: torch.dtype, of: ManagedParameter | Slot) -> torch.dtype:
+        return dtype if of.keeps_dtype else self.policy.gather_dtype(dtype)
 
     def _layout(self, shapes: Sequence[tuple[int, ...]], dims: Sequence[int], gathered: torch.dtype) -> Layout:
         comm, itemsize = self.mesh.shard, gathered.itemsize
@@ -385,7 +384,7 @@ class ParameterShards(Shards):
     def _extended_buffer(self, layout: Layout, local: torch.Tensor, of: ManagedParameter | Slot) -> ExtendedBuffer:
         """A buffer of one parameter, around this rank's part; raises what `check_extension` does."""
         check_extension(of.name, local, reshards_to_smaller=self.policy.reshard_to is not None)
-        gathered = self._gather_dtype(local.dtype, of.keeps_dtype)
+        gathered = self._gather_dtype(local.dtype, of)
         around = Surroundings(of.name, of.places[0], self.mesh.shard_axis, self.policy.precision)
         return ExtendedBuffer(layout, local, self.mesh.shard, gathered, self.mesh.device, around)
 
@@ -596,7 +595,7 @@ class ParameterShards(Shards):
             self._replace_buffer(old, new, slots, meta=locals_[0].is_meta)
             return True
         dtype, tensors = self._only_dtype(dtypes), [slot.layout for slot in slots]
-        gathered = self._gather_dtype(dtype, slots[0].keeps_dtype)  # all of a buffer keep it, or none
+        gathered = self._gather_dtype(dtype, slots[0])  # all of a buffer keep it, or none
         with torch.no_grad(), not_inference():
             layout = self._layout([tensor.shape for tensor in tensors], [tensor.dim for tensor in tensors], gathered)
             meta = any(local.is_meta for local in locals_)

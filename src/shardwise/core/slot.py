@@ -137,7 +137,7 @@ class Slot:
         if self.accumulated is not None:
             self.accumulated += gradient
             self.unsharded.grad = None
-        elif gradient.dtype != (dtype := reduction_dtype(gradient.dtype, reduce_dtype)):
+        elif gradient.dtype != (dtype := communicated_dtype(gradient.dtype, reduce_dtype)):
             self.accumulated = gradient.to(dtype)
             self.unsharded.grad = None
 
@@ -205,8 +205,8 @@ class Slot:
             )
 
 
-def reduction_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """Dtype that gradients of ``dtype`` are reduced in, where ``wanted`` is asked for."""
+def communicated_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """Dtype that tensors of ``dtype`` are gathered or reduced in, where ``wanted`` is asked for."""
     return wanted if wanted is not None and dtype.is_floating_point else dtype
 
 
@@ -247,6 +247,10 @@ class GroupPolicy:
     offload: bool = False
     pin_memory: bool = False
     reshard_to: DataParallelMesh | None = None
+
+    def gather_dtype(self, shards: torch.dtype) -> torch.dtype:
+        """Dtype that shards of dtype ``shards`` are gathered in."""
+        return communicated_dtype(shards, self.precision.param_dtype)
 
     def reduce_dtype(self, shards: torch.dtype) -> torch.dtype | None:
         """Dtype that gradients of shards of dtype ``shards`` are reduced and accumulated in; None for their own."""
