@@ -249,14 +249,14 @@ class GradientReducer:
     def _plan(self, slots: Sequence[Slot], flags: int, dtype: torch.dtype) -> GradientPlan:
         shard = self.mesh.shard
         packs_all = shard.size == 1 or self.options.custom_reduce_scatter is not None
-        # Not whether these gradients need a cast: accumulated ones do not, and their partial sums must find the plan.
-        cast = bool(slots) and slots[0].buffer.dtype != dtype
         key = (tuple(slots), flags, dtype, packs_all)
         if (plan := self._plans.get(key)) is None:
             if len(self._plans) >= MOST_PLANS and all(plan.partial is None for plan in self._plans.values()):
                 self._plans.clear()
             tensors = [slot.layout for slot in slots]
-            plan = self._plans[key] = GradientPlan(tensors, shard, dtype, cast, packs_all, flags)
+            # Not whether these gradients are cast: accumulated ones are not, and their partial sums must find the plan.
+            is_cast = bool(slots) and slots[0].buffer.dtype != dtype
+            plan = self._plans[key] = GradientPlan(tensors, shard, dtype, packs_all or is_cast, flags)
         return plan
 
     def _deliver_own(self, slots: Sequence[Slot], gradients: list[torch.Tensor | None]) -> None:
