@@ -314,7 +314,7 @@ class ParameterShards(Shards):
                 by_dtype[dtype, self._gather_dtype(dtype, parameter)].append(parameter)
             else:
                 self.buffers.append(buffer)
-                self._add_slot(parameter, buffer, 0, buffer.local).has_values = True
+                self._add_slot(parameter, buffer, 0, buffer.local)
         with torch.no_grad(), not_inference():
             for (dtype, gathered), members in by_dtype.items():
                 self._add_buffer(dtype, gathered, members)
