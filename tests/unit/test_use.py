@@ -594,4 +594,4 @@ def test_the_cut_over_a_smaller_world_stays_while_shards_are_shown(
         loss.backward()
         before_backward = [4, 4, 4 if writes else 2] if again else [4, 4]
         assert gathers == [*before_backward, 2 if again or not writes else 4]
-        assert not any(buffer.is_resharded for group in unit_of(model[0]).groups for buffer in group.shards.buffers)
+        assert not any(buffer.resharded for group in unit_of(model[0]).groups for buffer in group.shards.buffers)

@@ -216,7 +216,7 @@ class Weight:
 
 
 def _region_of_slot(name: str, slot: Slot) -> Region:
-    tensor, rank = slot.buffer.layout.tensors[slot.index], slot.buffer.comm.rank
+    tensor, rank = slot.layout, slot.buffer.comm.rank
     start: tuple[int, ...] = (0,) * len(tensor.shape)
     if slot.parallel is not None:
         _check_box(name, slot.parallel.original.placements)

@@ -182,7 +182,7 @@ def _difference(comm: Comm) -> str:
 
 def _signature(group: ParamGroup) -> str:
     """The same for all groups whose gathers and reductions are alike."""
-    parts = [(_shape(slot), slot.buffer.layout.tensors[slot.index].dim, _dtype(slot)) for slot in group.slots]
+    parts = [(_shape(slot), slot.layout.dim, _dtype(slot)) for slot in group.slots]
     precision = group.policy.precision
     return hashlib.sha256(repr((parts, precision.param_dtype, precision.reduce_dtype)).encode()).hexdigest()[:16]
 
@@ -195,7 +195,7 @@ def _described(group: ParamGroup) -> str:
 
 
 def _shape(slot: Slot) -> tuple[int, ...]:
-    return tuple(slot.buffer.layout.tensors[slot.index].shape)
+    return tuple(slot.layout.shape)
 
 
 def _dtype(slot: Slot) -> str:

@@ -185,8 +185,8 @@ class ShardedBuffer:
         self._plan: GatherPlan | None = None
         self._staged_plan: GatherPlan | None = None
         self._smaller_plan: GatherPlan | None = None
-        self.is_resharded = False
-        """Whether this rank holds chunks over the smaller world."""
+        self.resharded: GatherPlan | None = None
+        """How to gather the chunks over the smaller world, where this rank holds them."""
 
     @property
     def full(self) -> torch.Tensor:
@@ -288,8 +288,8 @@ class ShardedBuffer:
     def start_gather(self, lane: Lane) -> Gather:
         """Say how to fill the gathered buffer, which gets memory as soon as the gather needs it; staged in memory of
         ``lane``."""
-        if self.is_resharded and self._smaller_plan is not None:
-            return self._smaller_plan.start(lane.allocate, lane.release, casts=False)
+        if self.resharded is not None:
+            return self.resharded.start(lane.allocate, lane.release, casts=False)
         if self.is_identity:
             return Gather()
         if self.layout.world_size == 1:
@@ -307,25 +307,25 @@ class ShardedBuffer:
         """
         if self._smaller_plan is None:
             self._smaller_plan = GatherPlan(over_fewer(self.layout, comm.size), comm, self.full, self._offsets())
-        layout = self._smaller_plan.layout
+        plan, layout = self._smaller_plan, self._smaller_plan.layout
         local = self.full.new_zeros(layout.local_numel(comm.rank))
         views = [local_view(tensor, local, comm.rank) for tensor in layout.tensors]
         for index, (tensor, view) in enumerate(zip(layout.tensors, views, strict=True)):
-            view.copy_(self.full_view(index).narrow(tensor.dim, tensor.start(comm.rank), tensor.length(comm.rank)))
-        self._smaller_plan.take(local)
-        self.is_resharded = True
+            view.copy_(chunk_of(tensor, self.full_view(index), comm.rank))
+        plan.take(local)
+        self.resharded = plan
         return [(view, tensor.dim) for view, tensor in zip(views, layout.tensors, strict=True)]
 
     def drop_resharded(self) -> None:
         """Free the chunks over the smaller world."""
-        if self._smaller_plan is not None:
-            self._smaller_plan.drop()
-        self.is_resharded = False
+        if self.resharded is not None:
+            self.resharded.drop()
+            self.resharded = None
 
     @property
     def gather_comm(self) -> Comm:
         """The collectives that the next gather uses."""
-        return self._smaller_plan.comm if self.is_resharded and self._smaller_plan is not None else self.comm
+        return self.comm if self.resharded is None else self.resharded.comm
 
 
 def local_strides(tensor: TensorLayout, rank: int, end: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
@@ -343,6 +343,11 @@ def local_view(tensor: TensorLayout, local: torch.Tensor, rank: int) -> torch.Te
     """``rank``'s chunk of ``tensor`` in the rank-major buffer ``local``."""
     shape, strides, offset = local_strides(tensor, rank, local.numel())
     return local.as_strided(shape, strides, local.storage_offset() + offset)
+
+
+def chunk_of(tensor: TensorLayout, whole: torch.Tensor, rank: int) -> torch.Tensor:
+    """``rank``'s chunk of ``whole``, which has the tensor's shape, without padding; a view."""
+    return whole.narrow(tensor.dim, tensor.start(rank), tensor.length(rank))
 
 
 # -- Memory

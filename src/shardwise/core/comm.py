@@ -336,25 +336,11 @@ class Comm:
         return -negative, largest
 
 
-class SingleComm(Comm):
-    """An axis over which nothing is sharded: this rank alone, without a process group."""
+class GrouplessComm(Comm):
+    """Ranks without a process group: this one alone, where nothing is sharded, or several, of which it can be told what
+    they hold, and to which nothing can be sent."""
 
-    def __init__(self) -> None:
-        self.rank, self.size = 0, 1
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """
-        Raises:
-            StateError: always.
-        """
-        raise StateError("nothing is sharded over ranks here, so there is no process group to communicate in")
-
-
-class MissingComm(Comm):
-    """Ranks without a process group: what they hold can be told, and nothing can be sent."""
-
-    def __init__(self, rank: int, size: int):
+    def __init__(self, rank: int = 0, size: int = 1):
         self.rank, self.size = rank, size
 
     @property
@@ -363,6 +349,8 @@ class MissingComm(Comm):
         Raises:
             StateError: always.
         """
+        if self.size == 1:
+            raise StateError("nothing is sharded over ranks here, so there is no process group to communicate in")
         raise StateError(
             f"rank {self.rank} of {self.size} has no process group to communicate in: set process_group to one of as "
             "many ranks first"

@@ -19,11 +19,12 @@ from .agreement import communicating
 from .buffer import ShardedBuffer
 from .device import call_without_torch_function, copy_each, not_inference, without_torch_function
 from .errors import StateError
+from .gradient import refuse_sparse
 from .layout import flat
 from .mesh import DataParallelRanks
 from .parameter import METADATA_METHODS, Place, owner_of, remember_successor, retire, set_owner, successor_of
 from .shards import Shards
-from .slot import GroupPolicy, Slot, refuse_sparse
+from .slot import GroupPolicy, Slot
 from .tree import tensors_in
 
 
@@ -162,8 +163,8 @@ class FlatSlot(Slot):
     @property
     def padding(self) -> int:
         """Elements at the end of this rank's part that belong to no parameter."""
-        tensor, rank = self.buffer.layout.tensors[self.index], self.buffer.comm.rank
-        return min(max(tensor.start(rank) + tensor.length(rank) - self.total, 0), tensor.length(rank))
+        rank, length = self.buffer.comm.rank, self.layout.length(self.buffer.comm.rank)
+        return min(max(self.layout.start(rank) + length - self.total, 0), length)
 
     @property
     def is_in_place(self) -> bool:
@@ -311,7 +312,7 @@ class FlatSlot(Slot):
         like = next((gradient for gradient in gradients if gradient is not None), None)
         if like is None:
             return None
-        numel = self.buffer.layout.tensors[self.index].numel
+        numel = self.layout.numel
         has_gaps = numel != self.total or any(gradient is None for gradient in gradients)
         run = like.new_zeros(numel, dtype=dtype) if has_gaps else like.new_empty(numel, dtype=dtype)
         targets, sources = [], []
@@ -448,7 +449,7 @@ class FlatShards(Shards):
         self._remember(runs)
 
     def _buffer_of(self, totals: Sequence[int], dtype: torch.dtype) -> ShardedBuffer:
-        comm, gathered = self.mesh.shard, self._gather_dtype(dtype)
+        comm, gathered = self.mesh.shard, self.policy.gather_dtype(dtype)
         packed = [comm.packs(-(-total // comm.size) * gathered.itemsize) for total in totals]
         return self._new_buffer(flat(totals, comm.size, packed), dtype, gathered)
 

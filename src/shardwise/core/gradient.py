@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -63,6 +63,17 @@ def gradient_scale(
     return Scale(mean=True)
 
 
+def refuse_sparse(name: str, gradient: torch.Tensor, destination: str = "shards") -> NoReturn:
+    """
+    Raises:
+        StateError: the gradient of parameter ``name`` is sparse, and should be reduced to ``destination``.
+    """
+    raise StateError(
+        f"parameter {name!r} got a {gradient.layout} gradient, which cannot be reduced to {destination}: "
+        "use dense gradients (nn.Embedding(sparse=False))"
+    )
+
+
 @dataclass
 class Staged:
     """What a reduction communicates.
@@ -109,8 +120,7 @@ class GradientPlan:
         tensors: layouts of the parameters.
         shard: axis that the gradients are cut over.
         dtype: of the reduction.
-        cast: whether gradients arrive in another dtype; they are then staged, where casting costs no extra copy.
-        packs_all: whether the reduction needs them in one run.
+        packs_all: whether all are sent in one run, where casting them costs no extra copy.
         flags: number of parameters whose presence is reported: those of ``tensors`` first, then any left out.
     """
 
@@ -119,7 +129,6 @@ class GradientPlan:
         tensors: Sequence[TensorLayout],
         shard: Comm,
         dtype: torch.dtype,
-        cast: bool,
         packs_all: bool,
         flags: int,
     ):
@@ -134,7 +143,7 @@ class GradientPlan:
         front = len(cuts)
         for tensor in tensors:
             is_small = shard.packs(tensor.chunk_numel * dtype.itemsize)
-            packed = cast or packs_all or is_small or not tensor.is_even
+            packed = packs_all or is_small or not tensor.is_even
             cuts.append((tensor.shape, tensor.dim, packed, tensor.thin))
         self.layout = layout = for_gradients(cuts, world_size)
         padded = (tensor.numel for tensor in layout.tensors if tensor.packed and not tensor.is_even)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .agreement import explain_failure, sized
-from .buffer import Gather, ShardedBuffer
+from .buffer import Gather
 from .comm import StagedCollective, by_custom
 from .device import (
     annotated_like,
@@ -260,28 +260,23 @@ class ParamGroup:
             gathers = self._start_gathers(lane)
             self._prepared = _Prepared(gathers, (event, mark()), self.shards.stamp())
 
-    def _gathers_by(self, buffer: ShardedBuffer) -> StagedCollective | None:
-        """What the user set to gather it, if it does."""
-        return None if self.mesh.shard.size == 1 or buffer.is_resharded else self.options.custom_gather
+    @property
+    def _custom_gather(self) -> StagedCollective | None:
+        """What the user set to gather, if it does: not what is cut over the smaller world."""
+        return None if self.mesh.shard.size == 1 or self._is_cut else self.options.custom_gather
 
     def _start_gathers(self, lane: Lane) -> Sequence[Gather]:
         try:
-            if self.options.custom_gather is None:
+            if self.options.custom_gather is None or (custom := self._custom_gather) is None:
                 return [buffer.start_gather(lane) for buffer in self.shards.buffers]
-            gathers = []
-            for buffer in self.shards.buffers:
-                custom = self._gathers_by(buffer)
-                gathers.append(
-                    buffer.start_gather(lane) if custom is None else buffer.start_staged_gather(custom.allocate)
-                )
-            return gathers
+            return [buffer.start_staged_gather(custom.allocate) for buffer in self.shards.buffers]
         except BaseException:  # of memory there is too little: what was allocated must not stay until it is enough
             self._free()
             raise
 
     def _issue_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
         first = self.shards.buffers[0]
-        if self.options.custom_gather is None or (custom := self._gathers_by(first)) is None:
+        if self.options.custom_gather is None or (custom := self._custom_gather) is None:
             return first.gather_comm.all_gather(outputs, inputs, self.name)
         return by_custom(custom, outputs, inputs, group=first.comm.group, async_op=False)
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from ..placements import Placements
-from .comm import Comm, SingleComm, comm_for, new_group_of
+from .comm import Comm, GrouplessComm, comm_for, new_group_of
 from .device import flatten_axes, join_meshes
 from .errors import UnsupportedShardError
 from .lanes import current_device
@@ -147,7 +147,7 @@ def data_parallel_mesh(
     comms = [comm_for(mesh.get_group(axis), device) for axis in range(mesh.ndim)]
     shard, replicate = comms[-1], tuple(comms[:-1])
     if not strategy.shards_optimizer:
-        shard, replicate = SingleComm(), tuple(comms)
+        shard, replicate = GrouplessComm(), tuple(comms)
     return DataParallelMesh(strategy, device, shard, tuple(comm for comm in replicate if comm.size > 1), mesh)
 
 

@@ -28,7 +28,7 @@ from .gradient import Deliver, GradientPlan, Reduction, ReductionLanes, Route, S
 from .mesh import DataParallelRanks
 from .parameter import local_gradient
 from .shards import Shards
-from .slot import GroupOptions, Slot, reduction_dtype
+from .slot import GroupOptions, Slot, communicated_dtype
 
 MOST_PLANS = 64
 """Which parameters are reduced together may change with every step; plans are cheap to make again."""
@@ -67,7 +67,7 @@ class GradientReducer:
         self._absences.clear()
 
     def _reduce_dtype(self, gradient_dtype: torch.dtype, buffer: ShardedBuffer) -> torch.dtype:
-        return reduction_dtype(gradient_dtype, self.policy.reduce_dtype(buffer.local.dtype))
+        return communicated_dtype(gradient_dtype, self.policy.reduce_dtype(buffer.local.dtype))
 
     def accumulate(self) -> None:
         """Keep this backward's unsharded gradients for a later reduction, in the reduction's dtype."""
@@ -143,8 +143,8 @@ class GradientReducer:
                 self._zeros(s, s.buffer.dtype) if g is None else g for s, g in zip(slots, gradients, strict=True)
             ]
             present = [True] * len(slots)
-        is_own = self.mesh.size == 1 and self.options.all_reduce_hook is None and not self._is_offloaded(slots[0])
-        if is_own and self._completes_sums():
+        is_own = self.mesh.size == 1 and self.options.all_reduce_hook is None
+        if is_own and not is_elsewhere(slots[0].buffer.local, self.mesh.device) and self._completes_sums():
             self._deliver_own(slots, gradients)
             return None
         idle: list[Slot] = []
@@ -161,7 +161,7 @@ class GradientReducer:
             self._deliver_and_note([*active, *idle], shards, exist)
             late = [slot for slot, exists in zip(idle, exist[len(active) :], strict=True) if exists]
             if late:
-                self._finish_now(self._start(late, [whole.pop(slot) for slot in late], lanes))
+                self._reduce_now(late, [whole.pop(slot) for slot in late], lanes)
 
         told = [had[slot] for slot in (*active, *idle)]
         return self._start(active, [whole.pop(slot) for slot in active], lanes, told, deliver)
@@ -179,15 +179,14 @@ class GradientReducer:
             elif slot in self._absences:
                 del self._absences[slot]
 
-    def _is_offloaded(self, slot: Slot) -> bool:
-        return is_elsewhere(slot.buffer.local, self.mesh.device)
-
     def _completes_sums(self) -> bool:
         """Whether the next reduction is complete in itself: sums kept for a later all-reduce must all be alike."""
         return not (self._keeps_sums() or self._has_partial_sums())
 
-    @staticmethod
-    def _finish_now(reduction: Reduction) -> None:
+    def _reduce_now(self, slots: Sequence[Slot], gradients: list[torch.Tensor | None], lanes: ReductionLanes) -> None:
+        """Reduce ``gradients`` (emptied) of ``slots``, of each of which some rank has one."""
+        exist = [True] * len(slots)
+        reduction = self._start(slots, gradients, lanes, exist, lambda shards, _: self._deliver(slots, shards))
         reduction.release()
         reduction.finish()
         if reduction.lands:
@@ -198,8 +197,8 @@ class GradientReducer:
         slots: Sequence[Slot],
         gradients: list[torch.Tensor | None],
         lanes: ReductionLanes,
-        present: Sequence[bool] | None = None,
-        deliver: Deliver | None = None,
+        present: Sequence[bool],
+        deliver: Deliver,
     ) -> Reduction:
         """Reduce ``gradients`` (emptied) of ``slots``, zeros where there are none."""
         like = (slots[0] if slots else self.slots[0]).buffer
@@ -212,12 +211,10 @@ class GradientReducer:
         gradients.clear()
         if len(dtypes) > 1 or (dtypes != {dtype} and like.dtype == dtype):
             filled = [gradient.to(dtype) for gradient in filled]
-        known = [True] * len(slots) if present is None else present
-        plan = self._plan(slots, len(known), dtype)
+        plan = self._plan(slots, len(present), dtype)
         self._check_partial_sums(plan)
-        give = deliver or (lambda shards, exist: self._deliver(slots, shards))
         route, device, name = self._route(dtype), self.mesh.device, self.shards.unit_name
-        return Reduction(plan, route, filled, known, lanes, device, like.local, give, name)
+        return Reduction(plan, route, filled, present, lanes, device, like.local, deliver, name)
 
     def _route(self, dtype: torch.dtype) -> Route:
         options, mesh = self.options, self.mesh
@@ -247,19 +244,19 @@ class GradientReducer:
                 )
 
     def _zeros(self, slot: Slot, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(slot.buffer.layout.tensors[slot.index].shape, dtype=dtype, device=self.mesh.device)
+        return torch.zeros(slot.layout.shape, dtype=dtype, device=self.mesh.device)
 
     def _plan(self, slots: Sequence[Slot], flags: int, dtype: torch.dtype) -> GradientPlan:
         shard = self.mesh.shard
         packs_all = shard.size == 1 or self.options.custom_reduce_scatter is not None
-        # Not whether these gradients need a cast: accumulated ones do not, and their partial sums must find the plan.
-        cast = bool(slots) and slots[0].buffer.dtype != dtype
         key = (tuple(slots), flags, dtype, packs_all)
         if (plan := self._plans.get(key)) is None:
             if len(self._plans) >= MOST_PLANS and all(plan.partial is None for plan in self._plans.values()):
                 self._plans.clear()
-            tensors = [slot.buffer.layout.tensors[slot.index] for slot in slots]
-            plan = self._plans[key] = GradientPlan(tensors, shard, dtype, cast, packs_all, flags)
+            tensors = [slot.layout for slot in slots]
+            # Not whether these gradients are cast: accumulated ones are not, and their partial sums must find the plan.
+            is_cast = bool(slots) and slots[0].buffer.dtype != dtype
+            plan = self._plans[key] = GradientPlan(tensors, shard, dtype, packs_all or is_cast, flags)
         return plan
 
     def _deliver_own(self, slots: Sequence[Slot], gradients: list[torch.Tensor | None]) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .buffer import ShardedBuffer
+from .buffer import ShardedBuffer, chunk_of
 from .device import (
     get_local,
     get_requires_grad,
@@ -131,10 +131,6 @@ class Shards(ABC):
         return gradients
 
     # -- Making
-
-    def _gather_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        wanted = self.policy.precision.param_dtype
-        return wanted if wanted is not None and dtype.is_floating_point else dtype
 
     @property
     def _device(self) -> torch.device:
@@ -296,6 +292,7 @@ class ParameterShards(Shards):
     def __init__(self, parameters: Sequence[ManagedParameter], mesh: DataParallelMesh, policy: GroupPolicy):
         super().__init__(mesh, policy)
         self._waits_for_others = False
+        """Whether only some of the parameters of a unit have been loaded."""
         self._faces: list[tuple[Registry, str, nn.Parameter, nn.Parameter]] = []
         """For each place its registry and name, and what is registered there: sharded, and unsharded."""
         self._unsharded: list[nn.Parameter] = []
@@ -313,10 +310,11 @@ class ParameterShards(Shards):
         extended = [self._cut_extended(parameter) for parameter in parameters]  # may raise, when none is replaced yet
         for parameter, buffer in zip(parameters, extended, strict=True):
             if buffer is None:
-                by_dtype[self._dtypes(parameter.value.dtype, parameter.keeps_dtype)].append(parameter)
+                dtype = parameter.value.dtype
+                by_dtype[dtype, self._gather_dtype(dtype, parameter)].append(parameter)
             else:
                 self.buffers.append(buffer)
-                self._add_slot(parameter, buffer, 0, buffer.local).has_values = True
+                self._add_slot(parameter, buffer, 0, buffer.local)
         with torch.no_grad(), not_inference():
             for (dtype, gathered), members in by_dtype.items():
                 self._add_buffer(dtype, gathered, members)
@@ -327,9 +325,8 @@ class ParameterShards(Shards):
             remember_successor(parameter.value, self.reference, index)
             retire(parameter.value)
 
-    def _dtypes(self, dtype: torch.dtype, keeps_dtype: bool) -> tuple[torch.dtype, torch.dtype]:
-        """That shards of ``dtype`` have, and that they are gathered in."""
-        return dtype, dtype if keeps_dtype else self._gather_dtype(dtype)
+    def _gather_dtype(self, dtype: torch.dtype, of: ManagedParameter | Slot) -> torch.dtype:
+        return dtype if of.keeps_dtype else self.policy.gather_dtype(dtype)
 
     def _layout(self, shapes: Sequence[tuple[int, ...]], dims: Sequence[int], gathered: torch.dtype) -> Layout:
         comm, itemsize = self.mesh.shard, gathered.itemsize
@@ -340,7 +337,6 @@ class ParameterShards(Shards):
         return per_parameter(shapes, dims, comm.size, packed, worth_thinning(shapes, dims, comm.size, least))
 
     def _add_buffer(self, dtype: torch.dtype, gathered: torch.dtype, members: Sequence[ManagedParameter]) -> None:
-        rank = self.mesh.shard.rank
         layout = self._layout([tuple(m.local.shape) for m in members], [m.dim for m in members], gathered)
         on_meta = all(member.value.is_meta for member in members)
         buffer = self._new_buffer(layout, dtype, gathered, on_meta=on_meta)
@@ -351,7 +347,7 @@ class ParameterShards(Shards):
             if waits:  # others of the unit have values: it has memory already, and does not show it
                 view = torch.empty_like(view, device="meta")
             elif not on_meta:
-                view.copy_(member.local.narrow(tensor.dim, tensor.start(rank), tensor.length(rank)))
+                view.copy_(chunk_of(tensor, member.local, self.mesh.shard.rank))
             slot = self._add_slot(member, buffer, index, view)
             slot.has_values, slot.face_is_meta = not waits, waits
 
@@ -388,7 +384,7 @@ class ParameterShards(Shards):
     def _extended_buffer(self, layout: Layout, local: torch.Tensor, of: ManagedParameter | Slot) -> ExtendedBuffer:
         """A buffer of one parameter, around this rank's part; raises what `check_extension` does."""
         check_extension(of.name, local, reshards_to_smaller=self.policy.reshard_to is not None)
-        _, gathered = self._dtypes(local.dtype, of.keeps_dtype)
+        gathered = self._gather_dtype(local.dtype, of)
         around = Surroundings(of.name, of.places[0], self.mesh.shard_axis, self.policy.precision)
         return ExtendedBuffer(layout, local, self.mesh.shard, gathered, self.mesh.device, around)
 
@@ -399,8 +395,7 @@ class ParameterShards(Shards):
             registered = slot.registered()
             local = local_of(registered)
             if isinstance(registered, DTensor) and is_extended(local) and not isinstance(slot.buffer, ExtendedBuffer):
-                tensor = slot.buffer.layout.tensors[slot.index]
-                layout = per_parameter([tensor.shape], [tensor.dim], self.mesh.shard.size)
+                layout = per_parameter([slot.layout.shape], [slot.layout.dim], self.mesh.shard.size)
                 left[slot.buffer] = None
                 slot.buffer = self._extended_buffer(layout, local, slot)
                 slot.index = 0
@@ -448,6 +443,9 @@ class ParameterShards(Shards):
                 if now != before:
                     slot.sharded.requires_grad = now
         self._required = required
+
+    def _forget_faces(self) -> None:
+        self._faces, self._unsharded, self._required = [], [], []
 
     def _make_faces(self) -> None:
         unsharded_faces: list[nn.Parameter] = []
@@ -510,7 +508,7 @@ class ParameterShards(Shards):
                     members = [slot for slot in members if slot.face_is_meta]
                 if not members:
                     continue
-                self._faces, self._unsharded, self._required = [], [], []
+                self._forget_faces()
                 self.buffers[position] = buffer
                 for slot in members:
                     slot.buffer, slot.has_values, slot.face_is_meta = buffer, slot.is_borrowed, False
@@ -530,7 +528,8 @@ class ParameterShards(Shards):
 
     def adopt_registered(self, *, is_loading: bool = False) -> bool:
         self.mark_stale()
-        self._waits_for_others, self._faces, self._unsharded, self._required = False, [], [], []
+        self._waits_for_others = False
+        self._forget_faces()
         rebuilt = self._sort_by_extension(is_loading)
         taken: set[int] = set()
         for buffer in list(self.buffers):
@@ -595,8 +594,8 @@ class ParameterShards(Shards):
             new = self._extended_buffer(old.layout, locals_[0], slots[0])
             self._replace_buffer(old, new, slots, meta=locals_[0].is_meta)
             return True
-        dtype, tensors = self._only_dtype(dtypes), [old.layout.tensors[slot.index] for slot in slots]
-        _, gathered = self._dtypes(dtype, slots[0].keeps_dtype)  # all of a buffer keep it, or none
+        dtype, tensors = self._only_dtype(dtypes), [slot.layout for slot in slots]
+        gathered = self._gather_dtype(dtype, slots[0])  # all of a buffer keep it, or none
         with torch.no_grad(), not_inference():
             layout = self._layout([tensor.shape for tensor in tensors], [tensor.dim for tensor in tensors], gathered)
             meta = any(local.is_meta for local in locals_)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from .buffer import ShardedBuffer
+from .buffer import ShardedBuffer, chunk_of
 from .comm import Comm, StagedCollective
 from .device import REDUCES_IN_DTYPE_OF_SHARDS, local_of, not_inference
 from .errors import StateError
+from .gradient import refuse_sparse
+from .layout import TensorLayout
 from .mesh import DataParallelMesh
 from .model_parallel import ModelParallel
 from .parameter import Place, is_alias
@@ -69,6 +70,11 @@ class Slot:
     """False from the moment a meta parameter gets memory until something is written there."""
     face_is_meta: bool = False
     """Whether the sharded face is on the meta device though the buffer, for others of the unit, is not."""
+
+    @property
+    def layout(self) -> TensorLayout:
+        """How it is cut over the ranks."""
+        return self.buffer.layout.tensors[self.index]
 
     @property
     def local(self) -> torch.Tensor:
@@ -131,7 +137,7 @@ class Slot:
         if self.accumulated is not None:
             self.accumulated += gradient
             self.unsharded.grad = None
-        elif gradient.dtype != (dtype := reduction_dtype(gradient.dtype, reduce_dtype)):
+        elif gradient.dtype != (dtype := communicated_dtype(gradient.dtype, reduce_dtype)):
             self.accumulated = gradient.to(dtype)
             self.unsharded.grad = None
 
@@ -169,8 +175,7 @@ class Slot:
 
     def chunk_of(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's chunk of ``whole``, which has the shape that data parallelism cuts, without padding; a view."""
-        tensor, rank = self.buffer.layout.tensors[self.index], self.buffer.comm.rank
-        return whole.narrow(tensor.dim, tensor.start(rank), tensor.length(rank))
+        return chunk_of(self.layout, whole, self.buffer.comm.rank)
 
     @property
     def sharded_places(self) -> Sequence[Place]:
@@ -200,20 +205,9 @@ class Slot:
             )
 
 
-def reduction_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """Dtype that gradients of ``dtype`` are reduced in, where ``wanted`` is asked for."""
+def communicated_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """Dtype that tensors of ``dtype`` are gathered or reduced in, where ``wanted`` is asked for."""
     return wanted if wanted is not None and dtype.is_floating_point else dtype
-
-
-def refuse_sparse(name: str, gradient: torch.Tensor) -> NoReturn:
-    """
-    Raises:
-        StateError: the gradient of parameter ``name`` is sparse.
-    """
-    raise StateError(
-        f"parameter {name!r} got a {gradient.layout} gradient, which cannot be reduced to shards: "
-        "use dense gradients (nn.Embedding(sparse=False))"
-    )
 
 
 @dataclass
@@ -253,6 +247,10 @@ class GroupPolicy:
     offload: bool = False
     pin_memory: bool = False
     reshard_to: DataParallelMesh | None = None
+
+    def gather_dtype(self, shards: torch.dtype) -> torch.dtype:
+        """Dtype that shards of dtype ``shards`` are gathered in."""
+        return communicated_dtype(shards, self.precision.param_dtype)
 
     def reduce_dtype(self, shards: torch.dtype) -> torch.dtype | None:
         """Dtype that gradients of shards of dtype ``shards`` are reduced and accumulated in; None for their own."""

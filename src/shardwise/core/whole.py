@@ -18,8 +18,7 @@ from torch.utils.dlpack import from_dlpack
 from .agreement import explain_failure
 from .comm import Comm
 from .device import backward_number, copy_each, not_inference, owns_memory, sent_to, shares_storage
-from .errors import StateError
-from .gradient import Scale, gradient_scale
+from .gradient import Scale, gradient_scale, refuse_sparse
 from .lanes import Flight
 from .layout import Run, whole
 
@@ -433,10 +432,7 @@ class OwnerReducer:
         if gradient.layout is not torch.strided:
             # gloo does not survive that memory goes which it is receiving into.
             self._wait()
-            raise StateError(
-                f"parameter {self.names[index]!r} got a {gradient.layout} gradient, which cannot be reduced to its "
-                "owner: use dense gradients (nn.Embedding(sparse=False))"
-            )
+            refuse_sparse(self.names[index], gradient, "its owner")
         self._present[index] = True
         return gradient.detach()
 

@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 
 from ..arguments import Argument, Support, check_arguments, documented, is_at_least
 from ..core.agreement import communicating, explain_failure
-from ..core.comm import Comm, SingleComm, comm_for
+from ..core.comm import Comm, GrouplessComm, comm_for
 from ..core.device import sent_to
 from ..core.layout import deal
 from ..core.norms import local_norms
@@ -282,7 +282,7 @@ class OSS(Optimizer):
     def _comm(self, device: torch.device) -> Comm:
         # Not kept: a model may change devices between construction and the first step.
         assert self.group is not None
-        return comm_for(self.group, device) if self.world_size > 1 else SingleComm()
+        return comm_for(self.group, device) if self.world_size > 1 else GrouplessComm()
 
     @torch.no_grad()
     def clip_grad_norm(

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from ..core.agreement import communicating
-from ..core.comm import Comm, MissingComm, SingleComm, comm_for, new_group_like
+from ..core.comm import Comm, GrouplessComm, comm_for, new_group_like
 from ..core.flat import FlatShards
 from ..core.mesh import DataParallelRanks
 from ..core.parameter import owner_of
@@ -81,7 +81,7 @@ def comm_of(group: Any, device: torch.device) -> Comm:
     """Collectives of ``group``; a stand-in for several ranks has none."""
     if not is_stand_in(group):
         return comm_for(group, device)
-    return SingleComm() if group.size() == 1 else MissingComm(group.rank(), group.size())
+    return GrouplessComm(group.rank(), group.size())
 
 
 def compute_device_of(group: Any, module: nn.Module) -> torch.device:
@@ -112,7 +112,7 @@ def reduce_comm_of(given: Any, comm: Comm, device: torch.device) -> Comm | None:
     """
     check_reduce_group(given)
     name = getattr(given, "value", given)
-    if given is None or name == "default" or comm.size == 1 or isinstance(comm, MissingComm):
+    if given is None or name == "default" or comm.size == 1 or isinstance(comm, GrouplessComm):
         return None
     if name == "reduce_scatter":
         # One for all instances over the same ranks: a communicator takes connections and memory.
@@ -173,7 +173,7 @@ def refuse_shards(wrapper: str, named: Iterable[tuple[str, torch.Tensor]], group
 def _ranks_with_parts(parameter: torch.Tensor) -> list[int]:
     """The processes that have the parts of a 1-D shard; of any other parameter, none."""
     owner = owner_of(parameter)
-    if not isinstance(owner, FlatShards) or isinstance(owner.mesh.shard, MissingComm | SingleComm):
+    if not isinstance(owner, FlatShards) or isinstance(owner.mesh.shard, GrouplessComm):
         return []
     return dist.get_process_group_ranks(owner.mesh.shard.group)
 

@@ -113,7 +113,7 @@ class SlotTarget(Target):
 
     @torch.no_grad()
     def write_elements(self, blocks: Blocks) -> None:
-        tensor, rank = self.slot.buffer.layout.tensors[self.slot.index], self.slot.buffer.comm.rank
+        tensor, rank = self.slot.layout, self.slot.buffer.comm.rank
         if self.slot.parallel is not None or not tensor.is_contiguous_cut:
             super().write_elements(blocks)
             return

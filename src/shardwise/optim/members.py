@@ -126,7 +126,7 @@ def members_of(parameters: Sequence[torch.Tensor]) -> tuple[list[Member], list[t
         if owner is not None and id(owner) not in seen:
             seen.add(id(owner))
             for slot in owner.slots:
-                tensor = slot.buffer.layout.tensors[slot.index]
+                tensor = slot.layout
                 if not slot.is_borrowed:
                     reserved[id(slot.sharded)] = tensor.reserved(slot.buffer.comm.rank) * slot.buffer.local.itemsize
         if (owner is not None or isinstance(parameter, DTensor)) and not is_extended(local_of(parameter)):
