@@ -319,7 +319,7 @@ class FSDPCommContext:
     def finish_iteration(self, units: Collection[Unit]) -> None:
         """Wait for the reductions under way, and end the iteration of ``units``."""
         with torch.no_grad(), self._ending():
-            for context in dict.fromkeys(unit.own_context() for unit in units):
+            for context in dict.fromkeys(unit.context for unit in units):
                 context._finish_reductions()
         self._end_iteration(units)
         self.rest()

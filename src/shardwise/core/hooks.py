@@ -58,7 +58,7 @@ class Unit:
         device: that they compute on.
         precision: casts at the unit's boundary.
         name: full name of the module, if the caller knows it.
-        context: shared with other units; None until the root makes one.
+        context: shared with other units; None to use that of the tree.
         reshards_unless_root: whether the root does not reshard after forward by default.
         become_root: makes the context of a tree whose outermost unit is the given one.
     """
@@ -103,9 +103,8 @@ class Unit:
         """Calls whose first backward this one differentiates, and which it did not leave yet."""
         self._guards: list[RemovableHandle] = []
         self._lost_writes: LostWrites | None = LostWrites(self.groups)
-        self.name = ""
         self.rename(name or "")
-        self.context, self.iteration = context, Iteration() if context is None else context.iteration
+        self._context, self.iteration = context, Iteration() if context is None else context.iteration
         if context is not None:
             context.join(self)
 
@@ -116,16 +115,17 @@ class Unit:
         if self.reshards_unless_root:
             for group in self.groups:
                 group.options.reshard_after_forward = not is_root
-        self.context = context  # last: by it the next forward knows that this was done, and not interrupted
+        self._context = context  # last: by it the next forward knows that this was done, and not interrupted
 
-    def _make_context(self, module: nn.Module) -> FSDPCommContext:
-        if len(self._modules) == 1 and not self.modules:
-            self._modules = [weakref.ref(module)]  # by `copy.copy`, of one that is gone
-        return self.become_root(self)
+    @property
+    def context(self) -> FSDPCommContext:
+        """That of its tree, of which this becomes the root if there is none yet."""
+        return self._context or self.become_root(self)
 
-    def own_context(self) -> FSDPCommContext:
-        """The context, which is made if there is none yet."""
-        return self.context or self.become_root(self)
+    @property
+    def has_context(self) -> bool:
+        """Whether the root of its tree is known, or none is needed."""
+        return self._context is not None
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -142,7 +142,7 @@ class Unit:
     def show_ranges(self) -> None:
         """Show a profiler or the log what is done from now on, also for units that are gathered ahead of their use."""
         if type(self) is not watched(type(self)):
-            for unit in self.own_context().units:
+            for unit in self.context.units:
                 for one in (unit, *unit.groups):
                     one.__class__ = watched(type(one))
 
@@ -159,7 +159,9 @@ class Unit:
         """Gather, register for backward, wait, install, prefetch."""
         if is_watched():
             self.show_ranges()
-        context = self.context or self._make_context(module)
+        if self._context is None and len(self._modules) == 1 and not self.modules:
+            self._modules = [weakref.ref(module)]  # by `copy.copy`, of one that is gone
+        context = self.context
         if self.phase is Phase.PRE_BACKWARD:
             if in_backward():  # recomputation of a checkpointed forward
                 for group in self.groups:
@@ -257,7 +259,7 @@ class Unit:
         if chosen:
             for reference in chosen:
                 if (unit := reference()) is not None:
-                    unit.prefetch(direction, unit.own_context().gather_lane, ahead)
+                    unit.prefetch(direction, unit.context.gather_lane, ahead)
             return
         limit = context.largest_unit
         for unit in expected if limit else ():
@@ -294,7 +296,6 @@ class Unit:
                 output, _ = announce_begin(self, output, call)  # they may not run, or not announce their backward
             return self._cast_output(output)
         context = self.context
-        assert context is not None
         output = self._leave_forward(context, output, call)
         if context.forward_root is self:
             for unit in reversed(context.units):
@@ -310,7 +311,7 @@ class Unit:
     @property
     def _is_outermost(self) -> bool:
         """Whether no other unit's forward is around its own."""
-        return self.context is None or self.context.forward_root in (None, self)
+        return self.context.forward_root in (None, self)
 
     def _leave_call(self, module: nn.Module) -> Call | None:
         for call in reversed(self._inside):
@@ -344,7 +345,6 @@ class Unit:
         """``output``, with copies of unsharded parameters, whose memory is gone after forward, or after backward."""
         if self._recomputes:
             return output
-        assert self.context is not None
         # The root may hand out those of units within, which stay gathered until their backward.
         units = self.context.units if self.context.forward_root is self else (self,)
         groups = [group for unit in units for group in unit.groups if group.is_unsharded]
@@ -385,9 +385,10 @@ class Unit:
         """Forward raised ``error``: what it began is over, so that the next one starts anew."""
         if self.phase is Phase.PRE_BACKWARD:
             return  # checkpointing stops a recomputation by an exception when it has what it needs
+        if self._context is None:
+            return  # it failed before it began
         try:
-            if self.context is not None:
-                self.context.note_failure(self, error)
+            self._context.note_failure(self, error)
         finally:
             self._end_failed_call(module)
 
@@ -403,7 +404,7 @@ class Unit:
         if not in_backward():
             for group in self.groups:
                 group.reshard()
-        if self.context is not None and self.context.forward_root is self:
+        if self.context.forward_root is self:
             self.context.forward_root = None
             self.context.drop_prefetched()
             self.context.rest()
@@ -416,7 +417,7 @@ class Unit:
 
     def complete_forward(self, output: Any) -> Any:
         """Finish the forward of a unit of several modules of which not all ran; ``output`` is the root's."""
-        if self._to_run and self.phase is Phase.FORWARD and self.context is not None:
+        if self._to_run and self.phase is Phase.FORWARD:
             self._to_run, self._inside = set(), []
             output = self._leave_forward(self.context, output)
         return output
@@ -473,7 +474,6 @@ class Unit:
     def announce_around(self, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """``gradients``, whose derivative tells the units around this one, whose backward has come to it: their own
         inputs may take no part in that, and their outputs do not. A unit of several modules is around each of them."""
-        assert self.context is not None
         around = [unit for unit in self.context.units if unit.phase is Phase.PRE_BACKWARD]
         if self in around and len(self._modules) == 1:
             around.remove(self)
@@ -489,7 +489,6 @@ class Unit:
                 of that; `UNKNOWN_CALL` if it is not known which call's it is.
         """
         context = self.context
-        assert context is not None
         begins = not context.is_in_backward
         context.queue_end_of_backward(creates_graph=torch.is_grad_enabled())
         if call is not None:
@@ -515,7 +514,6 @@ class Unit:
 
     def post_backward(self, forward_pass: int, call: Any) -> None:
         """The gradients of the inputs of one forward ``call`` are complete."""
-        assert self.context is not None
         creates_graph = torch.is_grad_enabled()
         # Nothing announced this backward if only some of the unit's modules ran.
         self.context.queue_end_of_backward(creates_graph=creates_graph)
@@ -558,7 +556,6 @@ class Unit:
             group.reshard()
 
     def _reduce_group(self, group: ParamGroup) -> None:
-        assert self.context is not None
         if not self.reduces(group):
             group.gradients.accumulate()
         elif group.takes_turns:
@@ -575,7 +572,6 @@ class Unit:
     def start_reduction(self, group: ParamGroup) -> None:
         """Reduce what ``group`` has of gradients, and zeros for those that it has not."""
         context = self.context
-        assert context is not None
         for slots, gradients in group.gradients.take():
             if group.mesh.replicate and group.options.all_reduce_gradients:
                 context.agree_on_replicas()
@@ -639,7 +635,6 @@ class Unit:
                 "had resharded its parameters: run both as one backward, take gradients of the unit's inputs, or keep "
                 "the parameters by set_reshard_after_backward(False)"
             )
-        assert self.context is not None
         self.context.queue_end_of_backward()
         self._computes_backward = True
 

@@ -125,7 +125,7 @@ class FSDPModule(_TorchModule):
 
     def _get_fsdp_state(self) -> StateForTorch:  # type: ignore[override]
         unit = self._unit
-        return StateForTorch(unit.own_context(), unit.pre_forward, unit.post_forward)
+        return StateForTorch(unit.context, unit.pre_forward, unit.post_forward)
 
     def _units(self, recurse: bool) -> list[Unit]:
         return units_of(cast(nn.Module, self)) if recurse else [self._unit]
@@ -168,7 +168,7 @@ class FSDPModule(_TorchModule):
         unit = self._unit
         if is_watched():
             unit.show_ranges()
-        context = unit.own_context()
+        context = unit.context
         for group in unit.groups:
             group.unshard(context.gather_lane)
             group.is_asked_for = group.is_gathering
@@ -185,7 +185,7 @@ class FSDPModule(_TorchModule):
         forward of it that keeps them."""
         unit = self._unit
         unit.reshard()
-        if unit.context is not None:
+        if unit.has_context:
             unit.context.rest()
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
@@ -228,7 +228,7 @@ class FSDPModule(_TorchModule):
                 slot.sharded.grad = None
 
     def _check_root(self, method: str) -> FSDPCommContext:
-        unit, context = self._unit, self._unit.own_context()
+        unit, context = self._unit, self._unit.context
         if context.has_root and not unit.is_root:
             roots = [other.name or "the outermost wrapped one" for other in context.units if other.is_root]
             raise StateError(f"{method}() was called on {unit.name!r}; call it on the root: {roots[0]}")
@@ -274,7 +274,7 @@ class FSDPModule(_TorchModule):
         Before the last one the order recorded for backward is kept, and strategies with partial or replicated gradients
         (ZeRO-1, DDP) do not reduce. Gradients that were reduced are there after every backward.
         """
-        self._unit.own_context()
+        _ = self._unit.context  # a root that is made later would bring another iteration
         self._unit.iteration.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
@@ -368,7 +368,7 @@ class FSDPModule(_TorchModule):
         nothing."""
         if event is None:
             return
-        context = self._unit.own_context()
+        context = self._unit.context
         context.gather_after(event, next((unit for unit in context.units if unit.is_root), self._unit))
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
@@ -387,8 +387,8 @@ class FSDPModule(_TorchModule):
             raise TypeError(f"max_input_buffers must be an int, not {max_input_buffers!r}")
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be at least 1, not {max_input_buffers}")
-        contexts = {id(unit.context): unit.context for unit in self._units(recurse) if unit.context is not None}
-        for context in (contexts or {0: self._unit.own_context()}).values():
+        contexts = {unit.context for unit in self._units(recurse) if unit.has_context}
+        for context in contexts or {self._unit.context}:
             context.max_pending_reductions = max_input_buffers
 
     # -- Communication
@@ -578,7 +578,7 @@ def _finish_iteration(reference: weakref.ref[Unit]) -> None:
     unit = reference()
     assert unit is not None
     units = dict.fromkeys(inner for module in unit.modules for inner in units_of(module))
-    context = unit.own_context()
+    context = unit.context
     context.start_finishing(units)
     context.finish_iteration(units)
 
@@ -627,6 +627,6 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     Raises:
         ValueError: if one of them is not wrapped.
     """
-    contexts = [unit.own_context() for unit in _units_of(modules, "share_comm_ctx")]
+    contexts = [unit.context for unit in _units_of(modules, "share_comm_ctx")]
     for other in contexts[1:]:
         contexts[0].take_over(other)

@@ -59,7 +59,7 @@ def make_root(root: Unit) -> FSDPCommContext:
                 f"set_manual_backward_finalization(True) was called on {name!r} and does not hold for the whole tree: "
                 "call it on the root, and with False there"
             )
-    known = dict.fromkeys(unit.context for unit in units if unit.context is not None)
+    known = dict.fromkeys(unit.context for unit in units if unit.has_context)
     context = next((one for one in known if not one.has_root), None)
     if context is None:
         context = FSDPCommContext(root.device.type)

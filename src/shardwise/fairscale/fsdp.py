@@ -261,7 +261,7 @@ class FullyShardedDataParallel(Settings):
 
     def _leave_failed_backward(self) -> None:
         """Clear what a backward pass that raised has left, before the next forward builds on it."""
-        if self._unit.context is not None and not in_backward():
+        if self._unit.has_context and not in_backward():
             self._unit.context.recover_from_aborted_backward()
 
     def _check_local(self) -> None:
@@ -546,7 +546,7 @@ class FullyShardedDataParallel(Settings):
             ValueError: if the instance is not idle, or inside another one.
         """
         self._check_idle()
-        if self._unit.context is not None and not self._unit.is_root:
+        if self._unit.has_context and not self._unit.is_root:
             raise ValueError(f"{self._title()}: call clip_grad_norm_ on the outermost instance")
         slots = [slot for instance in get_fsdp_instances(self) for slot in instance._own_slots()]
         everyone = comm_of(self.process_group, self.compute_device)

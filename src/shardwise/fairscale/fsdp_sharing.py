@@ -26,7 +26,7 @@ def share_parameter(parameter: nn.Parameter, borrower: FullyShardedDataParallel)
     slot = next(slot for slot in lender._own_slots() if slot.sharded is parameter)
     if borrower.flatten_parameters or slot.home is not None:
         raise ValueError(f"append_shared_param: {slot.name!r} can be shared with flatten_parameters=False only")
-    if borrower._unit.context is not None or lender._unit.context is not None:
+    if borrower._unit.has_context or lender._unit.has_context:
         raise ValueError(f"append_shared_param: call it for {slot.name!r} before the first forward")
     if borrower._own is None:
         raise ValueError(f"append_shared_param: this instance has no parameter of its own beside {slot.name!r}")
