@@ -33,6 +33,7 @@ ORDER = [
     "core.annotated",
     "core.buffer",
     "core.gradient",
+    "core.pending",
     "core.whole",
     "core.parameter",
     "core.step",

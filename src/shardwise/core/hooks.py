@@ -575,9 +575,9 @@ class Unit:
         for slots, gradients in group.gradients.take():
             if group.mesh.replicate and group.options.all_reduce_gradients:
                 context.agree_on_replicas()
-            context.make_room_for_reduction()
+            context.reductions.make_room()
             if (reduction := group.gradients.reduce(slots, gradients, context.reduce_lanes)) is not None:
-                context.add_reduction(reduction)
+                context.reductions.add(reduction)
 
     def end_of_backward(self) -> None:
         """Do what no gradient triggered: inputs without gradients, parameters unused, calls that took no part."""

@@ -389,7 +389,7 @@ class FSDPModule(_TorchModule):
             raise ValueError(f"max_input_buffers must be at least 1, not {max_input_buffers}")
         contexts = {unit.context for unit in self._units(recurse) if unit.has_context}
         for context in contexts or {self._unit.context}:
-            context.max_pending_reductions = max_input_buffers
+            context.reductions.limit = max_input_buffers
 
     # -- Communication
 

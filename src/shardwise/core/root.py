@@ -66,7 +66,7 @@ def make_root(root: Unit) -> FSDPCommContext:
         if context.device.torch_device != root.device:
             context.use_device(device_for(root.device))
     for other in known:  # inner units may have been told while they were the outermost known
-        context.max_pending_reductions = max(context.max_pending_reductions, other.max_pending_reductions)
+        context.reductions.limit = max(context.reductions.limit, other.reductions.limit)
     for unit in units:
         context.join(unit)
     for unit in units:
