@@ -112,7 +112,7 @@ def fully_shard(
     # The root's parameters are needed at once in backward; where they are kept anyway, resharding costs nothing.
     reshards_unless_root = reshard_after_forward is None and comm_ctx is None and not strategy.keeps_unsharded
     unit = Unit(modules, groups, data_parallel.device, mp_policy, module_fqn, comm_ctx, reshards_unless_root, make_root)
-    _install(unit, modules, managed, reshards=_reshards(reshard_after_forward))
+    _install(unit, modules, managed, reshard_after_forward)
     return module
 
 
@@ -134,16 +134,14 @@ def _check_device(comm_ctx: FSDPCommContext | None, device: torch.device) -> Non
         raise ValueError(f"comm_ctx is for {comm_ctx.device.torch_device.type}, the mesh is on {device}")
 
 
-def _reshards(reshard_after_forward: bool | int | None) -> bool:
-    """Whether parameters are resharded after forward. 1, for groups of one rank, means that they are not."""
-    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
-        return reshard_after_forward is not False
-    return reshard_after_forward != 1
-
-
 def _install(
-    unit: Unit, modules: Sequence[nn.Module], managed: Sequence[tuple[str, nn.Module]], *, reshards: bool
+    unit: Unit,
+    modules: Sequence[nn.Module],
+    managed: Sequence[tuple[str, nn.Module]],
+    reshard_after_forward: bool | int | None,
 ) -> None:
+    # 1, for groups of one rank, means that they are not resharded; True, which equals it, that they are.
+    reshards = reshard_after_forward is True or reshard_after_forward not in (False, 1)
     for group in unit.groups:
         group.options.reshard_after_forward = reshards
         _install_state_dict_hooks(group)

@@ -23,7 +23,7 @@ from .device import (
     wrap_local,
 )
 from .errors import StateError
-from .parameter import ShardedParameter, SteppedParameter, TracedParameter, name_of_replaced, owner_of
+from .parameter import ShardedParameter, SteppedParameter, TracedParameter, name_of_replaced, note_writes
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {
@@ -132,8 +132,7 @@ class _Step:
             written: Sequence[torch.Tensor] = [
                 one for one in parameters if type(one) is ShardedParameter and one.grad is not None
             ]
-            for owner in {id(owner): owner for one in written if (owner := owner_of(one)) is not None}.values():
-                owner.note_write()
+            note_writes(written)
             if self._stand_in is not None:
                 written = _give_parts(self._stand_in, self._optimizer, written)
         self._plain = written
