@@ -15,8 +15,8 @@ from .checkpoint.names import parameter_names
 from .core.device import copy_each, local_of, move_each, not_inference, shard_like, spec_of, wrap_local
 from .core.errors import StateError
 from .core.flat import refuse_flat
-from .core.module import units_of
 from .core.parameter import note_writes, refuse_lazy
+from .core.root import units_of
 from .core.shards import is_cut_alike
 
 

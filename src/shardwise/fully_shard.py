@@ -21,9 +21,9 @@ from .core.extension import PRE, check_extension, is_extended
 from .core.group import ParamGroup
 from .core.hooks import Unit
 from .core.mesh import DataParallelMesh, data_parallel_mesh, smaller_mesh
-from .core.module import FSDPModule, become_fsdp_module, unit_of, wrapped_class
+from .core.module import FSDPModule, become_fsdp_module, wrapped_class
 from .core.parameter import Place, alias_of, owner_of, refuse_lazy, successor_of
-from .core.root import is_never_called, make_root, managed_modules
+from .core.root import is_never_called, managed_modules, unit_of
 from .core.shards import ParameterShards
 from .core.slot import GroupPolicy, ManagedParameter
 from .core.weak import weakly
@@ -111,7 +111,7 @@ def fully_shard(
     _move_buffers(managed, data_parallel.device)
     # The root's parameters are needed at once in backward; where they are kept anyway, resharding costs nothing.
     reshards_unless_root = reshard_after_forward is None and comm_ctx is None and not strategy.keeps_unsharded
-    unit = Unit(modules, groups, data_parallel.device, mp_policy, module_fqn, comm_ctx, reshards_unless_root, make_root)
+    unit = Unit(modules, groups, data_parallel.device, mp_policy, reshards_unless_root, module_fqn, comm_ctx)
     _install(unit, modules, managed, reshard_after_forward)
     return module
 

@@ -30,6 +30,7 @@ from .iteration import Iteration
 from .lanes import Lane
 from .lost import LostWrites
 from .parameter import owner_of
+from .root import make_root
 from .slot import GroupOptions
 from .step import end_steps
 from .tree import casting, map_tensors, opaque_types
@@ -57,10 +58,9 @@ class Unit:
         groups: their parameters, one group per mesh.
         device: that they compute on.
         precision: casts at the unit's boundary.
+        reshards_unless_root: whether the root does not reshard after forward by default.
         name: full name of the module, if the caller knows it.
         context: shared with other units; None to use that of the tree.
-        reshards_unless_root: whether the root does not reshard after forward by default.
-        become_root: makes the context of a tree whose outermost unit is the given one.
     """
 
     def __init__(
@@ -69,10 +69,9 @@ class Unit:
         groups: Sequence[ParamGroup],
         device: torch.device,
         precision: MixedPrecisionPolicy,
-        name: str | None,
-        context: FSDPCommContext | None,
         reshards_unless_root: bool,
-        become_root: Callable[[Unit], FSDPCommContext],
+        name: str | None = None,
+        context: FSDPCommContext | None = None,
     ):
         self.groups = tuple(groups)
         # A unit without parameters, as many a root is, remembers what was set on it all the same.
@@ -81,7 +80,6 @@ class Unit:
         self.precision = precision
         self.given_name = name
         self.reshards_unless_root = reshards_unless_root
-        self.become_root = become_root
         self.reference: weakref.ref[Unit] = weakref.ref(self)
         self.phase = Phase.IDLE
         self.is_root = False
@@ -120,7 +118,11 @@ class Unit:
     @property
     def context(self) -> FSDPCommContext:
         """That of its tree, of which this becomes the root if there is none yet."""
-        return self._context or self.become_root(self)
+        return self._context or self.become_root()
+
+    def become_root(self) -> FSDPCommContext:
+        """Make the context of the tree whose outermost unit this is."""
+        return make_root(self)
 
     @property
     def has_context(self) -> bool:

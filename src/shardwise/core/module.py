@@ -29,28 +29,15 @@ from .group import ParamGroup, ShardState
 from .hooks import Unit
 from .iteration import GradientReductionHandle
 from .parameter import release_class
+from .root import UNIT
+from .root import set_unit as set_unit
+from .root import unit_of as unit_of
+from .root import units_of as units_of
 from .slot import GroupOptions
 
-_UNIT = "_shardwise_unit"
 _classes: dict[type, type] = {}
 _TorchModule = torch_fsdp.FSDPModule
 """Bound now: who wants libraries to use shardwise puts our class in place of torch's in its module."""
-
-
-def unit_of(module: nn.Module) -> Unit | None:
-    """The unit that a module was wrapped as, if it was."""
-    unit: Unit | None = module.__dict__.get(_UNIT)
-    return unit
-
-
-def units_of(model: nn.Module) -> list[Unit]:
-    """The units of ``model`` and of the modules in it, each once, outer ones first."""
-    return list(dict.fromkeys(unit for module in model.modules() if (unit := unit_of(module)) is not None))
-
-
-def set_unit(module: nn.Module, unit: Unit) -> None:
-    """``module`` was wrapped as ``unit``."""
-    module.__dict__[_UNIT] = unit
 
 
 class UnshardHandle(torch_fsdp.UnshardHandle):
@@ -121,7 +108,7 @@ class FSDPModule(_TorchModule):
 
     @property
     def _unit(self) -> Unit:
-        return cast(Unit, self.__dict__[_UNIT])
+        return cast(Unit, self.__dict__[UNIT])
 
     def _get_fsdp_state(self) -> StateForTorch:  # type: ignore[override]
         unit = self._unit
@@ -577,7 +564,7 @@ def _finish_iteration(reference: weakref.ref[Unit]) -> None:
     """For the pipeline schedules of torch before 2.15."""
     unit = reference()
     assert unit is not None
-    units = dict.fromkeys(inner for module in unit.modules for inner in units_of(module))
+    units = units_of(*unit.modules)
     context = unit.context
     context.start_finishing(units)
     context.finish_iteration(units)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, cast
 from torch import nn
 
 from ..core.flat import FlatShards, FlatSlot
-from ..core.hooks import Unit
 from ..core.module import set_unit
 from ..core.parameter import Place, owner_of
 from .fsdp_parameters import clean, own_modules
@@ -52,7 +51,7 @@ def _share_unit(borrower: FullyShardedDataParallel, lender: FullyShardedDataPara
     modules = [*other.modules, *mine.modules]
     groups = [*other.groups, *mine.groups]
     kept_by_root = other.reshards_unless_root and mine.reshards_unless_root
-    unit = Unit(modules, groups, other.device, other.precision, None, None, kept_by_root, other.become_root)
+    unit = type(other)(modules, groups, other.device, other.precision, kept_by_root)
     for module in modules:
         set_unit(module, unit)
 
