@@ -127,8 +127,8 @@ class FSDPCommContext:
         self._is_failing = True
 
     def note_success(self) -> None:
-        """A forward came to its end, as it cannot before all ranks have come to it, if it gathers: one that caught what
-        it raised, and went on with its next forward alone, has left the others waiting until then."""
+        """A forward came to its end. If it gathers, all ranks have come to it: none waits any more because an earlier
+        one raised here, and this rank went on."""
         forget_failures(self._comms())
 
     def _comms(self) -> Iterator[Comm]:
@@ -210,7 +210,7 @@ class FSDPCommContext:
         }
 
     def _finish_turns(self) -> None:
-        """Reduce what no backward of this rank came to too: other ranks may have gradients of it."""
+        """Reduce also what no backward of this rank came to: other ranks may have gradients of it."""
         turns = self._make_turns() if self._turns is None else self._turns
         self._turns = None
         self._ready.clear()

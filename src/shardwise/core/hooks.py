@@ -37,7 +37,7 @@ from .tree import casting, map_tensors, opaque_types
 from .weak import weakly
 
 UNKNOWN_CALL = "a call"
-"""In the place of a call's node: no `post_backward` ends what it is given to, but the end of the whole backward."""
+"""Stands for a call's node where that is not known: only the end of the whole backward ends what waits for it."""
 
 
 class Phase(Enum):
@@ -201,7 +201,8 @@ class Unit:
         for group in self.groups:
             group.unshard(context.gather_lane, for_backward=self._recomputes)
         self._inside.append(call)
-        # Without parameters nothing waits for it, and one node more adds up its inputs' gradients in another order.
+        # A unit without parameters waits for nothing, and one more node would change the order in which autograd adds
+        # up the gradients of its inputs.
         if is_first and self.groups and torch.is_grad_enabled():
             self._announce_end(context, call)
         call.watch()
@@ -337,7 +338,7 @@ class Unit:
         if torch.is_grad_enabled() and not announces:
             self._refuse_opaque(output)
         for group in () if announces else self.groups:
-            # The root kept its parameters for a backward, and there will be none: they serve the next forward.
+            # The root kept its parameters for a backward that will not come: they serve the next forward.
             if self.reshards_unless_root or not group.shards.sees_writes:
                 group.reshard(keep=not group.options.reshard_after_forward)
         self.phase = Phase.IDLE
@@ -353,7 +354,7 @@ class Unit:
         return map_tensors(output, lambda tensor: kept(tensor, groups)) if groups else output
 
     def _refuse_opaque(self, output: Any) -> None:
-        """Tensors that are not found cannot announce backward, whose parameters would be gone."""
+        """Refuse an output whose tensors cannot be found to announce backward, which would lack the parameters."""
         found = opaque_types(output)
         self._opaque = found[0].__name__ if found else ""
         resharded = any(group.gradients.trains() and group.options.reshard_after_forward for group in self.groups)
@@ -365,7 +366,7 @@ class Unit:
             )
 
     def _refuse_unannounced(self) -> None:
-        """Where parameters were kept, backward through such tensors worked, and nothing reduced its gradients."""
+        """Refuse it where parameters were kept too, once backward has gone through it: nothing reduced gradients."""
         name, self._opaque = self._opaque, ""
         if any(group.gradients.has_any() and group.options.reduce_gradients for group in self.groups):
             raise TypeError(
@@ -413,8 +414,8 @@ class Unit:
 
     @property
     def _awaits_others_of_forward(self) -> bool:
-        """Whether some of its modules ran, but not all, in a forward that may catch what another one raised: it has yet
-        to announce backward for those."""
+        """Whether some of its modules ran, but not all, inside of a forward that may catch what another one raised and
+        go on: backward has yet to be announced for those that ran."""
         return not self._is_outermost and not self._recomputes and 0 < len(self._to_run) < len(self._modules)
 
     def complete_forward(self, output: Any) -> Any:
@@ -425,7 +426,7 @@ class Unit:
         return output
 
     def drop_prefetched(self) -> None:
-        """Free parameters that were gathered for a forward that did not come, or not of all modules of the unit."""
+        """Free parameters that were gathered for a forward that did not come, or did not run all of the modules."""
         if self._to_run and not self._inside:
             self._forget_forward()
             for group in self.groups:
@@ -474,8 +475,9 @@ class Unit:
         return self.announce_around(gradient)[0] if gradient is not None and torch.is_grad_enabled() else None
 
     def announce_around(self, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """``gradients``, whose derivative tells the units around this one, whose backward has come to it: their own
-        inputs may take no part in that, and their outputs do not. A unit of several modules is around each of them."""
+        """``gradients``, whose own backward tells the units around this one that theirs is differentiated too: it may
+        not come to their inputs, and does not come to their outputs. A unit of several modules is around each of them.
+        """
         around = [unit for unit in self.context.units if unit.phase is Phase.PRE_BACKWARD]
         if self in around and len(self._modules) == 1:
             around.remove(self)
@@ -529,9 +531,9 @@ class Unit:
         self._reduce(is_complete=is_complete and not creates_graph)
 
     def _awaits_others(self, forward_pass: int) -> bool:
-        """Whether this backward goes on to another forward pass, whose gradients autograd adds before it gives any.
+        """Whether this backward goes on to another forward pass: autograd adds up the gradients of both first.
 
-        Of a pass on inputs without gradients that is not known before the end of this backward.
+        Of a pass whose inputs require no gradients that is not known before the end of this backward.
         """
         for other, calls in self._calls.items():
             if other != forward_pass and other > 0 and calls > 0:
@@ -594,14 +596,15 @@ class Unit:
             for group in self.groups:
                 if group.options.reshard_after_backward and not (group.is_gathering and group.is_asked_for):
                     group.reshard()
-                # What an earlier forward made of a parameter and this one used again, as autocast's cached casts, is
-                # older than the inputs of this one: its gradient comes after theirs.
+                # An earlier forward may have made something of a parameter that this one used again, as autocast caches
+                # casts. It is older than the inputs of this one, so its gradient comes after theirs.
                 if took_part and group.gradients.has_any():
                     self._reduce_group(group)
         self._forget_forward()
 
     def end_of_differentiable_backward(self) -> None:
-        """Nothing to reduce, and what its derivative needs stays gathered where no input will announce it."""
+        """A backward that creates a graph is over: it reduces nothing, and where no input told that it was over for the
+        unit, the parameters stay gathered for its own backward, which no input will announce."""
         if self.runs_forward:
             return
         if self.phase is Phase.PRE_BACKWARD:
@@ -645,8 +648,8 @@ class Unit:
         self._to_run, self._inside, self.phase = set(), [], Phase.IDLE
 
     def forget_calls(self) -> None:
-        """The iteration's last backward is over: forwards that took no part in it are not waited for, but those whose
-        graph exists still may have a backward of their own."""
+        """The iteration's last backward is over: forwards that took no part in it are not waited for, unless their
+        graph still exists, which may have a backward of its own."""
         left = [(key, self._calls[key], node) for key, node in self._nodes.items() if self._calls[key] > 0 < key]
         self._calls.clear()
         self._nodes.clear()

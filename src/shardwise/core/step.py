@@ -97,9 +97,9 @@ def end_steps() -> None:
 class _Step:
     """One step of an optimizer, during which its sharded parameters with gradients are others.
 
-    Each access of an attribute of a `ShardedParameter` is a call into Python, of which a step has many for each, and
-    which `torch.compile` cannot trace; that they are written is noted beforehand. Over when nobody refers to it any
-    more, as after an exception, or by `end_steps`.
+    Each access to an attribute of a `ShardedParameter` calls into Python: a step makes many for each, and
+    `torch.compile` cannot trace them. Instead, that they are written is noted beforehand. The step is over when nobody
+    refers to it any more, as after an exception, or by `end_steps`.
 
     Args:
         optimizer: that steps.

@@ -38,8 +38,8 @@ class Replacement:
     def of(self, value: Any) -> Any:
         """``value`` with its tensors replaced."""
         if isinstance(value, torch.Tensor):
-            # One that is there several times too: FSDP2 gives modules as many, on which the order of their sums may
-            # depend (attention of a tensor to itself).
+            # Each time that it is there, as FSDP2 does: the order in which autograd adds up its gradients may depend on
+            # that (attention of a tensor to itself).
             new: Any = self._function(value)
         elif isinstance(value, tuple):
             parts = [*map(self.of, value)]
