@@ -273,8 +273,8 @@ class FSDPModule(_TorchModule):
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """On a (replicate, shard) mesh: whether backward also reduces over the replicating axis; if not, the
         reduce-scattered sums add up until it does."""
-        for group in self._groups(recurse):
-            group.options.all_reduce_gradients = requires_all_reduce
+        for options in self._options(recurse):
+            options.all_reduce_gradients = requires_all_reduce
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether parameters are resharded after forward.
@@ -319,8 +319,8 @@ class FSDPModule(_TorchModule):
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Whether unsharded parameters keep their memory, and so their addresses, while they are sharded (a captured
         CUDA graph needs that); their values are gathered again all the same."""
-        for group in self._groups(recurse):
-            group.options.keeps_memory = keep
+        for options in self._options(recurse):
+            options.keeps_memory = keep
 
     # -- Schedule
 
@@ -346,8 +346,8 @@ class FSDPModule(_TorchModule):
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether this unit's parameters are gathered for backward; those of an embedding need not be."""
-        for group in self._unit.groups:
-            group.options.unshard_in_backward = unshard_in_backward
+        for options in self._unit.options:
+            options.unshard_in_backward = unshard_in_backward
 
     def set_post_optim_event(self, event: torch.Event | None) -> None:
         """Let the next forward's first gather start after ``event``, recorded behind the optimizer's step, instead of
@@ -453,8 +453,8 @@ class FSDPModule(_TorchModule):
         Ranks that differ in what they use of a unit need no setting: those without a gradient contribute zeros. With
         ``reshard_after_forward=False`` too, their backward may also leave out other units that ran forward.
         """
-        for group in self._groups(recurse):
-            group.options.zeros_for_unused = reduce_scatter_unused_params
+        for options in self._options(recurse):
+            options.zeros_for_unused = reduce_scatter_unused_params
 
     # -- Arithmetic of the reduction
 
@@ -469,13 +469,13 @@ class FSDPModule(_TorchModule):
             raise TypeError(f"the gradient divide factor must be a number, not {factor!r}")
         if isinstance(factor, numbers.Real) and not 0 < factor < math.inf:
             raise ValueError(f"the gradient divide factor must be positive and finite, not {factor!r}")
-        for group in self._unit.groups:
-            group.options.divide_factor = factor
+        for options in self._unit.options:
+            options.divide_factor = factor
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Reduce this unit's gradients by sums and divide separately, instead of by the backend's average."""
-        for group in self._unit.groups:
-            group.options.force_sum = enable
+        for options in self._unit.options:
+            options.force_sum = enable
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
