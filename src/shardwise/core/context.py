@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .agreement import check_alike, forget_failures, tell_failure
+from .changing import changing
 from .comm import Comm
 from .device import backward_number, eager, in_compiled_autograd, label, queue_end_of_backward
 from .errors import StateError, is_explained
@@ -269,17 +270,11 @@ class FSDPCommContext:
 
     def start_finishing(self, units: Collection[Unit]) -> None:
         """Reshard ``units``, and start to reduce what backward passes left of their gradients."""
-        iterations = {unit.iteration for unit in units}  # those that another root shares may be in its own
-        for iteration in iterations:
-            iteration.is_finishing = True
-        try:
-            with torch.no_grad(), self._ending():
-                for unit in units:
-                    unit.end_of_backward()
-                self._finish_turns()
-        finally:
-            for iteration in iterations:
-                iteration.is_finishing = False
+        iterations = [*{unit.iteration for unit in units}]  # those that another root shares may be in its own
+        with changing(iterations, "is_finishing", True), torch.no_grad(), self._ending():
+            for unit in units:
+                unit.end_of_backward()
+            self._finish_turns()
 
     def finish_iteration(self, units: Collection[Unit]) -> None:
         """Wait for the reductions under way, and end the iteration of ``units``."""
