@@ -204,12 +204,12 @@ class Unit:
         # A unit without parameters waits for nothing, and one more node would change the order in which autograd adds
         # up the gradients of its inputs.
         if is_first and self.groups and torch.is_grad_enabled():
-            self._announce_end(context, call)
+            self._announce_end(call)
         call.watch()
         if is_first and not self._recomputes:
             # Before the wait, so that a link that all wait for is never idle.
             context.order.enter(self.reference)
-            self._prefetch("forward", self.prefetch_forward, context, context.order.ahead())
+            self._prefetch("forward", self.prefetch_forward, context.order.ahead())
         for group in self.groups:
             group.wait_for_unshard()
         if self._lost_writes is not None and is_first:
@@ -250,12 +250,7 @@ class Unit:
         return moved
 
     def _prefetch(
-        self,
-        direction: str,
-        chosen: Sequence[weakref.ref[Unit]],
-        context: FSDPCommContext,
-        expected: Iterator[Unit],
-        ahead: bool = False,
+        self, direction: str, chosen: Sequence[weakref.ref[Unit]], expected: Iterator[Unit], ahead: bool = False
     ) -> None:
         """Start gathering the units that the user chose, or else the expected ones, as many as take no more memory
         together than the largest unit: one if all are of one size, several if they are small."""
@@ -264,6 +259,7 @@ class Unit:
                 if (unit := reference()) is not None:
                     unit.prefetch(direction, unit.context.gather_lane, ahead)
             return
+        context = self.context
         limit = context.largest_unit
         for unit in expected if limit else ():
             limit -= unit.gathered_bytes
@@ -299,7 +295,7 @@ class Unit:
                 output, _ = announce_begin(self, output, call)  # they may not run, or not announce their backward
             return self._cast_output(output)
         context = self.context
-        output = self._leave_forward(context, output, call)
+        output = self._leave_forward(output, call)
         if context.forward_root is self:
             for unit in reversed(context.units):
                 output = unit.complete_forward(output)
@@ -325,7 +321,7 @@ class Unit:
         return None
 
     @labelled("FSDP::post_forward ({name})")
-    def _leave_forward(self, context: FSDPCommContext, output: Any, call: Call | None = None) -> Any:
+    def _leave_forward(self, output: Any, call: Call | None = None) -> Any:
         if self._lost_writes is not None and self._lost_writes.leave():
             self._lost_writes = None
         output = self.kept(output)
@@ -334,7 +330,7 @@ class Unit:
                 group.reshard(after_forward=True)
         output, announces = announce_begin(self, output, call)
         if announces and not self._recomputes:
-            self._positions.append(context.order.record_for_backward(self.reference))
+            self._positions.append(self.context.order.record_for_backward(self.reference))
         if torch.is_grad_enabled() and not announces:
             self._refuse_opaque(output)
         for group in () if announces else self.groups:
@@ -422,7 +418,7 @@ class Unit:
         """Finish the forward of a unit of several modules of which not all ran; ``output`` is the root's."""
         if self._to_run and self.phase is Phase.FORWARD:
             self._to_run, self._inside = set(), []
-            output = self._leave_forward(self.context, output)
+            output = self._leave_forward(output)
         return output
 
     def drop_prefetched(self) -> None:
@@ -453,8 +449,8 @@ class Unit:
     def _cast_output_to(self, dtype: torch.dtype, output: Any) -> Any:
         return map_tensors(output, casting(dtype))
 
-    def _announce_end(self, context: FSDPCommContext, call: Call) -> None:
-        forward_pass = context.passes
+    def _announce_end(self, call: Call) -> None:
+        forward_pass = self.context.passes
         if self._recomputes:
             # Backward may go through this call (reentrant checkpointing) or not: nothing else must wait for it.
             self._recomputations += 1
@@ -512,7 +508,7 @@ class Unit:
                 # Where the pass begins, the last unit's forward and the loss are queued still, and the link is idle.
                 group.unshard(context.gather_lane, for_backward=True, ahead=begins)
         position = self._positions.pop() if self._positions else 0
-        self._prefetch("backward", self.prefetch_backward, context, context.order.behind(position), ahead=begins)
+        self._prefetch("backward", self.prefetch_backward, context.order.behind(position), ahead=begins)
         for group in self.groups:
             group.wait_for_unshard()
 
