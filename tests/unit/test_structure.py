@@ -47,6 +47,7 @@ ORDER = [
     "core.iteration",
     "core.context",
     "core.boundary",
+    "core.awaited",
     "core.root",
     "core.hooks",
     "core.module",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
 from typing import Any
@@ -13,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.hooks import RemovableHandle
 
+from .awaited import AwaitedCalls
 from .boundary import Call, announce_begin, announce_derivative
 from .context import FSDPCommContext
 from .device import (
@@ -21,7 +21,6 @@ from .device import (
     in_backward,
     is_watched,
     labelled,
-    runs_in_this_backward,
     watched,
 )
 from .errors import StateError
@@ -95,8 +94,7 @@ class Unit:
         self._recomputes = False
         self._recomputations = 0
         self._positions: list[int] = []
-        self._calls: defaultdict[int, int] = defaultdict(int)
-        self._nodes: dict[int, weakref.ref[Any]] = {}
+        self._awaited = AwaitedCalls()
         self._differentiated: set[Any] = set()
         """Calls whose first backward this one differentiates, and which it did not leave yet."""
         self._guards: list[RemovableHandle] = []
@@ -452,13 +450,9 @@ class Unit:
     def _announce_end(self, call: Call) -> None:
         forward_pass = self.context.passes
         if self._recomputes:
-            # Backward may go through this call (reentrant checkpointing) or not: nothing else must wait for it.
             self._recomputations += 1
             forward_pass = -self._recomputations
-        self._calls[forward_pass] += 1
-        node = call.announce_end(self, forward_pass)
-        if node is not None:
-            self._nodes.setdefault(forward_pass, weakref.ref(node))
+        self._awaited.add(forward_pass, call.announce_end(self, forward_pass))
 
     # -- Backward
 
@@ -517,29 +511,13 @@ class Unit:
         creates_graph = torch.is_grad_enabled()
         # Nothing announced this backward if only some of the unit's modules ran.
         self.context.queue_end_of_backward(creates_graph=creates_graph)
-        self._calls[forward_pass] -= 1
+        self._awaited.remove(forward_pass)
         if self._differentiated:
             self._differentiated.discard(call)
             if self._differentiated:
                 return  # gradients flow into the middle of those calls, which no output announces
         self.phase = Phase.POST_BACKWARD
-        is_complete = self._calls[forward_pass] <= 0 and not self._awaits_others(forward_pass)
-        self._reduce(is_complete=is_complete and not creates_graph)
-
-    def _awaits_others(self, forward_pass: int) -> bool:
-        """Whether this backward goes on to another forward pass: autograd adds up the gradients of both first.
-
-        Of a pass whose inputs require no gradients that is not known before the end of this backward.
-        """
-        for other, calls in self._calls.items():
-            if other != forward_pass and other > 0 and calls > 0:
-                reference = self._nodes.get(other)
-                if reference is None:
-                    return True
-                node = reference()
-                if node is not None and runs_in_this_backward(node):
-                    return True
-        return False
+        self._reduce(is_complete=not (creates_graph or self._awaited.has_more(forward_pass)))
 
     def _reduce(self, is_complete: bool) -> None:
         """Reshard; once the unit's backward is complete, reduce or keep its gradients."""
@@ -644,14 +622,8 @@ class Unit:
         self._to_run, self._inside, self.phase = set(), [], Phase.IDLE
 
     def forget_calls(self) -> None:
-        """The iteration's last backward is over: forwards that took no part in it are not waited for, unless their
-        graph still exists, which may have a backward of its own."""
-        left = [(key, self._calls[key], node) for key, node in self._nodes.items() if self._calls[key] > 0 < key]
-        self._calls.clear()
-        self._nodes.clear()
-        for key, count, node in left:
-            if node() is not None:
-                self._calls[key], self._nodes[key] = count, node
+        """The iteration's last backward is over."""
+        self._awaited.forget()
         self._positions.clear()
 
     # -- Anywhere
@@ -692,5 +664,5 @@ class Unit:
             group.gradients.drop()
         self._computes_backward = False
         self._forget_forward()
-        self._calls.clear()
-        self.forget_calls()
+        self._awaited.clear()
+        self._positions.clear()
