@@ -42,6 +42,8 @@ UNITS_ALIKE = (
 VERBS_ALIKE = "all ranks must do that, in the same order"
 NAMED_PARAMETERS = 3
 """Of a unit, in a message."""
+MESSAGE_LENGTH = 300
+"""Characters of an exception's message that other ranks are told."""
 
 
 def check_alike(sharing: Iterable[tuple[Comm, ParamGroup]]) -> None:
@@ -133,6 +135,16 @@ def sized(tensors: Iterable[tuple[torch.dtype, int]]) -> str:
     for dtype, numel in tensors:
         totals[dtype] += numel
     return ", ".join(f"{numel} elements of {dtype}" for dtype, numel in totals.items())
+
+
+def said_by(error: BaseException) -> str:
+    """The kind of ``error``, and the first line of its message."""
+    message = ""
+    # To print what a user made may fail, or wait for a device: an exception may carry tensors.
+    if all(isinstance(argument, str | int | float) for argument in error.args):
+        with contextlib.suppress(Exception):
+            message = str(error).partition("\n")[0][:MESSAGE_LENGTH]
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def tell_failure(text: str, comms: Iterable[Comm]) -> None:

@@ -17,9 +17,15 @@ class AwaitedCalls:
     """
 
     def __init__(self) -> None:
+        self._recomputations = 0
         self._counts: defaultdict[int, int] = defaultdict(int)
         self._nodes: dict[int, weakref.ref[Any]] = {}
         """Of each pass the autograd node that ends the backward of its first call whose inputs require gradients."""
+
+    def number_recomputation(self) -> int:
+        """A number of its own for the pass that a recomputation is."""
+        self._recomputations += 1
+        return -self._recomputations
 
     def add(self, forward_pass: int, node: Any) -> None:
         """A call begins; ``node`` ends its backward, or None, where nothing tells before the end of all backward."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .agreement import check_alike, forget_failures, tell_failure
+from .agreement import check_alike, forget_failures, said_by, tell_failure
 from .changing import changing
 from .comm import Comm
 from .device import backward_number, eager, in_compiled_autograd, label, queue_end_of_backward
@@ -23,10 +23,6 @@ from .pending import PendingReductions
 if TYPE_CHECKING:
     from .group import ParamGroup
     from .hooks import Unit
-
-
-MESSAGE_LENGTH = 300
-"""Characters of an exception's message that other ranks are told."""
 
 
 class FSDPCommContext:
@@ -124,7 +120,7 @@ class FSDPCommContext:
     def note_failure(self, unit: Unit, error: BaseException) -> None:
         """The forward of ``unit`` raised: ranks that wait for this one in vain learn why."""
         if not (self._is_failing or is_explained(error)):
-            tell_failure(f"in the forward of unit {unit.name or 'root'!r}: {_said_by(error)}", self._comms())
+            tell_failure(f"in the forward of unit {unit.name or 'root'!r}: {said_by(error)}", self._comms())
         self._is_failing = True
 
     def note_success(self) -> None:
@@ -313,16 +309,6 @@ class FSDPCommContext:
         self.order.forget()
         self.rest()
         self.forward_root, self._queued_end, self._creates_graph = None, None, False
-
-
-def _said_by(error: BaseException) -> str:
-    """The kind of ``error``, and the first line of its message."""
-    message = ""
-    # To print what a user made may fail, or wait for a device: an exception may carry tensors.
-    if all(isinstance(argument, str | int | float) for argument in error.args):
-        with contextlib.suppress(Exception):
-            message = str(error).partition("\n")[0][:MESSAGE_LENGTH]
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def _current_device(device_type: str) -> torch.device:

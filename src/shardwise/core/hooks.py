@@ -92,7 +92,6 @@ class Unit:
         self._is_checked = False
         self._opaque = ""
         self._recomputes = False
-        self._recomputations = 0
         self._positions: list[int] = []
         self._awaited = AwaitedCalls()
         self._differentiated: set[Any] = set()
@@ -100,9 +99,10 @@ class Unit:
         self._guards: list[RemovableHandle] = []
         self._lost_writes: LostWrites | None = LostWrites(self.groups)
         self.rename(name or "")
-        self._context, self.iteration = context, Iteration() if context is None else context.iteration
+        self.iteration = Iteration()
+        self._context: FSDPCommContext | None = None
         if context is not None:
-            context.join(self)
+            self.join(context, is_root=False, iteration=context.iteration)
 
     def join(self, context: FSDPCommContext, *, is_root: bool, iteration: Iteration) -> None:
         """Use ``context``, as the outermost unit of its tree or not."""
@@ -448,10 +448,7 @@ class Unit:
         return map_tensors(output, casting(dtype))
 
     def _announce_end(self, call: Call) -> None:
-        forward_pass = self.context.passes
-        if self._recomputes:
-            self._recomputations += 1
-            forward_pass = -self._recomputations
+        forward_pass = self._awaited.number_recomputation() if self._recomputes else self.context.passes
         self._awaited.add(forward_pass, call.announce_end(self, forward_pass))
 
     # -- Backward
