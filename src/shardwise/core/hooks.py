@@ -179,14 +179,14 @@ class Unit:
             self._refuse_unannounced()
         if not self._is_checked:
             self._check_unsharded()
-        return self._enter_forward(context, module, args, kwargs)
+        return self._enter_forward(module, args, kwargs)
 
     @labelled("FSDP::pre_forward ({name})")
-    def _enter_forward(self, context: FSDPCommContext, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        is_first = self.phase is not Phase.FORWARD
+    def _enter_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        context, is_first = self.context, self.phase is not Phase.FORWARD
         self._recomputes = backward_number() != -1
         if is_first and not self._recomputes and context.forward_root is None:
-            args, kwargs = self._enter_pass(context, args, kwargs)
+            args, kwargs = self._enter_pass(args, kwargs)
         if not self._to_run:
             self._to_run = {id(module)} if len(self._modules) == 1 else {*map(id, self.modules)}
         if is_first:
@@ -231,7 +231,8 @@ class Unit:
                     )
         self._is_checked = True
 
-    def _enter_pass(self, context: FSDPCommContext, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _enter_pass(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        context = self.context
         if self.iteration.finalization is not None:
             raise StateError(
                 f"forward of unit {self.name!r}: call wait() before on what finalize_backward(async_op=True) gave"
@@ -485,10 +486,11 @@ class Unit:
         if call is not None:
             self._differentiated.add(call)
         if self.phase is not Phase.PRE_BACKWARD:
-            self._enter_backward(context, begins)
+            self._enter_backward(begins)
 
     @labelled("FSDP::pre_backward ({name})")
-    def _enter_backward(self, context: FSDPCommContext, begins: bool) -> None:
+    def _enter_backward(self, begins: bool) -> None:
+        context = self.context
         self.phase = Phase.PRE_BACKWARD
         self._computes_backward = True
         if self._lost_writes is not None:
