@@ -33,16 +33,13 @@ class AwaitedCalls:
         if node is not None:
             self._nodes.setdefault(forward_pass, weakref.ref(node))
 
-    def remove(self, forward_pass: int) -> None:
-        """The backward of a call is over."""
-        self._counts[forward_pass] -= 1
-
-    def has_more(self, forward_pass: int) -> bool:
-        """Whether the backward that ended a call of ``forward_pass`` goes on to another call, of that pass or another
-        one: autograd adds up the gradients of all before it gives any.
+    def end(self, forward_pass: int) -> bool:
+        """The backward of a call is over; gives whether it goes on to another one, of this pass or of others: autograd
+        adds up the gradients of all before it gives any.
 
         Of a pass whose inputs require no gradients that is not known before the end of this backward.
         """
+        self._counts[forward_pass] -= 1
         if self._counts[forward_pass] > 0:
             return True
         for other, count in self._counts.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
@@ -100,7 +101,6 @@ class Unit:
         self._lost_writes: LostWrites | None = LostWrites(self.groups)
         self.rename(name or "")
         self.iteration = Iteration()
-        self._context: FSDPCommContext | None = None
         if context is not None:
             self.join(context, is_root=False, iteration=context.iteration)
 
@@ -111,12 +111,12 @@ class Unit:
         if self.reshards_unless_root:
             for group in self.groups:
                 group.options.reshard_after_forward = not is_root
-        self._context = context  # last: by it the next forward knows that this was done, and not interrupted
+        self.context = context  # last: by it the next forward knows that this was done, and not interrupted
 
-    @property
+    @functools.cached_property
     def context(self) -> FSDPCommContext:
         """That of its tree, of which this becomes the root if there is none yet."""
-        return self._context or self.become_root()
+        return self.become_root()
 
     def become_root(self) -> FSDPCommContext:
         """Make the context of the tree whose outermost unit this is."""
@@ -125,7 +125,7 @@ class Unit:
     @property
     def has_context(self) -> bool:
         """Whether the root of its tree is known, or none is needed."""
-        return self._context is not None
+        return "context" in self.__dict__
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -159,7 +159,7 @@ class Unit:
         """Gather, register for backward, wait, install, prefetch."""
         if is_watched():
             self.show_ranges()
-        if self._context is None and len(self._modules) == 1 and not self.modules:
+        if not self.has_context and len(self._modules) == 1 and not self.modules:
             self._modules = [weakref.ref(module)]  # by `copy.copy`, of one that is gone
         context = self.context
         if self.phase is Phase.PRE_BACKWARD:
@@ -383,10 +383,10 @@ class Unit:
         """Forward raised ``error``: what it began is over, so that the next one starts anew."""
         if self.phase is Phase.PRE_BACKWARD:
             return  # checkpointing stops a recomputation by an exception when it has what it needs
-        if self._context is None:
+        if not self.has_context:
             return  # it failed before it began
         try:
-            self._context.note_failure(self, error)
+            self.context.note_failure(self, error)
         finally:
             self._end_failed_call(module)
 
@@ -510,13 +510,13 @@ class Unit:
         creates_graph = torch.is_grad_enabled()
         # Nothing announced this backward if only some of the unit's modules ran.
         self.context.queue_end_of_backward(creates_graph=creates_graph)
-        self._awaited.remove(forward_pass)
+        goes_on = self._awaited.end(forward_pass)
         if self._differentiated:
             self._differentiated.discard(call)
             if self._differentiated:
                 return  # gradients flow into the middle of those calls, which no output announces
         self.phase = Phase.POST_BACKWARD
-        self._reduce(is_complete=not (creates_graph or self._awaited.has_more(forward_pass)))
+        self._reduce(is_complete=not (creates_graph or goes_on))
 
     def _reduce(self, is_complete: bool) -> None:
         """Reshard; once the unit's backward is complete, reduce or keep its gradients."""
