@@ -34,8 +34,8 @@ class AwaitedCalls:
             self._nodes.setdefault(forward_pass, weakref.ref(node))
 
     def end(self, forward_pass: int) -> bool:
-        """The backward of a call is over; gives whether it goes on to another one, of this pass or of others: autograd
-        adds up the gradients of all before it gives any.
+        """The backward of a call is over. Gives whether this backward goes on to another call, of the same pass or not:
+        autograd adds up the gradients of all before it gives any.
 
         Of a pass whose inputs require no gradients that is not known before the end of this backward.
         """

@@ -104,7 +104,7 @@ class Call:
             StateError: if that is a tensor that was given several times, or with a view of it.
         """
         if self._additions is not None:
-            self._additions.replace(lambda output: announce_begin(unit, unit.kept(output), self)[0])
+            self._additions.replace(lambda output: announce_begin(unit, unit.lasting(output), self)[0])
         for replacement in reversed(self._replacements):
             replacement.give_back()
         for tensor, history in self._histories:

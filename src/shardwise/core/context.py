@@ -217,10 +217,10 @@ class FSDPCommContext:
                 unit.start_reduction(group)
 
     def _as_backward_comes(self) -> list[Unit]:
-        """The units, as backward mostly comes to them; not as this rank's forwards went, which others may not have
-        run."""
-        joined = self.units[::-1]
-        return [unit for is_root in (False, True) for unit in joined if unit.is_root == is_root]
+        """The units, as backward mostly comes to them: the last that joined first, and roots last; not as this rank's
+        forwards went, which others may not have run."""
+        latest_first = self.units[::-1]
+        return sorted(latest_first, key=lambda unit: unit.is_root)
 
     @eager
     def _end_of_backward(self) -> None:

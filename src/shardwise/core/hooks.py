@@ -88,17 +88,24 @@ class Unit:
         self.prefetch_backward: list[weakref.ref[Unit]] = []
         self._modules = [weakref.ref(module) for module in modules]
         self._to_run: set[int] = set()
+        """Ids of the modules that have yet to run in the forward that goes on."""
         self._inside: list[Call] = []
+        """Calls that have begun and not ended, the innermost last."""
         self._computes_backward = False
+        """Whether backward has come to the unit, and has not reduced its gradients yet."""
         self._is_checked = False
         self._opaque = ""
+        """Name of the type that the last forward returned, if tensors in it could not be found."""
         self._recomputes = False
+        """Whether the last forward began inside of a backward, which it recomputed for."""
         self._positions: list[int] = []
+        """In the order of execution, those of its forwards that will take part in backward."""
         self._awaited = AwaitedCalls()
         self._differentiated: set[Any] = set()
         """Calls whose first backward this one differentiates, and which it did not leave yet."""
         self._guards: list[RemovableHandle] = []
         self._lost_writes: LostWrites | None = LostWrites(self.groups)
+        """None once it has looked often enough."""
         self.rename(name or "")
         self.iteration = Iteration()
         if context is not None:
@@ -323,7 +330,7 @@ class Unit:
     def _leave_forward(self, output: Any, call: Call | None = None) -> Any:
         if self._lost_writes is not None and self._lost_writes.leave():
             self._lost_writes = None
-        output = self.kept(output)
+        output = self.lasting(output)
         for group in self.groups:
             if group.options.reshard_after_forward and not self._recomputes:
                 group.reshard(after_forward=True)
@@ -339,7 +346,7 @@ class Unit:
         self.phase = Phase.IDLE
         return output
 
-    def kept(self, output: Any) -> Any:
+    def lasting(self, output: Any) -> Any:
         """``output``, with copies of unsharded parameters, whose memory is gone after forward, or after backward."""
         if self._recomputes:
             return output
