@@ -15,8 +15,8 @@ from .checkpoint.names import parameter_names
 from .core.device import copy_each, local_of, move_each, not_inference, shard_like, spec_of, wrap_local
 from .core.errors import StateError
 from .core.flat import refuse_flat
-from .core.module import units_of
-from .core.parameter import owner_of, refuse_lazy
+from .core.parameter import note_writes, refuse_lazy
+from .core.root import units_of
 from .core.shards import is_cut_alike
 
 
@@ -116,8 +116,7 @@ class EMA:
         parameters = self._parameters()
         locals_ = self._locals(parameters)
         # Before the write, which must not overtake copies of offloaded shards to the device.
-        for owner in {id(owner): owner for p in parameters if (owner := owner_of(p)) is not None}.values():
-            owner.note_write()
+        note_writes(parameters)
         with torch.no_grad(), not_inference():
             if self._kept is None:
                 # Before the copy, so that one which is interrupted is undone.

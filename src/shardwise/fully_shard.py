@@ -21,9 +21,9 @@ from .core.extension import PRE, check_extension, is_extended
 from .core.group import ParamGroup
 from .core.hooks import Unit
 from .core.mesh import DataParallelMesh, data_parallel_mesh, smaller_mesh
-from .core.module import FSDPModule, become_fsdp_module, unit_of, wrapped_class
+from .core.module import FSDPModule, become_fsdp_module, wrapped_class
 from .core.parameter import Place, alias_of, owner_of, refuse_lazy, successor_of
-from .core.root import is_never_called, make_root, managed_modules
+from .core.root import is_never_called, managed_modules, unit_of
 from .core.shards import ParameterShards
 from .core.slot import GroupPolicy, ManagedParameter
 from .core.weak import weakly
@@ -111,8 +111,8 @@ def fully_shard(
     _move_buffers(managed, data_parallel.device)
     # The root's parameters are needed at once in backward; where they are kept anyway, resharding costs nothing.
     reshards_unless_root = reshard_after_forward is None and comm_ctx is None and not strategy.keeps_unsharded
-    unit = Unit(modules, groups, data_parallel.device, mp_policy, module_fqn, comm_ctx, reshards_unless_root, make_root)
-    _install(unit, modules, managed, reshards=_reshards(reshard_after_forward))
+    unit = Unit(modules, groups, data_parallel.device, mp_policy, reshards_unless_root, module_fqn, comm_ctx)
+    _install(unit, modules, managed, reshard_after_forward)
     return module
 
 
@@ -134,16 +134,14 @@ def _check_device(comm_ctx: FSDPCommContext | None, device: torch.device) -> Non
         raise ValueError(f"comm_ctx is for {comm_ctx.device.torch_device.type}, the mesh is on {device}")
 
 
-def _reshards(reshard_after_forward: bool | int | None) -> bool:
-    """Whether parameters are resharded after forward. 1, for groups of one rank, means that they are not."""
-    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
-        return reshard_after_forward is not False
-    return reshard_after_forward != 1
-
-
 def _install(
-    unit: Unit, modules: Sequence[nn.Module], managed: Sequence[tuple[str, nn.Module]], *, reshards: bool
+    unit: Unit,
+    modules: Sequence[nn.Module],
+    managed: Sequence[tuple[str, nn.Module]],
+    reshard_after_forward: bool | int | None,
 ) -> None:
+    # 1, for groups of one rank, means that they are not resharded; True, which equals it, that they are.
+    reshards = reshard_after_forward is True or reshard_after_forward not in (False, 1)
     for group in unit.groups:
         group.options.reshard_after_forward = reshards
         _install_state_dict_hooks(group)

@@ -82,7 +82,7 @@ class ShardedGradScaler(GradScaler):
             _unscale(gradients, flag, inv_scale.to(device))
         for flag in list(found.values())[1:]:
             found_inf += flag.to(found_inf.device)
-        group = self.group if self.group is not None else _world()
+        group = self.group if self.group is not None else dist.group.WORLD
         if group is not None and group.size() > 1:
             comm = comm_for(group, found_inf.device)
             with communicating("looking for infinite gradients on all ranks", comm):
@@ -95,7 +95,7 @@ class ShardedGradScaler(GradScaler):
             TypeError: for a subgroup, which another process could not find again.
         """
         is_real = isinstance(self.group, dist.ProcessGroup)
-        if is_real and self.group is not _world():
+        if is_real and self.group is not dist.group.WORLD:
             raise TypeError("a ShardedGradScaler over a subgroup cannot be pickled: save its state_dict")
         return {**super().__getstate__(), "group": None if is_real else self.group}
 
@@ -134,10 +134,6 @@ def _unscale(gradients: list[torch.Tensor], found_inf: torch.Tensor, inverse_sca
     largest = local_norms(gradients, math.inf)
     found_inf.masked_fill_(~torch.isfinite(largest).all(), 1.0)
     scale_each(gradients, inverse_scale)
-
-
-def _world() -> dist.ProcessGroup | None:
-    return dist.group.WORLD if dist.is_initialized() else None
 
 
 def _by_device_and_dtype(

@@ -331,7 +331,7 @@ def test_conversions_that_one_rank_has_taken_over() -> None:
     model.to(torch.float64)
     if dist.get_rank():
         model.state_dict()
-        for unit in model._unit.own_context().units:
+        for unit in model._unit.context.units:
             for group in unit.groups:
                 group.adopt_registered()
     model(torch.ones(2, model.layers[0].in_features, dtype=torch.float64)).sum().backward()

@@ -557,17 +557,16 @@ def test_unused_parameters(fake_mesh: Mesh) -> None:
 def test_set_reduce_scatter_max_input_buffers(fake_mesh: Mesh) -> None:
     model = build(fake_mesh(4))
     model.set_reduce_scatter_max_input_buffers(3)  # type: ignore[operator]
-    context = unit_of(model).context  # type: ignore[union-attr]
-    assert context is not None
+    reductions = unit_of(model).context.reductions  # type: ignore[union-attr]
     most = 0
-    add = context.add_reduction
+    add = reductions.add
 
     def spy(reduction: Any) -> None:
         nonlocal most
         add(reduction)
-        most = max(most, len(context._reductions))
+        most = max(most, len(reductions._scattering))
 
-    context.add_reduction = spy  # type: ignore[method-assign]
+    reductions.add = spy  # type: ignore[method-assign]
     run(model)
     assert most == 3
     for wrong, kind in ((True, TypeError), (1.5, TypeError), (0, ValueError)):
@@ -579,7 +578,7 @@ def test_a_limit_set_on_inner_units_before_the_root_is_known(fake_mesh: Mesh) ->
     model = build(fake_mesh(4))
     model.layers[0].set_reduce_scatter_max_input_buffers(3)  # type: ignore[operator]
     run(model)
-    assert unit_of(model).context.max_pending_reductions == 3  # type: ignore[union-attr]
+    assert unit_of(model).context.reductions.limit == 3  # type: ignore[union-attr]
 
 
 def test_set_post_optim_event(fake_mesh: Mesh) -> None:

@@ -10,8 +10,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import CPUOffloadPolicy, FSDPCommContext, MixedPrecisionPolicy, OffloadPolicy, Placements, fully_shard
-from shardwise.core import hooks
 from shardwise.core.comm import Comm
+from shardwise.core.pending import PendingReductions
 
 from ..models import Transformer, inputs_for
 from .schedule import Logged, RecordingDevice, RecordingLane, RecordingTicket, Watched, faults
@@ -280,12 +280,12 @@ def test_the_checker_sees_missing_waits(fake_mesh: Mesh, monkeypatch: pytest.Mon
 
 def test_the_checker_sees_memory_freed_too_early(fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = fake_mesh(2)
-    add = hooks.FSDPCommContext.add_reduction
+    add = PendingReductions.add
 
-    def forget_inputs(self: FSDPCommContext, reduction: Any) -> None:
+    def forget_inputs(self: PendingReductions, reduction: Any) -> None:
         reduction._staged = reduction._staging = None
         reduction._ticket.steps = ()
         add(self, reduction)
 
-    monkeypatch.setattr(FSDPCommContext, "add_reduction", forget_inputs)
+    monkeypatch.setattr(PendingReductions, "add", forget_inputs)
     assert any("freed while in use by c10d._reduce_scatter_base_" in fault for fault in faults(recorded(mesh)))

@@ -42,6 +42,8 @@ UNITS_ALIKE = (
 VERBS_ALIKE = "all ranks must do that, in the same order"
 NAMED_PARAMETERS = 3
 """Of a unit, in a message."""
+MESSAGE_LENGTH = 300
+"""Characters of an exception's message that other ranks are told."""
 
 
 def check_alike(sharing: Iterable[tuple[Comm, ParamGroup]]) -> None:
@@ -71,8 +73,8 @@ def doing(*words: object) -> Iterator[None]:
     """Let errors inside, of what `explained` surrounds, tell that this was being done.
 
     Args:
-        words: joined when something fails, since to print a path of the user's may raise; inside another such context
-            that one's count, which are those of the verb that the user called.
+        words: joined only when something fails, since to print a path of the user's may raise. Inside of another such
+            context they do not count: the user called the verb of that one.
     """
     token = _verb.set(_verb.get() or words)
     try:
@@ -98,8 +100,8 @@ def explained(what: str, *comms: Comm) -> Iterator[None]:
 
 @contextlib.contextmanager
 def communicating(what: str, *comms: Comm) -> Iterator[None]:
-    """`explained`, for collectives over ``comms`` themselves. Their ranks have met once this ends, here or right
-    before: none waits because of what failed earlier."""
+    """`explained`, for collectives over ``comms`` themselves: when it ends their ranks have met, here or right before,
+    so that none waits any more because of what failed earlier."""
     with explained(what, *comms):
         yield
     forget_failures(comms)
@@ -133,6 +135,16 @@ def sized(tensors: Iterable[tuple[torch.dtype, int]]) -> str:
     for dtype, numel in tensors:
         totals[dtype] += numel
     return ", ".join(f"{numel} elements of {dtype}" for dtype, numel in totals.items())
+
+
+def said_by(error: BaseException) -> str:
+    """The kind of ``error``, and the first line of its message."""
+    message = ""
+    # To print what a user made may fail, or wait for a device: an exception may carry tensors.
+    if all(isinstance(argument, str | int | float) for argument in error.args):
+        with contextlib.suppress(Exception):
+            message = str(error).partition("\n")[0][:MESSAGE_LENGTH]
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def tell_failure(text: str, comms: Iterable[Comm]) -> None:
@@ -199,8 +211,8 @@ def _shape(slot: Slot) -> tuple[int, ...]:
 
 
 def _dtype(slot: Slot) -> str:
-    """That the parameter is gathered from: what was converted is taken over with the next gather, on some ranks before
-    that."""
+    """Dtype that the parameter will be gathered from: that of what is registered, since what was converted is taken
+    over with the next gather, on some ranks earlier."""
     try:
         registered = slot.registered()
     except StateError:  # it is missing, which is told when the unit runs

@@ -104,13 +104,13 @@ class Call:
             StateError: if that is a tensor that was given several times, or with a view of it.
         """
         if self._additions is not None:
-            self._additions.replace(lambda output: announce_begin(unit, unit.kept(output), self)[0])
+            self._additions.replace(lambda output: announce_begin(unit, unit.lasting(output), self)[0])
         for replacement in reversed(self._replacements):
             replacement.give_back()
         for tensor, history in self._histories:
             if tensor.grad_fn is not history and not tensor.is_leaf:
                 announce_begin(unit, tensor, self)
-        # Not by versions, which changes without a history count too, and those that the caller's tensor saw itself.
+        # Versions do not tell: they also count changes without a history, and those that the caller's tensor saw too.
         for tensor, alias, history in self._passed:
             if alias.requires_grad and alias.grad_fn is not history:
                 others = [one for one, other, _ in self._passed if other is not alias]
@@ -137,9 +137,9 @@ def announce_begin(unit: Unit, output: Any, call: Call | None = None) -> tuple[A
             # If it is not, backward may come to the base, which need not be of the unit, long after the unit.
             tensor.register_hook(_removing(base.register_hook(unit.pre_backward_hook)))
     if not takes_all:
-        # A hook on a leaf stays for ever, a transform's tensor takes none, and one on a tensor is none on its tangent.
-        # One function for each: autograd would give one for all zeros for those that got no gradient, and so gradients
-        # to what nothing used.
+        # Instead of hooks: one on a leaf would stay for ever, a transform's tensor takes none, and none sees a tangent.
+        # One function for each tensor: to one for all autograd would give zeros where a tensor got no gradient, and so
+        # gradients to what nothing used.
         def announce(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.requires_grad and requires_grad_outside(tensor):
                 tensors.append(tensor)

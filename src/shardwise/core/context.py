@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .agreement import check_alike, forget_failures, tell_failure
+from .agreement import check_alike, forget_failures, said_by, tell_failure
+from .changing import changing
 from .comm import Comm
 from .device import backward_number, eager, in_compiled_autograd, label, queue_end_of_backward
 from .errors import StateError, is_explained
-from .gradient import Reduction, ReductionLanes
+from .gradient import ReductionLanes
 from .iteration import Iteration
 from .lanes import Device, current_device, device_for
 from .order import ExecutionOrder
+from .pending import PendingReductions
 
 if TYPE_CHECKING:
     from .group import ParamGroup
     from .hooks import Unit
-
-
-MESSAGE_LENGTH = 300
-"""Characters of an exception's message that other ranks are told."""
 
 
 class FSDPCommContext:
@@ -46,21 +43,18 @@ class FSDPCommContext:
         self.use_device(device_for(_current_device(device_type)))
         self.order: ExecutionOrder[Unit] = ExecutionOrder()
         self.iteration = Iteration()
-        self.max_pending_reductions = 1
+        self.reductions = PendingReductions()
         self.has_root = False
         self.forward_root: Unit | None = None
         self.passes = 0
         self._is_agreed = self._replicas_agree = self._is_failing = False
         self._largest_unit: int | None = None
         self._units: list[weakref.ref[Unit]] = []
-        self._reductions: deque[Reduction] = deque()
-        self._replicating: deque[Reduction] = deque()
-        self._landing: deque[Reduction] = deque()
         self._turns: dict[ParamGroup, Unit] | None = None
         """Whose reductions have yet to start in this backward, in the order in which all ranks start them."""
         self._ready: set[ParamGroup] = set()
-        self._end_is_queued = False
-        self._queued_end: Callable[[], Any] = lambda: None
+        self._queued_end: Callable[[], Any] | None = None
+        """From the first unit that a backward comes to until its end; gives None if it failed before that."""
         self._backward = -1
         self._creates_graph = False
 
@@ -126,12 +120,12 @@ class FSDPCommContext:
     def note_failure(self, unit: Unit, error: BaseException) -> None:
         """The forward of ``unit`` raised: ranks that wait for this one in vain learn why."""
         if not (self._is_failing or is_explained(error)):
-            tell_failure(f"in the forward of unit {unit.name or 'root'!r}: {_said_by(error)}", self._comms())
+            tell_failure(f"in the forward of unit {unit.name or 'root'!r}: {said_by(error)}", self._comms())
         self._is_failing = True
 
     def note_success(self) -> None:
-        """A forward came to its end, as it cannot before all ranks have come to it, if it gathers: one that caught what
-        it raised, and went on with its next forward alone, has left the others waiting until then."""
+        """A forward came to its end. If it gathers, all ranks have come to it: none waits any more because an earlier
+        one raised here, and this rank went on."""
         forget_failures(self._comms())
 
     def _comms(self) -> Iterator[Comm]:
@@ -166,16 +160,15 @@ class FSDPCommContext:
         Raises:
             StateError: under compiled autograd, which has no such end.
         """
-        if self._end_is_queued and self._queued_end() is None:  # that backward failed
+        if self._queued_end is not None and self._queued_end() is None:
             self.reset()
-        if not self._end_is_queued:
+        if self._queued_end is None:
             if in_compiled_autograd():
                 raise StateError(
                     "backward of sharded modules runs under compiled autograd, which would leave gradients unreduced: "
                     "call backward() outside of it, with the compiler's option compiled_autograd=False; torch.compile "
                     "compiles the backward of what it compiled all the same"
                 )
-            self._end_is_queued = True
             self._backward = backward_number()
             self._queued_end = queue_end_of_backward(self._end_of_backward)
         # Not one inside the pass whose end is queued.
@@ -214,7 +207,7 @@ class FSDPCommContext:
         }
 
     def _finish_turns(self) -> None:
-        """Reduce what no backward of this rank came to too: other ranks may have gradients of it."""
+        """Reduce also what no backward of this rank came to: other ranks may have gradients of it."""
         turns = self._make_turns() if self._turns is None else self._turns
         self._turns = None
         self._ready.clear()
@@ -224,40 +217,16 @@ class FSDPCommContext:
                 unit.start_reduction(group)
 
     def _as_backward_comes(self) -> list[Unit]:
-        """The units, as backward mostly comes to them; not as this rank's forwards went, which others may not have
-        run."""
-        joined = self.units[::-1]
-        return [unit for is_root in (False, True) for unit in joined if unit.is_root == is_root]
-
-    def add_reduction(self, reduction: Reduction) -> None:
-        """Let ``reduction`` run beside the computation."""
-        self._reductions.append(reduction)
-
-    def make_room_for_reduction(self) -> None:
-        """Release the oldest reductions, so that no more hold what they send than allowed once another is added, and
-        finish all that sum over replicas but as many."""
-        while len(self._reductions) >= self.max_pending_reductions:
-            replicates = self._release_oldest()
-            self._finish_all_but(self.max_pending_reductions if replicates else 0)
-
-    def _release_oldest(self) -> bool:
-        reduction = self._reductions.popleft()
-        reduction.release()
-        self._replicating.append(reduction)
-        return reduction.replicates
-
-    def _finish_all_but(self, count: int) -> None:
-        while len(self._replicating) > count:
-            reduction = self._replicating.popleft()
-            reduction.finish()
-            if reduction.lands:
-                self._landing.append(reduction)
+        """The units, as backward mostly comes to them: the last that joined first, and roots last; not as this rank's
+        forwards went, which others may not have run."""
+        latest_first = self.units[::-1]
+        return sorted(latest_first, key=lambda unit: unit.is_root)
 
     @eager
     def _end_of_backward(self) -> None:
         with label("FSDP::root_post_backward_callback"), torch.no_grad(), self._ending():
             creates_graph, self._creates_graph = self._creates_graph, False
-            self._end_is_queued = False
+            self._queued_end = None
             if self.forward_root is not None and not self.forward_root.runs_forward:
                 self.forward_root = None
             # In this order, since ranks on which a unit's inputs need gradients have reduced its own before.
@@ -270,7 +239,7 @@ class FSDPCommContext:
             if not creates_graph:
                 self._finish_turns()
             # Before the last one too: who reads gradients between micro-batches finds all of them.
-            self._finish_reductions()
+            self.reductions.finish()
             ended = [unit for unit in units if unit.iteration.ends]
             # Other forwards may wait for the backward that differentiates this one.
             if ended and not (creates_graph and any(unit.awaits_backward for unit in units)):
@@ -285,42 +254,29 @@ class FSDPCommContext:
         try:
             yield
         except BaseException:
-            self._end_is_queued = True  # it did not come to its end
+            self._queued_end = lambda: None  # it did not come to its end
             raise
-
-    def _finish_reductions(self) -> None:
-        while self._reductions:
-            self._release_oldest()
-        self._finish_all_but(0)
-        while self._landing:
-            self._landing.popleft().land()
 
     # -- The end of an iteration
 
     @property
     def is_in_backward(self) -> bool:
         """Whether a backward has begun and not come to its end."""
-        return self._end_is_queued
+        return self._queued_end is not None
 
     def start_finishing(self, units: Collection[Unit]) -> None:
         """Reshard ``units``, and start to reduce what backward passes left of their gradients."""
-        iterations = {unit.iteration for unit in units}  # those that another root shares may be in its own
-        for iteration in iterations:
-            iteration.is_finishing = True
-        try:
-            with torch.no_grad(), self._ending():
-                for unit in units:
-                    unit.end_of_backward()
-                self._finish_turns()
-        finally:
-            for iteration in iterations:
-                iteration.is_finishing = False
+        iterations = [*{unit.iteration for unit in units}]  # those that another root shares may be in its own
+        with changing(iterations, "is_finishing", True), torch.no_grad(), self._ending():
+            for unit in units:
+                unit.end_of_backward()
+            self._finish_turns()
 
     def finish_iteration(self, units: Collection[Unit]) -> None:
         """Wait for the reductions under way, and end the iteration of ``units``."""
         with torch.no_grad(), self._ending():
-            for context in dict.fromkeys(unit.own_context() for unit in units):
-                context._finish_reductions()
+            for context in dict.fromkeys(unit.context for unit in units):
+                context.reductions.finish()
         self._end_iteration(units)
         self.rest()
 
@@ -333,7 +289,7 @@ class FSDPCommContext:
 
     def recover_from_aborted_backward(self) -> None:
         """A forward begins outside of backward: if a backward never came to its end, an exception stopped it."""
-        if self._end_is_queued:
+        if self.is_in_backward:
             self.reset()
 
     def recover_from_aborted_forward(self) -> None:
@@ -346,25 +302,13 @@ class FSDPCommContext:
         """Back to the state between iterations: wait for what is under way, drop it and all unreduced gradients."""
         self._turns = None
         self._ready.clear()
-        for pending in (self._replicating, self._reductions, self._landing):
-            while pending:
-                pending.popleft().abandon()
+        self.reductions.abandon()
         for unit in self.units:
             unit.reset()
             unit.iteration.finalization = None
         self.order.forget()
         self.rest()
-        self.forward_root, self._end_is_queued, self._creates_graph = None, False, False
-
-
-def _said_by(error: BaseException) -> str:
-    """The kind of ``error``, and the first line of its message."""
-    message = ""
-    # To print what a user made may fail, or wait for a device: an exception may carry tensors.
-    if all(isinstance(argument, str | int | float) for argument in error.args):
-        with contextlib.suppress(Exception):
-            message = str(error).partition("\n")[0][:MESSAGE_LENGTH]
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+        self.forward_root, self._queued_end, self._creates_graph = None, None, False
 
 
 def _current_device(device_type: str) -> torch.device:

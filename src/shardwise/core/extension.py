@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -144,6 +144,8 @@ class ExtendedBuffer(ShardedBuffer):
         surroundings: what the extension is told.
     """
 
+    computes_first = True
+
     def __init__(
         self,
         layout: Layout,
@@ -167,8 +169,6 @@ class ExtendedBuffer(ShardedBuffer):
         """Of the storage of each, of which it may be a view."""
         self._asked_dtype = dtype
         self._face: torch.Tensor | None = None
-
-    computes_first = True
 
     def local_view(self, index: int) -> torch.Tensor:
         return self.local
@@ -204,28 +204,30 @@ class ExtendedBuffer(ShardedBuffer):
     # -- Gathers
 
     def start_gather(self, lane: Lane) -> Gather:
-        inputs, metadata = self._inputs()
-        self._take_memory(inputs)
-        finish = functools.partial(self._finish, [one.shape for one in inputs], metadata)
+        inputs, finish = self._prepare()
         if self.layout.world_size == 1:
             flat = [one.view(-1) for one in inputs]
             return Gather(prepare=functools.partial(copy_each, self._outputs, flat), finish=finish)
         return Gather(_sendable(self._outputs), _sendable(inputs), finish=finish)
 
     def start_staged_gather(self, allocate: Allocate) -> Gather:
-        inputs, metadata = self._inputs()
-        self._take_memory(inputs)
+        inputs, make = self._prepare()
         outputs = _sendable(self._outputs)
         staged = [allocate((one.numel(),), dtype=one.dtype, device=one.device) for one in outputs]
         own = [one.view(self.layout.world_size, -1)[self.comm.rank] for one in staged]
-        shapes = [one.shape for one in inputs]
 
         def finish() -> None:
             copy_each(outputs, staged)
-            self._finish(shapes, metadata)
+            make()
 
         prepare = functools.partial(copy_each, own, _sendable(inputs))
         return Gather(staged, own, prepare=prepare, finish=finish)
+
+    def _prepare(self) -> tuple[list[torch.Tensor], Callable[[], None]]:
+        """What is gathered, for which there is memory then, and a function that makes the unsharded parameter of it."""
+        inputs, metadata = self._inputs()
+        self._take_memory(inputs)
+        return inputs, functools.partial(self._finish, [one.shape for one in inputs], metadata)
 
     def _inputs(self) -> tuple[list[torch.Tensor], Any]:
         """What is gathered, in the shapes that it has on every rank, and what the extension wants to be told then."""

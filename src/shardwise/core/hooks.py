@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
 from typing import Any
@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.hooks import RemovableHandle
 
+from .awaited import AwaitedCalls
 from .boundary import Call, announce_begin, announce_derivative
 from .context import FSDPCommContext
 from .device import (
@@ -21,7 +22,6 @@ from .device import (
     in_backward,
     is_watched,
     labelled,
-    runs_in_this_backward,
     watched,
 )
 from .errors import StateError
@@ -30,13 +30,14 @@ from .iteration import Iteration
 from .lanes import Lane
 from .lost import LostWrites
 from .parameter import owner_of
+from .root import make_root
 from .slot import GroupOptions
 from .step import end_steps
 from .tree import casting, map_tensors, opaque_types
 from .weak import weakly
 
 UNKNOWN_CALL = "a call"
-"""In the place of a call's node: no `post_backward` ends what it is given to, but the end of the whole backward."""
+"""Stands for a call's node where that is not known: only the end of the whole backward ends what waits for it."""
 
 
 class Phase(Enum):
@@ -57,10 +58,9 @@ class Unit:
         groups: their parameters, one group per mesh.
         device: that they compute on.
         precision: casts at the unit's boundary.
-        name: full name of the module, if the caller knows it.
-        context: shared with other units; None until the root makes one.
         reshards_unless_root: whether the root does not reshard after forward by default.
-        become_root: makes the context of a tree whose outermost unit is the given one.
+        name: full name of the module, if the caller knows it.
+        context: shared with other units; None to use that of the tree.
     """
 
     def __init__(
@@ -69,10 +69,9 @@ class Unit:
         groups: Sequence[ParamGroup],
         device: torch.device,
         precision: MixedPrecisionPolicy,
-        name: str | None,
-        context: FSDPCommContext | None,
         reshards_unless_root: bool,
-        become_root: Callable[[Unit], FSDPCommContext],
+        name: str | None = None,
+        context: FSDPCommContext | None = None,
     ):
         self.groups = tuple(groups)
         # A unit without parameters, as many a root is, remembers what was set on it all the same.
@@ -81,7 +80,6 @@ class Unit:
         self.precision = precision
         self.given_name = name
         self.reshards_unless_root = reshards_unless_root
-        self.become_root = become_root
         self.reference: weakref.ref[Unit] = weakref.ref(self)
         self.phase = Phase.IDLE
         self.is_root = False
@@ -90,24 +88,28 @@ class Unit:
         self.prefetch_backward: list[weakref.ref[Unit]] = []
         self._modules = [weakref.ref(module) for module in modules]
         self._to_run: set[int] = set()
+        """Ids of the modules that have yet to run in the forward that goes on."""
         self._inside: list[Call] = []
+        """Calls that have begun and not ended, the innermost last."""
         self._computes_backward = False
+        """Whether backward has come to the unit, and has not reduced its gradients yet."""
         self._is_checked = False
         self._opaque = ""
+        """Name of the type that the last forward returned, if tensors in it could not be found."""
         self._recomputes = False
-        self._recomputations = 0
+        """Whether the last forward began inside of a backward, which it recomputed for."""
         self._positions: list[int] = []
-        self._calls: defaultdict[int, int] = defaultdict(int)
-        self._nodes: dict[int, weakref.ref[Any]] = {}
+        """In the order of execution, those of its forwards that will take part in backward."""
+        self._awaited = AwaitedCalls()
         self._differentiated: set[Any] = set()
         """Calls whose first backward this one differentiates, and which it did not leave yet."""
         self._guards: list[RemovableHandle] = []
         self._lost_writes: LostWrites | None = LostWrites(self.groups)
-        self.name = ""
+        """None once it has looked often enough."""
         self.rename(name or "")
-        self.context, self.iteration = context, Iteration() if context is None else context.iteration
+        self.iteration = Iteration()
         if context is not None:
-            context.join(self)
+            self.join(context, is_root=False, iteration=context.iteration)
 
     def join(self, context: FSDPCommContext, *, is_root: bool, iteration: Iteration) -> None:
         """Use ``context``, as the outermost unit of its tree or not."""
@@ -118,14 +120,19 @@ class Unit:
                 group.options.reshard_after_forward = not is_root
         self.context = context  # last: by it the next forward knows that this was done, and not interrupted
 
-    def _make_context(self, module: nn.Module) -> FSDPCommContext:
-        if len(self._modules) == 1 and not self.modules:
-            self._modules = [weakref.ref(module)]  # by `copy.copy`, of one that is gone
-        return self.become_root(self)
+    @functools.cached_property
+    def context(self) -> FSDPCommContext:
+        """That of its tree, of which this becomes the root if there is none yet."""
+        return self.become_root()
 
-    def own_context(self) -> FSDPCommContext:
-        """The context, which is made if there is none yet."""
-        return self.context or self.become_root(self)
+    def become_root(self) -> FSDPCommContext:
+        """Make the context of the tree whose outermost unit this is."""
+        return make_root(self)
+
+    @property
+    def has_context(self) -> bool:
+        """Whether the root of its tree is known, or none is needed."""
+        return "context" in self.__dict__
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -142,7 +149,7 @@ class Unit:
     def show_ranges(self) -> None:
         """Show a profiler or the log what is done from now on, also for units that are gathered ahead of their use."""
         if type(self) is not watched(type(self)):
-            for unit in self.own_context().units:
+            for unit in self.context.units:
                 for one in (unit, *unit.groups):
                     one.__class__ = watched(type(one))
 
@@ -159,7 +166,9 @@ class Unit:
         """Gather, register for backward, wait, install, prefetch."""
         if is_watched():
             self.show_ranges()
-        context = self.context or self._make_context(module)
+        if not self.has_context and len(self._modules) == 1 and not self.modules:
+            self._modules = [weakref.ref(module)]  # by `copy.copy`, of one that is gone
+        context = self.context
         if self.phase is Phase.PRE_BACKWARD:
             if in_backward():  # recomputation of a checkpointed forward
                 for group in self.groups:
@@ -177,14 +186,14 @@ class Unit:
             self._refuse_unannounced()
         if not self._is_checked:
             self._check_unsharded()
-        return self._enter_forward(context, module, args, kwargs)
+        return self._enter_forward(module, args, kwargs)
 
     @labelled("FSDP::pre_forward ({name})")
-    def _enter_forward(self, context: FSDPCommContext, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        is_first = self.phase is not Phase.FORWARD
+    def _enter_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        context, is_first = self.context, self.phase is not Phase.FORWARD
         self._recomputes = backward_number() != -1
         if is_first and not self._recomputes and context.forward_root is None:
-            args, kwargs = self._enter_pass(context, args, kwargs)
+            args, kwargs = self._enter_pass(args, kwargs)
         if not self._to_run:
             self._to_run = {id(module)} if len(self._modules) == 1 else {*map(id, self.modules)}
         if is_first:
@@ -197,14 +206,15 @@ class Unit:
         for group in self.groups:
             group.unshard(context.gather_lane, for_backward=self._recomputes)
         self._inside.append(call)
-        # Without parameters nothing waits for it, and one node more adds up its inputs' gradients in another order.
+        # A unit without parameters waits for nothing, and one more node would change the order in which autograd adds
+        # up the gradients of its inputs.
         if is_first and self.groups and torch.is_grad_enabled():
-            self._announce_end(context, call)
+            self._announce_end(call)
         call.watch()
         if is_first and not self._recomputes:
             # Before the wait, so that a link that all wait for is never idle.
             context.order.enter(self.reference)
-            self._prefetch("forward", self.prefetch_forward, context, context.order.ahead())
+            self._prefetch("forward", self.prefetch_forward, context.order.ahead())
         for group in self.groups:
             group.wait_for_unshard()
         if self._lost_writes is not None and is_first:
@@ -228,7 +238,8 @@ class Unit:
                     )
         self._is_checked = True
 
-    def _enter_pass(self, context: FSDPCommContext, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _enter_pass(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        context = self.context
         if self.iteration.finalization is not None:
             raise StateError(
                 f"forward of unit {self.name!r}: call wait() before on what finalize_backward(async_op=True) gave"
@@ -245,20 +256,16 @@ class Unit:
         return moved
 
     def _prefetch(
-        self,
-        direction: str,
-        chosen: Sequence[weakref.ref[Unit]],
-        context: FSDPCommContext,
-        expected: Iterator[Unit],
-        ahead: bool = False,
+        self, direction: str, chosen: Sequence[weakref.ref[Unit]], expected: Iterator[Unit], ahead: bool = False
     ) -> None:
         """Start gathering the units that the user chose, or else the expected ones, as many as take no more memory
         together than the largest unit: one if all are of one size, several if they are small."""
         if chosen:
             for reference in chosen:
                 if (unit := reference()) is not None:
-                    unit.prefetch(direction, unit.own_context().gather_lane, ahead)
+                    unit.prefetch(direction, unit.context.gather_lane, ahead)
             return
+        context = self.context
         limit = context.largest_unit
         for unit in expected if limit else ():
             limit -= unit.gathered_bytes
@@ -294,8 +301,7 @@ class Unit:
                 output, _ = announce_begin(self, output, call)  # they may not run, or not announce their backward
             return self._cast_output(output)
         context = self.context
-        assert context is not None
-        output = self._leave_forward(context, output, call)
+        output = self._leave_forward(output, call)
         if context.forward_root is self:
             for unit in reversed(context.units):
                 output = unit.complete_forward(output)
@@ -310,7 +316,7 @@ class Unit:
     @property
     def _is_outermost(self) -> bool:
         """Whether no other unit's forward is around its own."""
-        return self.context is None or self.context.forward_root in (None, self)
+        return self.context.forward_root in (None, self)
 
     def _leave_call(self, module: nn.Module) -> Call | None:
         for call in reversed(self._inside):
@@ -321,37 +327,36 @@ class Unit:
         return None
 
     @labelled("FSDP::post_forward ({name})")
-    def _leave_forward(self, context: FSDPCommContext, output: Any, call: Call | None = None) -> Any:
+    def _leave_forward(self, output: Any, call: Call | None = None) -> Any:
         if self._lost_writes is not None and self._lost_writes.leave():
             self._lost_writes = None
-        output = self.kept(output)
+        output = self.lasting(output)
         for group in self.groups:
             if group.options.reshard_after_forward and not self._recomputes:
                 group.reshard(after_forward=True)
         output, announces = announce_begin(self, output, call)
         if announces and not self._recomputes:
-            self._positions.append(context.order.record_for_backward(self.reference))
+            self._positions.append(self.context.order.record_for_backward(self.reference))
         if torch.is_grad_enabled() and not announces:
             self._refuse_opaque(output)
         for group in () if announces else self.groups:
-            # The root kept its parameters for a backward, and there will be none: they serve the next forward.
+            # The root kept its parameters for a backward that will not come: they serve the next forward.
             if self.reshards_unless_root or not group.shards.sees_writes:
                 group.reshard(keep=not group.options.reshard_after_forward)
         self.phase = Phase.IDLE
         return output
 
-    def kept(self, output: Any) -> Any:
+    def lasting(self, output: Any) -> Any:
         """``output``, with copies of unsharded parameters, whose memory is gone after forward, or after backward."""
         if self._recomputes:
             return output
-        assert self.context is not None
         # The root may hand out those of units within, which stay gathered until their backward.
         units = self.context.units if self.context.forward_root is self else (self,)
         groups = [group for unit in units for group in unit.groups if group.is_unsharded]
         return map_tensors(output, lambda tensor: kept(tensor, groups)) if groups else output
 
     def _refuse_opaque(self, output: Any) -> None:
-        """Tensors that are not found cannot announce backward, whose parameters would be gone."""
+        """Refuse an output whose tensors cannot be found to announce backward, which would lack the parameters."""
         found = opaque_types(output)
         self._opaque = found[0].__name__ if found else ""
         resharded = any(group.gradients.trains() and group.options.reshard_after_forward for group in self.groups)
@@ -363,7 +368,7 @@ class Unit:
             )
 
     def _refuse_unannounced(self) -> None:
-        """Where parameters were kept, backward through such tensors worked, and nothing reduced its gradients."""
+        """Refuse it where parameters were kept too, once backward has gone through it: nothing reduced gradients."""
         name, self._opaque = self._opaque, ""
         if any(group.gradients.has_any() and group.options.reduce_gradients for group in self.groups):
             raise TypeError(
@@ -385,9 +390,10 @@ class Unit:
         """Forward raised ``error``: what it began is over, so that the next one starts anew."""
         if self.phase is Phase.PRE_BACKWARD:
             return  # checkpointing stops a recomputation by an exception when it has what it needs
+        if not self.has_context:
+            return  # it failed before it began
         try:
-            if self.context is not None:
-                self.context.note_failure(self, error)
+            self.context.note_failure(self, error)
         finally:
             self._end_failed_call(module)
 
@@ -403,26 +409,26 @@ class Unit:
         if not in_backward():
             for group in self.groups:
                 group.reshard()
-        if self.context is not None and self.context.forward_root is self:
+        if self.context.forward_root is self:
             self.context.forward_root = None
             self.context.drop_prefetched()
             self.context.rest()
 
     @property
     def _awaits_others_of_forward(self) -> bool:
-        """Whether some of its modules ran, but not all, in a forward that may catch what another one raised: it has yet
-        to announce backward for those."""
+        """Whether some of its modules ran, but not all, inside of a forward that may catch what another one raised and
+        go on: backward has yet to be announced for those that ran."""
         return not self._is_outermost and not self._recomputes and 0 < len(self._to_run) < len(self._modules)
 
     def complete_forward(self, output: Any) -> Any:
         """Finish the forward of a unit of several modules of which not all ran; ``output`` is the root's."""
-        if self._to_run and self.phase is Phase.FORWARD and self.context is not None:
+        if self._to_run and self.phase is Phase.FORWARD:
             self._to_run, self._inside = set(), []
-            output = self._leave_forward(self.context, output)
+            output = self._leave_forward(output)
         return output
 
     def drop_prefetched(self) -> None:
-        """Free parameters that were gathered for a forward that did not come, or not of all modules of the unit."""
+        """Free parameters that were gathered for a forward that did not come, or did not run all of the modules."""
         if self._to_run and not self._inside:
             self._forget_forward()
             for group in self.groups:
@@ -449,16 +455,9 @@ class Unit:
     def _cast_output_to(self, dtype: torch.dtype, output: Any) -> Any:
         return map_tensors(output, casting(dtype))
 
-    def _announce_end(self, context: FSDPCommContext, call: Call) -> None:
-        forward_pass = context.passes
-        if self._recomputes:
-            # Backward may go through this call (reentrant checkpointing) or not: nothing else must wait for it.
-            self._recomputations += 1
-            forward_pass = -self._recomputations
-        self._calls[forward_pass] += 1
-        node = call.announce_end(self, forward_pass)
-        if node is not None:
-            self._nodes.setdefault(forward_pass, weakref.ref(node))
+    def _announce_end(self, call: Call) -> None:
+        forward_pass = self._awaited.number_recomputation() if self._recomputes else self.context.passes
+        self._awaited.add(forward_pass, call.announce_end(self, forward_pass))
 
     # -- Backward
 
@@ -471,9 +470,9 @@ class Unit:
         return self.announce_around(gradient)[0] if gradient is not None and torch.is_grad_enabled() else None
 
     def announce_around(self, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """``gradients``, whose derivative tells the units around this one, whose backward has come to it: their own
-        inputs may take no part in that, and their outputs do not. A unit of several modules is around each of them."""
-        assert self.context is not None
+        """``gradients``, whose own backward tells the units around this one that theirs is differentiated too: it may
+        not come to their inputs, and does not come to their outputs. A unit of several modules is around each of them.
+        """
         around = [unit for unit in self.context.units if unit.phase is Phase.PRE_BACKWARD]
         if self in around and len(self._modules) == 1:
             around.remove(self)
@@ -489,16 +488,16 @@ class Unit:
                 of that; `UNKNOWN_CALL` if it is not known which call's it is.
         """
         context = self.context
-        assert context is not None
         begins = not context.is_in_backward
         context.queue_end_of_backward(creates_graph=torch.is_grad_enabled())
         if call is not None:
             self._differentiated.add(call)
         if self.phase is not Phase.PRE_BACKWARD:
-            self._enter_backward(context, begins)
+            self._enter_backward(begins)
 
     @labelled("FSDP::pre_backward ({name})")
-    def _enter_backward(self, context: FSDPCommContext, begins: bool) -> None:
+    def _enter_backward(self, begins: bool) -> None:
+        context = self.context
         self.phase = Phase.PRE_BACKWARD
         self._computes_backward = True
         if self._lost_writes is not None:
@@ -509,39 +508,22 @@ class Unit:
                 # Where the pass begins, the last unit's forward and the loss are queued still, and the link is idle.
                 group.unshard(context.gather_lane, for_backward=True, ahead=begins)
         position = self._positions.pop() if self._positions else 0
-        self._prefetch("backward", self.prefetch_backward, context, context.order.behind(position), ahead=begins)
+        self._prefetch("backward", self.prefetch_backward, context.order.behind(position), ahead=begins)
         for group in self.groups:
             group.wait_for_unshard()
 
     def post_backward(self, forward_pass: int, call: Any) -> None:
         """The gradients of the inputs of one forward ``call`` are complete."""
-        assert self.context is not None
         creates_graph = torch.is_grad_enabled()
         # Nothing announced this backward if only some of the unit's modules ran.
         self.context.queue_end_of_backward(creates_graph=creates_graph)
-        self._calls[forward_pass] -= 1
+        goes_on = self._awaited.end(forward_pass)
         if self._differentiated:
             self._differentiated.discard(call)
             if self._differentiated:
                 return  # gradients flow into the middle of those calls, which no output announces
         self.phase = Phase.POST_BACKWARD
-        is_complete = self._calls[forward_pass] <= 0 and not self._awaits_others(forward_pass)
-        self._reduce(is_complete=is_complete and not creates_graph)
-
-    def _awaits_others(self, forward_pass: int) -> bool:
-        """Whether this backward goes on to another forward pass, whose gradients autograd adds before it gives any.
-
-        Of a pass on inputs without gradients that is not known before the end of this backward.
-        """
-        for other, calls in self._calls.items():
-            if other != forward_pass and other > 0 and calls > 0:
-                reference = self._nodes.get(other)
-                if reference is None:
-                    return True
-                node = reference()
-                if node is not None and runs_in_this_backward(node):
-                    return True
-        return False
+        self._reduce(is_complete=not (creates_graph or goes_on))
 
     def _reduce(self, is_complete: bool) -> None:
         """Reshard; once the unit's backward is complete, reduce or keep its gradients."""
@@ -558,7 +540,6 @@ class Unit:
             group.reshard()
 
     def _reduce_group(self, group: ParamGroup) -> None:
-        assert self.context is not None
         if not self.reduces(group):
             group.gradients.accumulate()
         elif group.takes_turns:
@@ -575,13 +556,12 @@ class Unit:
     def start_reduction(self, group: ParamGroup) -> None:
         """Reduce what ``group`` has of gradients, and zeros for those that it has not."""
         context = self.context
-        assert context is not None
         for slots, gradients in group.gradients.take():
             if group.mesh.replicate and group.options.all_reduce_gradients:
                 context.agree_on_replicas()
-            context.make_room_for_reduction()
+            context.reductions.make_room()
             if (reduction := group.gradients.reduce(slots, gradients, context.reduce_lanes)) is not None:
-                context.add_reduction(reduction)
+                context.reductions.add(reduction)
 
     def end_of_backward(self) -> None:
         """Do what no gradient triggered: inputs without gradients, parameters unused, calls that took no part."""
@@ -596,14 +576,15 @@ class Unit:
             for group in self.groups:
                 if group.options.reshard_after_backward and not (group.is_gathering and group.is_asked_for):
                     group.reshard()
-                # What an earlier forward made of a parameter and this one used again, as autocast's cached casts, is
-                # older than the inputs of this one: its gradient comes after theirs.
+                # An earlier forward may have made something of a parameter that this one used again, as autocast caches
+                # casts. It is older than the inputs of this one, so its gradient comes after theirs.
                 if took_part and group.gradients.has_any():
                     self._reduce_group(group)
         self._forget_forward()
 
     def end_of_differentiable_backward(self) -> None:
-        """Nothing to reduce, and what its derivative needs stays gathered where no input will announce it."""
+        """A backward that creates a graph is over: it reduces nothing, and where no input told that it was over for the
+        unit, the parameters stay gathered for its own backward, which no input will announce."""
         if self.runs_forward:
             return
         if self.phase is Phase.PRE_BACKWARD:
@@ -639,7 +620,6 @@ class Unit:
                 "had resharded its parameters: run both as one backward, take gradients of the unit's inputs, or keep "
                 "the parameters by set_reshard_after_backward(False)"
             )
-        assert self.context is not None
         self.context.queue_end_of_backward()
         self._computes_backward = True
 
@@ -648,14 +628,8 @@ class Unit:
         self._to_run, self._inside, self.phase = set(), [], Phase.IDLE
 
     def forget_calls(self) -> None:
-        """The iteration's last backward is over: forwards that took no part in it are not waited for, but those whose
-        graph exists still may have a backward of their own."""
-        left = [(key, self._calls[key], node) for key, node in self._nodes.items() if self._calls[key] > 0 < key]
-        self._calls.clear()
-        self._nodes.clear()
-        for key, count, node in left:
-            if node() is not None:
-                self._calls[key], self._nodes[key] = count, node
+        """The iteration's last backward is over."""
+        self._awaited.forget()
         self._positions.clear()
 
     # -- Anywhere
@@ -696,5 +670,5 @@ class Unit:
             group.gradients.drop()
         self._computes_backward = False
         self._forget_forward()
-        self._calls.clear()
-        self.forget_calls()
+        self._awaited.clear()
+        self._positions.clear()

@@ -52,7 +52,7 @@ class GradientReductionHandle(_TorchHandle):  # type: ignore[misc]
         Raises:
             StateError: if the iteration cannot be ended now.
         """
-        context, iteration = self._root.own_context(), self._root.iteration
+        context, iteration = self._root.context, self._root.iteration
         if not context.passes:
             return
         if context.is_in_backward or in_backward():
@@ -86,4 +86,4 @@ class GradientReductionHandle(_TorchHandle):  # type: ignore[misc]
         if self._root.iteration.finalization is not self:
             raise StateError("the reductions that finalize_backward() started were dropped by reset_iter_state()")
         self._root.iteration.finalization = None
-        self._root.own_context().finish_iteration(self._units)
+        self._root.context.finish_iteration(self._units)

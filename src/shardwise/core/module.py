@@ -29,28 +29,15 @@ from .group import ParamGroup, ShardState
 from .hooks import Unit
 from .iteration import GradientReductionHandle
 from .parameter import release_class
+from .root import UNIT
+from .root import set_unit as set_unit
+from .root import unit_of as unit_of
+from .root import units_of as units_of
 from .slot import GroupOptions
 
-_UNIT = "_shardwise_unit"
 _classes: dict[type, type] = {}
 _TorchModule = torch_fsdp.FSDPModule
 """Bound now: who wants libraries to use shardwise puts our class in place of torch's in its module."""
-
-
-def unit_of(module: nn.Module) -> Unit | None:
-    """The unit that a module was wrapped as, if it was."""
-    unit: Unit | None = module.__dict__.get(_UNIT)
-    return unit
-
-
-def units_of(model: nn.Module) -> list[Unit]:
-    """The units of ``model`` and of the modules in it, each once, outer ones first."""
-    return list(dict.fromkeys(unit for module in model.modules() if (unit := unit_of(module)) is not None))
-
-
-def set_unit(module: nn.Module, unit: Unit) -> None:
-    """``module`` was wrapped as ``unit``."""
-    module.__dict__[_UNIT] = unit
 
 
 class UnshardHandle(torch_fsdp.UnshardHandle):
@@ -121,11 +108,11 @@ class FSDPModule(_TorchModule):
 
     @property
     def _unit(self) -> Unit:
-        return cast(Unit, self.__dict__[_UNIT])
+        return cast(Unit, self.__dict__[UNIT])
 
     def _get_fsdp_state(self) -> StateForTorch:  # type: ignore[override]
         unit = self._unit
-        return StateForTorch(unit.own_context(), unit.pre_forward, unit.post_forward)
+        return StateForTorch(unit.context, unit.pre_forward, unit.post_forward)
 
     def _units(self, recurse: bool) -> list[Unit]:
         return units_of(cast(nn.Module, self)) if recurse else [self._unit]
@@ -168,7 +155,7 @@ class FSDPModule(_TorchModule):
         unit = self._unit
         if is_watched():
             unit.show_ranges()
-        context = unit.own_context()
+        context = unit.context
         for group in unit.groups:
             group.unshard(context.gather_lane)
             group.is_asked_for = group.is_gathering
@@ -185,7 +172,7 @@ class FSDPModule(_TorchModule):
         forward of it that keeps them."""
         unit = self._unit
         unit.reshard()
-        if unit.context is not None:
+        if unit.has_context:
             unit.context.rest()
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
@@ -228,7 +215,7 @@ class FSDPModule(_TorchModule):
                 slot.sharded.grad = None
 
     def _check_root(self, method: str) -> FSDPCommContext:
-        unit, context = self._unit, self._unit.own_context()
+        unit, context = self._unit, self._unit.context
         if context.has_root and not unit.is_root:
             roots = [other.name or "the outermost wrapped one" for other in context.units if other.is_root]
             raise StateError(f"{method}() was called on {unit.name!r}; call it on the root: {roots[0]}")
@@ -274,7 +261,7 @@ class FSDPModule(_TorchModule):
         Before the last one the order recorded for backward is kept, and strategies with partial or replicated gradients
         (ZeRO-1, DDP) do not reduce. Gradients that were reduced are there after every backward.
         """
-        self._unit.own_context()
+        _ = self._unit.context  # a root that is made later would bring another iteration
         self._unit.iteration.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
@@ -286,8 +273,8 @@ class FSDPModule(_TorchModule):
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """On a (replicate, shard) mesh: whether backward also reduces over the replicating axis; if not, the
         reduce-scattered sums add up until it does."""
-        for group in self._groups(recurse):
-            group.options.all_reduce_gradients = requires_all_reduce
+        for options in self._options(recurse):
+            options.all_reduce_gradients = requires_all_reduce
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether parameters are resharded after forward.
@@ -332,8 +319,8 @@ class FSDPModule(_TorchModule):
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Whether unsharded parameters keep their memory, and so their addresses, while they are sharded (a captured
         CUDA graph needs that); their values are gathered again all the same."""
-        for group in self._groups(recurse):
-            group.options.keeps_memory = keep
+        for options in self._options(recurse):
+            options.keeps_memory = keep
 
     # -- Schedule
 
@@ -359,8 +346,8 @@ class FSDPModule(_TorchModule):
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether this unit's parameters are gathered for backward; those of an embedding need not be."""
-        for group in self._unit.groups:
-            group.options.unshard_in_backward = unshard_in_backward
+        for options in self._unit.options:
+            options.unshard_in_backward = unshard_in_backward
 
     def set_post_optim_event(self, event: torch.Event | None) -> None:
         """Let the next forward's first gather start after ``event``, recorded behind the optimizer's step, instead of
@@ -368,7 +355,7 @@ class FSDPModule(_TorchModule):
         nothing."""
         if event is None:
             return
-        context = self._unit.own_context()
+        context = self._unit.context
         context.gather_after(event, next((unit for unit in context.units if unit.is_root), self._unit))
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
@@ -387,9 +374,9 @@ class FSDPModule(_TorchModule):
             raise TypeError(f"max_input_buffers must be an int, not {max_input_buffers!r}")
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be at least 1, not {max_input_buffers}")
-        contexts = {id(unit.context): unit.context for unit in self._units(recurse) if unit.context is not None}
-        for context in (contexts or {0: self._unit.own_context()}).values():
-            context.max_pending_reductions = max_input_buffers
+        contexts = {unit.context for unit in self._units(recurse) if unit.has_context}
+        for context in contexts or {self._unit.context}:
+            context.reductions.limit = max_input_buffers
 
     # -- Communication
 
@@ -466,8 +453,8 @@ class FSDPModule(_TorchModule):
         Ranks that differ in what they use of a unit need no setting: those without a gradient contribute zeros. With
         ``reshard_after_forward=False`` too, their backward may also leave out other units that ran forward.
         """
-        for group in self._groups(recurse):
-            group.options.zeros_for_unused = reduce_scatter_unused_params
+        for options in self._options(recurse):
+            options.zeros_for_unused = reduce_scatter_unused_params
 
     # -- Arithmetic of the reduction
 
@@ -482,13 +469,13 @@ class FSDPModule(_TorchModule):
             raise TypeError(f"the gradient divide factor must be a number, not {factor!r}")
         if isinstance(factor, numbers.Real) and not 0 < factor < math.inf:
             raise ValueError(f"the gradient divide factor must be positive and finite, not {factor!r}")
-        for group in self._unit.groups:
-            group.options.divide_factor = factor
+        for options in self._unit.options:
+            options.divide_factor = factor
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Reduce this unit's gradients by sums and divide separately, instead of by the backend's average."""
-        for group in self._unit.groups:
-            group.options.force_sum = enable
+        for options in self._unit.options:
+            options.force_sum = enable
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
@@ -577,8 +564,8 @@ def _finish_iteration(reference: weakref.ref[Unit]) -> None:
     """For the pipeline schedules of torch before 2.15."""
     unit = reference()
     assert unit is not None
-    units = dict.fromkeys(inner for module in unit.modules for inner in units_of(module))
-    context = unit.own_context()
+    units = units_of(*unit.modules)
+    context = unit.context
     context.start_finishing(units)
     context.finish_iteration(units)
 
@@ -627,6 +614,6 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     Raises:
         ValueError: if one of them is not wrapped.
     """
-    contexts = [unit.own_context() for unit in _units_of(modules, "share_comm_ctx")]
+    contexts = [unit.context for unit in _units_of(modules, "share_comm_ctx")]
     for other in contexts[1:]:
         contexts[0].take_over(other)

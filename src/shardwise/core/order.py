@@ -27,6 +27,10 @@ class ExecutionOrder(Generic[T]):
     """
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing is known of the order any more."""
         self._next: dict[tuple[weakref.ref[T], int], _Next[T]] = {}
         self._place: tuple[weakref.ref[T], int] | None = None
         self._first: weakref.ref[T] | None = None
@@ -129,11 +133,3 @@ class ExecutionOrder(Generic[T]):
         self.end_backward()
         self._backward.clear()
         self._settled = 0
-
-    def forget(self) -> None:
-        """Nothing is known of the order any more."""
-        self._next.clear()
-        self._runs.clear()
-        self.clear_backward()
-        self._goes_back = 0
-        self._place, self._first, self._matches = None, None, True

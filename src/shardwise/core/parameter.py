@@ -295,6 +295,13 @@ def owner_of(parameter: torch.Tensor) -> Shards | None:
     return reference() if reference is not None else None
 
 
+def note_writes(parameters: Iterable[torch.Tensor]) -> None:
+    """Those of ``parameters`` that are sharded are about to be written."""
+    for owner in dict.fromkeys(map(owner_of, parameters)):
+        if owner is not None:
+            owner.note_write()
+
+
 def name_of(parameter: torch.Tensor) -> str:
     """A parameter in messages: its name if it is sharded, else its shape."""
     if (owner := owner_of(parameter)) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -10,11 +11,31 @@ from .context import FSDPCommContext
 from .device import eager, is_replicated_by_torch
 from .errors import StateError
 from .group import ShardState
-from .hooks import Unit
 from .lanes import device_for
-from .module import unit_of
 
+if TYPE_CHECKING:
+    from .hooks import Unit
+
+UNIT = "_shardwise_unit"
+"""The attribute of a wrapped module that is its unit."""
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit that a module was wrapped as, if it was."""
+    unit: Unit | None = module.__dict__.get(UNIT)
+    return unit
+
+
+def units_of(*models: nn.Module) -> list[Unit]:
+    """The units of ``models`` and of the modules in them, each once, outer ones first."""
+    modules = (module for model in models for module in model.modules())
+    return list(dict.fromkeys(unit for module in modules if (unit := unit_of(module)) is not None))
+
+
+def set_unit(module: nn.Module, unit: Unit) -> None:
+    """``module`` was wrapped as ``unit``."""
+    module.__dict__[UNIT] = unit
 
 
 def is_never_called(module: nn.Module) -> bool:
@@ -50,7 +71,7 @@ def make_root(root: Unit) -> FSDPCommContext:
         StateError: if a unit inside was told of iterations that the program ends, which are the root's.
     """
     named = [pair for module in root.modules for pair in module.named_modules()]
-    units = dict.fromkeys(unit for _, module in named if (unit := unit_of(module)) is not None)
+    units = units_of(*root.modules)
     for name, module in named:
         unit = unit_of(module)
         # Not where that is another root's, which shares the unit.
@@ -59,14 +80,14 @@ def make_root(root: Unit) -> FSDPCommContext:
                 f"set_manual_backward_finalization(True) was called on {name!r} and does not hold for the whole tree: "
                 "call it on the root, and with False there"
             )
-    known = dict.fromkeys(unit.context for unit in units if unit.context is not None)
+    known = dict.fromkeys(unit.context for unit in units if unit.has_context)
     context = next((one for one in known if not one.has_root), None)
     if context is None:
         context = FSDPCommContext(root.device.type)
         if context.device.torch_device != root.device:
             context.use_device(device_for(root.device))
     for other in known:  # inner units may have been told while they were the outermost known
-        context.max_pending_reductions = max(context.max_pending_reductions, other.max_pending_reductions)
+        context.reductions.limit = max(context.reductions.limit, other.reductions.limit)
     for unit in units:
         context.join(unit)
     for unit in units:

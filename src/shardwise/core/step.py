@@ -23,7 +23,7 @@ from .device import (
     wrap_local,
 )
 from .errors import StateError
-from .parameter import ShardedParameter, SteppedParameter, TracedParameter, name_of_replaced, owner_of
+from .parameter import ShardedParameter, SteppedParameter, TracedParameter, name_of_replaced, note_writes
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {
@@ -97,9 +97,9 @@ def end_steps() -> None:
 class _Step:
     """One step of an optimizer, during which its sharded parameters with gradients are others.
 
-    Each access of an attribute of a `ShardedParameter` is a call into Python, of which a step has many for each, and
-    which `torch.compile` cannot trace; that they are written is noted beforehand. Over when nobody refers to it any
-    more, as after an exception, or by `end_steps`.
+    Each access to an attribute of a `ShardedParameter` calls into Python: a step makes many for each, and
+    `torch.compile` cannot trace them. Instead, that they are written is noted beforehand. The step is over when nobody
+    refers to it any more, as after an exception, or by `end_steps`.
 
     Args:
         optimizer: that steps.
@@ -132,8 +132,7 @@ class _Step:
             written: Sequence[torch.Tensor] = [
                 one for one in parameters if type(one) is ShardedParameter and one.grad is not None
             ]
-            for owner in {id(owner): owner for one in written if (owner := owner_of(one)) is not None}.values():
-                owner.note_write()
+            note_writes(written)
             if self._stand_in is not None:
                 written = _give_parts(self._stand_in, self._optimizer, written)
         self._plain = written

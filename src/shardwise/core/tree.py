@@ -38,8 +38,8 @@ class Replacement:
     def of(self, value: Any) -> Any:
         """``value`` with its tensors replaced."""
         if isinstance(value, torch.Tensor):
-            # One that is there several times too: FSDP2 gives modules as many, on which the order of their sums may
-            # depend (attention of a tensor to itself).
+            # Each time that it is there, as FSDP2 does: the order in which autograd adds up its gradients may depend on
+            # that (attention of a tensor to itself).
             new: Any = self._function(value)
         elif isinstance(value, tuple):
             parts = [*map(self.of, value)]
@@ -173,9 +173,7 @@ class Additions:
         self._known[id(value)] = value, value
         if isinstance(value, tuple):
             parts: Any = value
-        elif isinstance(value, (dict, list, deque)) or (
-            dataclasses.is_dataclass(value) and not isinstance(value, type)
-        ):
+        elif isinstance(value, (dict, list, deque)) or dataclasses.is_dataclass(value):
             self._containers.append(value)
             parts = [part for _, part in (*_entries(value), *_attributes_of(value).items())]
         else:
@@ -221,11 +219,12 @@ def _opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
     if isinstance(value, dict):
         return [*value.values()], lambda new: _rebuilt_dict(value, dict(zip(value, new, strict=True)))
     if isinstance(value, list):
-        return [*value], lambda new: _filled(value, new)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [*value], lambda new: _rebuilt_list(value, new)
+    if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
         parts = [getattr(value, name) for name in names]
-        return parts, lambda new: _rebuilt_dataclass(value, dict(zip(names, new, strict=True)))
+        # Not `dataclasses.replace`, which runs the constructor again.
+        return parts, lambda new: _copied_with(dict(zip(names, new, strict=True)), value, object.__setattr__)
     return parts_of(value)
 
 
@@ -234,16 +233,18 @@ def _same(new: Any, old: Any) -> bool:
 
 
 def _rebuilt_dict(value: dict[Any, Any], items: dict[Any, Any]) -> Any:
-    if type(value) is dict:
-        return items
     # Subclasses (ordered dicts, model outputs that are also dataclasses) keep attributes beside their items.
-    rebuilt = copy.copy(value)
+    return items if type(value) is dict else _copied_with(items, value, operator.setitem)
+
+
+def _copied_with(items: dict[Any, Any], value: Any, set_: Callable[[Any, Any, Any], None]) -> Any:
+    copied = copy.copy(value)
     for key, item in items.items():
-        rebuilt[key] = item
-    return rebuilt
+        set_(copied, key, item)
+    return copied
 
 
-def _filled(value: list[Any], parts: list[Any]) -> list[Any]:
+def _rebuilt_list(value: list[Any], parts: list[Any]) -> list[Any]:
     if type(value) is list:
         return parts
     rebuilt = copy.copy(value)
@@ -258,14 +259,6 @@ def _rebuilt_tuple(value: tuple[Any, ...], parts: list[Any]) -> Any:
     rebuilt = tuple.__new__(type(value), parts)
     if hasattr(value, "__dict__"):
         rebuilt.__dict__.update(vars(value))
-    return rebuilt
-
-
-def _rebuilt_dataclass(value: Any, fields: dict[str, Any]) -> Any:
-    # Not `dataclasses.replace`, which runs the constructor again.
-    rebuilt = copy.copy(value)
-    for name, item in fields.items():
-        object.__setattr__(rebuilt, name, item)
     return rebuilt
 
 

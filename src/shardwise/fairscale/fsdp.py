@@ -25,7 +25,6 @@ from ..core.group import ParamGroup
 from ..core.hooks import Phase, Unit
 from ..core.module import set_unit
 from ..core.parameter import Place, owner_of
-from ..core.root import make_root
 from ..core.slot import GroupPolicy
 from ..core.tree import map_tensors
 from ..grad import scale_to_norm
@@ -178,7 +177,7 @@ class FullyShardedDataParallel(Settings):
             own.options.reduce_comm = reduce_comm_of(reduce_group, ranks.shard, self.compute_device)
             own.options.divisors = self._divisors if self._own_divisors else None
         kept_by_root = self._reshards and self.disable_reshard_on_root
-        set_unit(self, Unit([self], groups, self.compute_device, precision, None, None, kept_by_root, make_fsdp_root))
+        set_unit(self, FairScaleUnit([self], groups, self.compute_device, precision, kept_by_root))
 
     def _own_slots(self) -> list[FlatSlot]:
         """The slot of each run of this instance, in order."""
@@ -261,7 +260,7 @@ class FullyShardedDataParallel(Settings):
 
     def _leave_failed_backward(self) -> None:
         """Clear what a backward pass that raised has left, before the next forward builds on it."""
-        if self._unit.context is not None and not in_backward():
+        if self._unit.has_context and not in_backward():
             self._unit.context.recover_from_aborted_backward()
 
     def _check_local(self) -> None:
@@ -546,7 +545,7 @@ class FullyShardedDataParallel(Settings):
             ValueError: if the instance is not idle, or inside another one.
         """
         self._check_idle()
-        if self._unit.context is not None and not self._unit.is_root:
+        if self._unit.has_context and not self._unit.is_root:
             raise ValueError(f"{self._title()}: call clip_grad_norm_ on the outermost instance")
         slots = [slot for instance in get_fsdp_instances(self) for slot in instance._own_slots()]
         everyone = comm_of(self.process_group, self.compute_device)
@@ -726,19 +725,21 @@ def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[FullySh
     return [instance for instance in found if not skip_empty or instance._own is not None]
 
 
-def make_fsdp_root(root: Unit) -> FSDPCommContext:
-    """Make ``root`` the outermost unit: names without wrappers, inputs cast where precision changes, buffers cast."""
-    context = make_root(root)
-    for unit in context.units:
-        unit.rename(clean(unit.name))
-        for slot in (slot for group in unit.groups for slot in group.slots):
-            slot.name = clean(slot.name)
-    for module in root.modules:
-        _choose_casts(module, None)
-        for instance in get_fsdp_instances(module):
-            instance._check_parameters()
-            instance._cast_buffers()
-    return context
+class FairScaleUnit(Unit):
+    """A unit whose tree has names without wrappers, and casts inputs where precision changes, and buffers."""
+
+    def become_root(self) -> FSDPCommContext:
+        context = super().become_root()
+        for unit in context.units:
+            unit.rename(clean(unit.name))
+            for slot in (slot for group in unit.groups for slot in group.slots):
+                slot.name = clean(slot.name)
+        for module in self.modules:
+            _choose_casts(module, None)
+            for instance in get_fsdp_instances(module):
+                instance._check_parameters()
+                instance._cast_buffers()
+        return context
 
 
 def _choose_casts(module: nn.Module, outer: torch.dtype | None) -> None:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, cast
 from torch import nn
 
 from ..core.flat import FlatShards, FlatSlot
-from ..core.hooks import Unit
 from ..core.module import set_unit
 from ..core.parameter import Place, owner_of
 from .fsdp_parameters import clean, own_modules
@@ -26,7 +25,7 @@ def share_parameter(parameter: nn.Parameter, borrower: FullyShardedDataParallel)
     slot = next(slot for slot in lender._own_slots() if slot.sharded is parameter)
     if borrower.flatten_parameters or slot.home is not None:
         raise ValueError(f"append_shared_param: {slot.name!r} can be shared with flatten_parameters=False only")
-    if borrower._unit.context is not None or lender._unit.context is not None:
+    if borrower._unit.has_context or lender._unit.has_context:
         raise ValueError(f"append_shared_param: call it for {slot.name!r} before the first forward")
     if borrower._own is None:
         raise ValueError(f"append_shared_param: this instance has no parameter of its own beside {slot.name!r}")
@@ -52,7 +51,7 @@ def _share_unit(borrower: FullyShardedDataParallel, lender: FullyShardedDataPara
     modules = [*other.modules, *mine.modules]
     groups = [*other.groups, *mine.groups]
     kept_by_root = other.reshards_unless_root and mine.reshards_unless_root
-    unit = Unit(modules, groups, other.device, other.precision, None, None, kept_by_root, other.become_root)
+    unit = type(other)(modules, groups, other.device, other.precision, kept_by_root)
     for module in modules:
         set_unit(module, unit)
 

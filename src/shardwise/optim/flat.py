@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..core.device import step_without_hooks, trace_by, untraced, without_torch_function
-from ..core.parameter import owner_of
+from ..core.parameter import note_writes
 from ..core.step import ELEMENTWISE
 from .members import Member, local_gradients, members_of
 from .pieces import Gradients, Piece
@@ -309,9 +309,7 @@ class _Group:
             piece.begin()
             if piece.state or piece.members[0].state is not None:
                 flat_states[piece.flat] = piece.state
-            for parameter in piece.anchors:
-                if (owner := owner_of(parameter)) is not None:
-                    owner.note_write()
+            note_writes(piece.anchors)
         for tensor in self._whole:
             if tensor in states:
                 flat_states[tensor] = states[tensor]
