@@ -21,8 +21,7 @@ from ..core.errors import StateError
 from ..core.flat import refuse_flat
 from ..core.mesh import mesh_device
 from ..core.module import units_of
-from ..core.parameter import refuse_lazy
-from ..core.shards import Shards
+from ..core.parameter import owner_of, refuse_lazy
 from ..core.slot import Slot
 from ..core.whole import has_repeats
 from ..sites import Site, become, sites_of
@@ -60,7 +59,6 @@ class Weight:
         tensor: what is registered, of the whole shape; a DTensor if it is sharded.
         sites: where it is registered; none for what a module's hook made.
         slot: where its unit keeps it, if it belongs to one.
-        shards: of its unit.
         extra_of: the module whose extra state it is, if it is one.
     """
 
@@ -68,7 +66,6 @@ class Weight:
     tensor: torch.Tensor
     sites: list[Site]
     slot: Slot | None = None
-    shards: Shards | None = None
     extra_of: nn.Module | None = None
     _fresh: torch.Tensor | None = None
     """Memory for a tensor on the meta device that no unit manages; registered once it has values."""
@@ -187,10 +184,12 @@ class Weight:
 
         Until `accept_values` a forward of its unit is refused.
         """
-        if self.slot is not None and self.shards is not None:
-            self.shards.leave_meta()
+        if self.slot is not None:
+            shards = owner_of(self.tensor)
+            assert shards is not None
+            shards.leave_meta()
             # Before the write, which must not overtake copies of offloaded shards to the device.
-            self.shards.note_write()
+            shards.note_write()
             self.slot.has_values = False
         elif self.tensor.is_meta or self.extra_of is not None:
             with not_inference():
@@ -402,12 +401,11 @@ def weights_of(
         elif id(value) in weights:
             weights[id(value)].names.append(name)
         else:
-            slot, shards = slots.get(id(value), (None, None))
-            weights[id(value)] = Weight([name], value, sites[id(value)], slot, shards, extra_of)
+            weights[id(value)] = Weight([name], value, sites.get(id(value), []), slots.get(id(value)), extra_of)
     return ModelWeights(model, list(weights.values()), objects, named, getattr(state, VERSIONS, None))
 
 
-def _slots_of(model: nn.Module) -> dict[int, tuple[Slot, Shards]]:
+def _slots_of(model: nn.Module) -> dict[int, Slot]:
     """The units' slots by the identity of the parameters that are registered for them."""
     slots = {}
     for unit in units_of(model):
@@ -415,7 +413,7 @@ def _slots_of(model: nn.Module) -> dict[int, tuple[Slot, Shards]]:
             group.reshard()
             if not group.shards.is_adopted:
                 group.adopt_registered()
-            slots.update({id(slot.sharded): (slot, group.shards) for slot in group.slots if not slot.is_borrowed})
+            slots.update({id(slot.sharded): slot for slot in group.slots if not slot.is_borrowed})
     return slots
 
 
