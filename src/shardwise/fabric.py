@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -153,12 +153,11 @@ class _FabricStrategy(ProcessesStrategy):
 
     # -- Setting up
 
-    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+    @contextmanager
+    def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Inside, with ``empty_init``, modules get no memory for parameters; `setup_module` gives them their values."""
-        stack = ExitStack()
-        stack.enter_context(init_on_meta() if empty_init else nullcontext())
-        stack.enter_context(self.precision.module_init_context())
-        return stack
+        with init_on_meta() if empty_init else nullcontext(), self.precision.module_init_context():
+            yield
 
     def module_sharded_context(self) -> AbstractContextManager[Any]:
         """Inside, ``wrap`` and ``auto_wrap`` of `shardwise.fairscale`, and torch's ``wrap``, make units."""
