@@ -32,7 +32,8 @@ from ..core.step import parameters_of
 from ..core.whole import without_repeats
 from ..fairscale.ranks import refuse_sparse
 from ..fully_shard import check_cuttable
-from ..init.context import MARK, MARKS
+from ..init.targets import forget_origin_at
+from ..sites import sites_of
 from .whole import cut
 
 LOADED = "shardwise_loaded"
@@ -268,8 +269,6 @@ def show_shards(model: nn.Module) -> None:
 
 def forget_history(model: nn.Module) -> None:
     """Drop what was recorded of constructors, so that modules initialize their parameters on the meta device."""
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                parameter.__dict__.pop(MARK, None)
-                module.__dict__.get(MARKS, {}).pop(name, None)
+    for site in (site for module in model.modules() for site in sites_of(module)):
+        if not site.is_buffer and site.get().is_meta:
+            forget_origin_at(site)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,7 +23,7 @@ from ..core.module import units_of
 from ..core.parameter import owner_of, refuse_lazy
 from ..core.slot import Slot
 from ..core.whole import has_repeats
-from ..sites import Site, become, sites_of
+from ..sites import Site, become, sites_by_tensor
 from .names import plain_name
 from .peers import Peers, common_mesh, world_mesh
 
@@ -385,10 +384,7 @@ def weights_of(
     _check_module(model)
     refuse_flat(model, asked_by)
     slots = _slots_of(model)
-    sites: dict[int, list[Site]] = defaultdict(list)
-    for module in model.modules():
-        for site in sites_of(module):
-            sites[id(site.get())].append(site)
+    sites = sites_by_tensor(model.modules())
     weights: dict[int, Weight] = {}
     objects: dict[str, tuple[nn.Module | None, Any]] = {}
     state = model.state_dict(keep_vars=True) if state_of is None else state_of(model)

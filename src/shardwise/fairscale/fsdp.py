@@ -29,6 +29,7 @@ from ..core.root import make_root
 from ..core.slot import GroupPolicy
 from ..core.tree import map_tensors
 from ..grad import scale_to_norm
+from ..sites import under
 from .fsdp_arguments import ARGUMENTS
 from .fsdp_norms import norm_of_gradients
 from .fsdp_optimizer import gather_optimizer_state, shard_optimizer_state
@@ -44,7 +45,6 @@ from .fsdp_parameters import (
     own_parameters,
     restore_order,
     sync_from_first_rank,
-    under,
 )
 from .fsdp_settings import Settings, device_of
 from .fsdp_sharing import share_parameter

@@ -21,6 +21,7 @@ from ..checkpoint.objects import numpy_types
 from ..checkpoint.peers import Peers, world_mesh
 from ..core.errors import StateError
 from ..core.tree import tensors_in
+from ..sites import under
 
 DTYPES = "_shardwise_dtypes"
 """Attribute of a module whose floating-point buffers were cast: their dtypes before, by name. Copies have it too."""
@@ -55,7 +56,7 @@ def _before_casts(owner: Any, state: Any) -> Any:
     modules = owner.named_modules(remove_duplicate=False) if isinstance(owner, nn.Module) else ()
     for path, module in modules:
         for name, dtype in module.__dict__.get(DTYPES, {}).items():
-            key = f"{path}.{name}" if path else name
+            key = under(path, name)
             if isinstance(state.get(key), torch.Tensor):
                 state[key] = state[key].to(dtype)
     return state
