@@ -20,7 +20,7 @@ from ..adapters.wrapping import units_in
 from .arguments import wrong_type
 from .optimizers import prepare_optim_wrapper
 from .processes import init_process_group
-from .saving import refuse_shards, together, whole_states
+from .saving import refuse_shards, whole_states
 from .wrapper import NAME, sharded_model
 
 
@@ -155,7 +155,7 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]  # MMEngine has no t
         model = sharded_model(self.model)
         assert model is not None
         optim_wrapper = getattr(self, "optim_wrapper", None) if save_optimizer else None
-        with whole_states(model, optim_wrapper, self._hooks()), together():
+        with whole_states(model, optim_wrapper, self._hooks()):
             if is_main_process():
                 SingleDeviceStrategy.save_checkpoint(
                     self,
