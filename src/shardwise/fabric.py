@@ -21,8 +21,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from .adapters.policies import Policy
 from .adapters.whole import gather_in
-from .adapters.wrapping import Policy, forget_history, units_in, without_gradient_sync, zero_what_waits
+from .adapters.wrapping import forget_history, modules_with_units, without_gradient_sync, zero_what_waits
 from .checkpoint.atomic import path_of
 from .checkpoint.full_state import full_state_dict
 from .checkpoint.model_state import model_state
@@ -500,7 +501,7 @@ def _overlap(one: Any, other: Any) -> bool:
 
 def _is_whole_on_meta(module: nn.Module) -> bool:
     """Whether all its parameters are on the meta device, and no unit in it could take a part."""
-    return not units_in(module) and all(parameter.is_meta for parameter in module.parameters())
+    return not modules_with_units(module) and all(parameter.is_meta for parameter in module.parameters())
 
 
 def _refuse_sharded_inside(name: str, value: Any) -> None:

@@ -25,9 +25,9 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from .adapters.copies import allow_copies, forbid_copies
+from .adapters.policies import Policy
 from .adapters.whole import gather_in
 from .adapters.wrapping import (
-    Policy,
     show_shards,
     take_whole_tensors,
     without_gradient_sync,

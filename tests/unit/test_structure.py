@@ -116,6 +116,7 @@ ORDER = [
     "mmengine.whole",
     "adapters.whole",
     "mmengine.saving",
+    "adapters.policies",
     "adapters.wrapping",
     "mmengine.policies",
     "mmengine.processes",

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, cast
@@ -27,7 +25,7 @@ from ..core.changing import changing
 from ..core.extension import inner_tensors
 from ..core.module import FSDPModule, function_of, unit_of, units_of
 from ..core.parameter import owner_of
-from ..core.root import CONTAINERS, is_never_called
+from ..core.root import is_never_called
 from ..core.step import parameters_of
 from ..core.whole import without_repeats
 from ..fairscale.ranks import refuse_sparse
@@ -38,63 +36,6 @@ from .whole import cut
 
 LOADED = "shardwise_loaded"
 """Attribute of a parameter whose values all ranks read from one file, so that they are the same already."""
-
-Policy = Callable[..., bool] | Iterable[type[nn.Module]]
-"""Chooses modules: a function of torch's or FairScale's form (module, recurse, number of parameters), a function of
-the module alone, or classes of modules."""
-
-
-ASKED = ("module", "recurse", "unwrapped_params", "nonwrapped_numel", "module_is_root")
-"""The arguments that a policy is called with, by torch's and FairScale's names; its other parameters are options."""
-
-
-def chooser(policy: Policy, name: str = "a policy") -> Callable[..., bool]:
-    """``policy`` in the form that `shardwise.fairscale.auto_wrap` calls.
-
-    Args:
-        policy: chooses modules.
-        name: of the argument, for errors.
-
-    Raises:
-        TypeError: if it is neither a function nor classes of modules.
-        ValueError: for the class of a container, which nobody calls.
-    """
-    # A module can be called too, but not about modules: its class was meant.
-    if callable(policy) and not isinstance(policy, (type, nn.Module)):
-        return functools.partial(_ask, policy)
-    classes = (policy,) if isinstance(policy, type) else tuple(policy) if isinstance(policy, Iterable) else ()
-    # Policies are asked more than once, and an iterator has its classes only the first time.
-    is_lasting = bool(classes) and not isinstance(policy, Iterator)
-    if not is_lasting or not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in classes):
-        raise TypeError(f"{name} must be a function of a module or a set of module classes, not {policy!r}")
-    for kind in classes:
-        if issubclass(kind, CONTAINERS) and kind.forward is nn.Module.forward:
-            raise ValueError(
-                f"{name} chooses {kind.__name__}, which has no forward, so that nothing would tell when to gather "
-                "its parameters: choose the classes of the modules in it"
-            )
-    return functools.partial(_is_one_of, classes)
-
-
-def _is_one_of(
-    classes: tuple[type, ...], module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool
-) -> bool:
-    return recurse or isinstance(module, classes)
-
-
-def _ask(
-    policy: Callable[..., Any], module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool
-) -> bool:
-    known = dict(zip(ASKED, (module, recurse, unwrapped_params, unwrapped_params, module_is_root), strict=True))
-    parameters = inspect.signature(policy).parameters
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return bool(policy(**known))
-    if "recurse" in parameters:
-        return bool(policy(**{name: value for name, value in known.items() if name in parameters}))
-    required = [p for p in parameters.values() if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
-    if len(required) == 1:
-        return recurse or bool(policy(module))
-    return bool(policy(module, recurse, unwrapped_params))
 
 
 def refuse_foreign(model: nn.Module) -> None:
@@ -255,7 +196,7 @@ def zero_what_waits(optimizer: Optimizer) -> None:
     cast(Any, optimizer).zero_grad = zero_grad
 
 
-def units_in(model: nn.Module) -> list[Any]:
+def modules_with_units(model: nn.Module) -> list[Any]:
     """The modules of ``model`` that are units."""
     return [module for module in model.modules() if unit_of(module) is not None]
 

@@ -16,7 +16,7 @@ from mmengine.model import BaseDataPreprocessor, is_model_wrapper
 from mmengine.registry import MODEL_WRAPPERS, STRATEGIES
 from torch import nn
 
-from ..adapters.wrapping import units_in
+from ..adapters.wrapping import modules_with_units
 from .arguments import wrong_type
 from .optimizers import prepare_optim_wrapper
 from .processes import init_process_group
@@ -46,7 +46,7 @@ def _set_device(preprocessor: BaseDataPreprocessor, device: str) -> None:
 def _is_initialized_sharded(model: nn.Module) -> bool:
     """Whether ``model`` has no values before it is sharded, or is sharded already, so that only the wrapper, which lets
     it see whole parameters, can initialize it."""
-    return any(parameter.is_meta for parameter in model.parameters()) or bool(units_in(model))
+    return any(parameter.is_meta for parameter in model.parameters()) or bool(modules_with_units(model))
 
 
 def _make_average(hook: Any, runner: Any) -> None:
