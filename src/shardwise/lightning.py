@@ -107,8 +107,7 @@ class _TrainerStrategy(ProcessesStrategy):
         state_dict_type: str = "full",
         process_group: dist.ProcessGroup | None = None,
     ):
-        given = {name: value for name, value in locals().items() if name in TRAINER_ARGUMENTS}
-        check_arguments(_TrainerStrategy.__init__, "DDPFullyShardedStrategy", TRAINER_ARGUMENTS, given)
+        check_arguments(_TrainerStrategy.__init__, "DDPFullyShardedStrategy", TRAINER_ARGUMENTS, locals())
         if move_grads_to_cpu is not None and move_grads_to_cpu != cpu_offload:
             raise ValueError(
                 f"move_grads_to_cpu={move_grads_to_cpu} with cpu_offload={cpu_offload}: gradients are kept where their "

@@ -125,8 +125,7 @@ class FullyShardedDataParallel(Settings):
         gradient_predivide_factor: float | None = None,
         allow_reset_parameters: bool = False,
     ):
-        given = {name: value for name, value in locals().items() if name in ARGUMENTS}
-        check_arguments(FullyShardedDataParallel.__init__, "FullyShardedDataParallel", ARGUMENTS, given)
+        check_arguments(FullyShardedDataParallel.__init__, "FullyShardedDataParallel", ARGUMENTS, locals())
         super().__init__()
         if not isinstance(module, nn.Module):
             raise TypeError(f"FullyShardedDataParallel wraps a module, not {type(module).__name__}")
