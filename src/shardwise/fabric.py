@@ -634,7 +634,7 @@ def _hand_on_zero_grad() -> None:
 
     for namespace in installed_namespaces():
         for name, attribute in (("_FabricOptimizer", "_optimizer"), ("_FabricModule", "_forward_module")):
-            wrapper = namespace.of_fabric("wrappers", name)
+            wrapper = namespace.of("fabric", "wrappers", name)
             if "zero_grad" not in vars(wrapper):
                 wrapper.zero_grad = zero_grad_of(wrapper, attribute)
 
