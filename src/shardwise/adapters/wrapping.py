@@ -98,47 +98,50 @@ def share_values(
     choices = {by: dict.fromkeys(names[item] for item in items) for by, items in chosen.items()}
     named = [(name, t) for name, t in (*model.named_parameters(), *model.named_buffers()) if not is_lazy(t)]
     described = {name: _description(tensor) for name, tensor in named}
-    shown = {name: str(value) for name, value in settings.items()}
-    everywhere = list(zip(peers.ranks, peers.exchange((described, choices, shown)), strict=True))
-    for rank, (other, _, given) in everywhere:
-        if unlike := [by for by in shown if given[by] != shown[by]]:
-            raise ValueError(
-                f"{unlike[0]} is {shown[unlike[0]]} on rank {peers.ranks[peers.position]}, and {given[unlike[0]]} on "
-                f"rank {rank}: by it ranks communicate, so pass the same on all"
-            )
-        if other != described:
-            name = next(name for name in (*described, *other) if other.get(name) != described.get(name))
-            raise ValueError(
-                f"the ranks have different models: {name!r} is {described.get(name)} on rank "
-                f"{peers.ranks[peers.position]}, and {other.get(name)} on rank {rank}"
-            )
-    _refuse_different({rank: theirs for rank, (_, theirs, _) in everywhere})
+    _refuse_unlike(peers, described, choices, {name: str(value) for name, value in settings.items()})
     sent = [tensor for _, tensor in named if not isinstance(tensor, DTensor) and LOADED not in tensor.__dict__]
     for tensor in itertools.chain.from_iterable(map(inner_tensors, sent)):
         if tensor.is_meta or not tensor.numel():
             continue
         value = tensor.detach().to(peers.device).resolve_conj().resolve_neg().contiguous()
-        # As bytes: not every backend knows every dtype.
-        peers.broadcast(value.view(-1).view(torch.uint8))
+        peers.broadcast(value)
         if value.data_ptr() != tensor.data_ptr():
             target, source = without_repeats(tensor, value)
             target.copy_(source)
 
 
-def _refuse_different(everywhere: Mapping[int, Mapping[str, Collection[str]]]) -> None:
+def _refuse_unlike(
+    peers: Peers, described: Mapping[str, str], choices: Mapping[str, Mapping[str, None]], settings: Mapping[str, str]
+) -> None:
     """
     Args:
-        everywhere: names by what chose them, by ranks; of models with thousands of modules, so that a list of names
-            would be slow to look into.
+        peers: that compare what they have.
+        described: what must be the same of each tensor, by name.
+        choices: names of what was chosen, by what chose it.
+        settings: by name.
 
     Raises:
-        ValueError: naming what was chosen on some ranks only.
+        ValueError: on all ranks, naming what is not the same on all of them.
     """
-    first, *others = everywhere
-    for by, rank in itertools.product(everywhere[first], others):
-        ours, theirs = everywhere[first][by], everywhere[rank][by]
-        for one, names, other, missing in ((first, ours, rank, theirs), (rank, theirs, first, ours)):
-            if alone := [name for name in names if name not in missing]:
+    everywhere = dict(zip(peers.ranks, peers.exchange((described, choices, settings)), strict=True))
+    own = peers.ranks[peers.position]
+    for rank, (theirs, _, given) in everywhere.items():
+        for name, value in settings.items():
+            if given[name] != value:
+                raise ValueError(
+                    f"{name} is {value} on rank {own}, and {given[name]} on rank {rank}: by it ranks communicate, so "
+                    "pass the same on all"
+                )
+        for name in (*described, *theirs) if theirs != described else ():
+            if theirs.get(name) != described.get(name):
+                raise ValueError(
+                    f"the ranks have different models: {name!r} is {described.get(name)} on rank {own}, and "
+                    f"{theirs.get(name)} on rank {rank}"
+                )
+    first, *others = peers.ranks
+    for by, rank in itertools.product(choices, others):
+        for one, other in ((first, rank), (rank, first)):
+            if alone := [name for name in everywhere[one][1][by] if name not in everywhere[other][1][by]]:
                 raise ValueError(
                     f"{by} chooses {listed(alone)} on rank {one}, and not on rank {other}: let it depend only on what "
                     "all ranks have alike"
