@@ -178,8 +178,8 @@ class Weight:
     # -- Loading
 
     def prepare_memory(self, device: torch.device) -> None:
-        """Give it memory to be written, if it has none of its own for each element (as expanded tensors have not); on
-        ``device``, if it has none at all and no unit manages it.
+        """Give it memory that can be written: on ``device`` if it is on the meta device and no unit manages it, and new
+        memory if several of its elements share some, as those of expanded tensors do.
 
         Until `accept_values` a forward of its unit is refused.
         """
