@@ -44,7 +44,7 @@ def check_arguments(function: Callable[..., Any], name: str, table: Table, given
         function: whose signature has the defaults; an argument that equals its default was not passed.
         name: for messages.
         table: of all its arguments.
-        given: their values.
+        given: their values, by name, among others.
 
     Raises:
         ValueError: if one is passed that is refused.
@@ -52,7 +52,8 @@ def check_arguments(function: Callable[..., Any], name: str, table: Table, given
     """
     check_flags(function, name, given)
     parameters = inspect.signature(function).parameters
-    passed = [key for key, value in given.items() if key in parameters and _differs(value, parameters[key].default)]
+    own = {key: value for key, value in given.items() if key in table and key in parameters}
+    passed = [key for key, value in own.items() if _differs(value, parameters[key].default)]
     for key in passed:
         if table[key].support is Support.REFUSED:
             raise ValueError(f"{name}({key}=...) is not supported: {table[key].meaning}")

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from .adapters.policies import Policy
 from .adapters.whole import gather_in
-from .adapters.wrapping import Policy, forget_history, units_in, without_gradient_sync, zero_what_waits
+from .adapters.wrapping import forget_history, modules_with_units, without_gradient_sync, zero_what_waits
 from .checkpoint.atomic import path_of
 from .checkpoint.full_state import full_state_dict
 from .checkpoint.model_state import model_state
@@ -153,12 +154,11 @@ class _FabricStrategy(ProcessesStrategy):
 
     # -- Setting up
 
-    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+    @contextmanager
+    def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Inside, with ``empty_init``, modules get no memory for parameters; `setup_module` gives them their values."""
-        stack = ExitStack()
-        stack.enter_context(init_on_meta() if empty_init else nullcontext())
-        stack.enter_context(self.precision.module_init_context())
-        return stack
+        with init_on_meta() if empty_init else nullcontext(), self.precision.module_init_context():
+            yield
 
     def module_sharded_context(self) -> AbstractContextManager[Any]:
         """Inside, ``wrap`` and ``auto_wrap`` of `shardwise.fairscale`, and torch's ``wrap``, make units."""
@@ -501,7 +501,7 @@ def _overlap(one: Any, other: Any) -> bool:
 
 def _is_whole_on_meta(module: nn.Module) -> bool:
     """Whether all its parameters are on the meta device, and no unit in it could take a part."""
-    return not units_in(module) and all(parameter.is_meta for parameter in module.parameters())
+    return not modules_with_units(module) and all(parameter.is_meta for parameter in module.parameters())
 
 
 def _refuse_sharded_inside(name: str, value: Any) -> None:
@@ -634,7 +634,7 @@ def _hand_on_zero_grad() -> None:
 
     for namespace in installed_namespaces():
         for name, attribute in (("_FabricOptimizer", "_optimizer"), ("_FabricModule", "_forward_module")):
-            wrapper = namespace.of_fabric("wrappers", name)
+            wrapper = namespace.of("fabric", "wrappers", name)
             if "zero_grad" not in vars(wrapper):
                 wrapper.zero_grad = zero_grad_of(wrapper, attribute)
 

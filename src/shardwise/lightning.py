@@ -25,9 +25,9 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from .adapters.copies import allow_copies, forbid_copies
+from .adapters.policies import Policy
 from .adapters.whole import gather_in
 from .adapters.wrapping import (
-    Policy,
     show_shards,
     take_whole_tensors,
     without_gradient_sync,
@@ -107,8 +107,7 @@ class _TrainerStrategy(ProcessesStrategy):
         state_dict_type: str = "full",
         process_group: dist.ProcessGroup | None = None,
     ):
-        given = {name: value for name, value in locals().items() if name in TRAINER_ARGUMENTS}
-        check_arguments(_TrainerStrategy.__init__, "DDPFullyShardedStrategy", TRAINER_ARGUMENTS, given)
+        check_arguments(_TrainerStrategy.__init__, "DDPFullyShardedStrategy", TRAINER_ARGUMENTS, locals())
         if move_grads_to_cpu is not None and move_grads_to_cpu != cpu_offload:
             raise ValueError(
                 f"move_grads_to_cpu={move_grads_to_cpu} with cpu_offload={cpu_offload}: gradients are kept where their "
@@ -188,7 +187,7 @@ class _TrainerStrategy(ProcessesStrategy):
             MisconfigurationException: if the module has lost its parameters to an earlier wrapping.
         """
         if not any(True for _ in model.parameters()) and not self._builds_later(model):
-            error = self.namespace.of_trainer("utilities.exceptions", "MisconfigurationException")
+            error = self.namespace.of("pytorch", "utilities.exceptions", "MisconfigurationException")
             raise error(
                 f"{type(model).__name__} has no parameters. Using the same instance of a model that an earlier run has "
                 "wrapped and emptied is not supported: please reinitialize your LightningModule and pass that. If it "
@@ -197,7 +196,7 @@ class _TrainerStrategy(ProcessesStrategy):
         super().connect(model)
 
     def _builds_later(self, model: Any) -> bool:
-        is_overridden = self.namespace.of_trainer("utilities.model_helpers", "is_overridden")
+        is_overridden = self.namespace.of("pytorch", "utilities.model_helpers", "is_overridden")
         return any(is_overridden(hook, model) for hook in ("configure_model", "configure_sharded_model", "setup"))
 
     @contextmanager
@@ -284,7 +283,7 @@ class _TrainerStrategy(ProcessesStrategy):
 
     def _own_optimizers(self) -> list[Optimizer]:
         """The optimizers, without Lightning's stand-in for none."""
-        none = self.namespace.of_trainer("core.optimizer", "_MockOptimizer")
+        none = self.namespace.of("pytorch", "core.optimizer", "_MockOptimizer")
         return [optimizer for optimizer in self.optimizers if not isinstance(optimizer, none)]
 
     # -- Steps
@@ -340,7 +339,7 @@ class _TrainerStrategy(ProcessesStrategy):
     def _refuse_uneven(self, dataloader: Any, limit: int | float) -> None:
         ranks, batches = saving_ranks(), None
         with ranks.together():
-            length = self.namespace.of_fabric("utilities.data", "sized_len")(dataloader)
+            length = self.namespace.of("fabric", "utilities.data", "sized_len")(dataloader)
             if length is not None:
                 batches = min(length, limit) if isinstance(limit, int) else int(length * limit)
         everywhere = ranks.exchange((dist.get_process_group_ranks(self.process_group), batches))
@@ -449,7 +448,7 @@ class _TrainerStrategy(ProcessesStrategy):
 
     def _uses_files(self, path: Any) -> bool:
         """Whether a full checkpoint at ``path`` is a file that `torch.load` can map, not what a plugin makes of it."""
-        default = self.namespace.of_fabric("plugins.io.torch_io", "TorchCheckpointIO")
+        default = self.namespace.of("fabric", "plugins.io.torch_io", "TorchCheckpointIO")
         return type(self.checkpoint_io) is default and not is_url(path)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -487,7 +486,7 @@ class _TrainerStrategy(ProcessesStrategy):
         """Repeat what finetuning callbacks do in `on_fit_start`. That needs their state, which this strategy loads
         only afterwards."""
         module = self.lightning_module
-        finetuning = self.namespace.of_trainer("callbacks", "BaseFinetuning")
+        finetuning = self.namespace.of("pytorch", "callbacks", "BaseFinetuning")
         for callback in module.trainer.callbacks:
             if isinstance(callback, finetuning):
                 # The base class's method: an override in a subclass has been called already.

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from .core.device import share_hooks
+from .core.module import FSDPModule, class_before_sharding
 from .core.parameter import Place
 
 
@@ -34,10 +38,42 @@ class Site:
             Place(self.module, self.name).put(tensor)  # type: ignore[arg-type]
 
 
+def under(path: str, name: str) -> str:
+    """The full name of what the module at ``path`` has as ``name``."""
+    return f"{path}.{name}" if path else name
+
+
 def sites_of(module: nn.Module) -> Iterator[Site]:
     """Where ``module`` itself has parameters and buffers."""
     yield from (Site(module, name) for name, value in module._parameters.items() if value is not None)
     yield from (Site(module, name, True) for name, value in module._buffers.items() if value is not None)
+
+
+def sites_by_tensor(modules: Iterable[nn.Module]) -> dict[int, list[Site]]:
+    """Where each of the parameters and buffers that ``modules`` themselves have is registered, by its id."""
+    found: defaultdict[int, list[Site]] = defaultdict(list)
+    for module in modules:
+        for site in sites_of(module):
+            found[id(site.get())].append(site)
+    return dict(found)
+
+
+@contextmanager
+def before_sharding(modules: Iterable[nn.Module], tensors: Sequence[tuple[Site, torch.Tensor]]) -> Iterator[None]:
+    """Inside, ``modules`` have the classes that they had before `fully_shard`, and ``tensors`` are registered."""
+    classes = [(module, type(module)) for module in modules if isinstance(module, FSDPModule)]
+    registered = [(site, site.get()) for site, _ in tensors]
+    try:
+        for module, kind in classes:
+            cast(Any, module).__class__ = class_before_sharding(kind)
+        for site, tensor in tensors:
+            site.put(tensor)
+        yield
+    finally:
+        for site, tensor in registered:
+            site.put(tensor)
+        for module, kind in classes:
+            module.__class__ = kind
 
 
 def become(tensor: torch.Tensor, value: torch.Tensor, sites: Sequence[Site]) -> torch.Tensor:

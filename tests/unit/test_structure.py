@@ -118,6 +118,7 @@ ORDER = [
     "mmengine.whole",
     "adapters.whole",
     "mmengine.saving",
+    "adapters.policies",
     "adapters.wrapping",
     "mmengine.policies",
     "mmengine.processes",

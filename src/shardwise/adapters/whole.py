@@ -76,8 +76,8 @@ def _of_own_size(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def cut(value: Any, *likes: Any) -> Any:
-    """This rank's part of ``value``, if that is a whole tensor of the shape of a sharded one in ``likes``, such as a
-    parameter, by the first of these; else ``value``."""
+    """This rank's part of ``value``, cut like the first sharded tensor of its shape in ``likes``; ``value`` itself if
+    there is none, or if it is no whole tensor."""
     if _is_whole(value) and value.ndim:
         for like in likes:
             if isinstance(like, DTensor) and value.shape == like.shape and not is_sum(like):

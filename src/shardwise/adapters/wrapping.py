@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, cast
@@ -27,73 +25,17 @@ from ..core.changing import changing
 from ..core.extension import inner_tensors
 from ..core.module import FSDPModule, function_of, unit_of, units_of
 from ..core.parameter import owner_of
-from ..core.root import CONTAINERS, is_never_called
+from ..core.root import is_never_called
 from ..core.step import parameters_of
 from ..core.whole import without_repeats
 from ..fairscale.ranks import refuse_sparse
 from ..fully_shard import check_cuttable
-from ..init.context import MARK, MARKS
+from ..init.targets import forget_origin_at
+from ..sites import sites_of
 from .whole import cut
 
 LOADED = "shardwise_loaded"
 """Attribute of a parameter whose values all ranks read from one file, so that they are the same already."""
-
-Policy = Callable[..., bool] | Iterable[type[nn.Module]]
-"""Chooses modules: a function of torch's or FairScale's form (module, recurse, number of parameters), a function of
-the module alone, or classes of modules."""
-
-
-ASKED = ("module", "recurse", "unwrapped_params", "nonwrapped_numel", "module_is_root")
-"""The arguments that a policy is called with, by torch's and FairScale's names; its other parameters are options."""
-
-
-def chooser(policy: Policy, name: str = "a policy") -> Callable[..., bool]:
-    """``policy`` in the form that `shardwise.fairscale.auto_wrap` calls.
-
-    Args:
-        policy: chooses modules.
-        name: of the argument, for errors.
-
-    Raises:
-        TypeError: if it is neither a function nor classes of modules.
-        ValueError: for the class of a container, which nobody calls.
-    """
-    # A module can be called too, but not about modules: its class was meant.
-    if callable(policy) and not isinstance(policy, (type, nn.Module)):
-        return functools.partial(_ask, policy)
-    classes = (policy,) if isinstance(policy, type) else tuple(policy) if isinstance(policy, Iterable) else ()
-    # Policies are asked more than once, and an iterator has its classes only the first time.
-    is_lasting = bool(classes) and not isinstance(policy, Iterator)
-    if not is_lasting or not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in classes):
-        raise TypeError(f"{name} must be a function of a module or a set of module classes, not {policy!r}")
-    for kind in classes:
-        if issubclass(kind, CONTAINERS) and kind.forward is nn.Module.forward:
-            raise ValueError(
-                f"{name} chooses {kind.__name__}, which has no forward, so that nothing would tell when to gather "
-                "its parameters: choose the classes of the modules in it"
-            )
-    return functools.partial(_is_one_of, classes)
-
-
-def _is_one_of(
-    classes: tuple[type, ...], module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool
-) -> bool:
-    return recurse or isinstance(module, classes)
-
-
-def _ask(
-    policy: Callable[..., Any], module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool
-) -> bool:
-    known = dict(zip(ASKED, (module, recurse, unwrapped_params, unwrapped_params, module_is_root), strict=True))
-    parameters = inspect.signature(policy).parameters
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return bool(policy(**known))
-    if "recurse" in parameters:
-        return bool(policy(**{name: value for name, value in known.items() if name in parameters}))
-    required = [p for p in parameters.values() if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
-    if len(required) == 1:
-        return recurse or bool(policy(module))
-    return bool(policy(module, recurse, unwrapped_params))
 
 
 def refuse_foreign(model: nn.Module) -> None:
@@ -156,47 +98,50 @@ def share_values(
     choices = {by: dict.fromkeys(names[item] for item in items) for by, items in chosen.items()}
     named = [(name, t) for name, t in (*model.named_parameters(), *model.named_buffers()) if not is_lazy(t)]
     described = {name: _description(tensor) for name, tensor in named}
-    shown = {name: str(value) for name, value in settings.items()}
-    everywhere = list(zip(peers.ranks, peers.exchange((described, choices, shown)), strict=True))
-    for rank, (other, _, given) in everywhere:
-        if unlike := [by for by in shown if given[by] != shown[by]]:
-            raise ValueError(
-                f"{unlike[0]} is {shown[unlike[0]]} on rank {peers.ranks[peers.position]}, and {given[unlike[0]]} on "
-                f"rank {rank}: by it ranks communicate, so pass the same on all"
-            )
-        if other != described:
-            name = next(name for name in (*described, *other) if other.get(name) != described.get(name))
-            raise ValueError(
-                f"the ranks have different models: {name!r} is {described.get(name)} on rank "
-                f"{peers.ranks[peers.position]}, and {other.get(name)} on rank {rank}"
-            )
-    _refuse_different({rank: theirs for rank, (_, theirs, _) in everywhere})
+    _refuse_unlike(peers, described, choices, {name: str(value) for name, value in settings.items()})
     sent = [tensor for _, tensor in named if not isinstance(tensor, DTensor) and LOADED not in tensor.__dict__]
     for tensor in itertools.chain.from_iterable(map(inner_tensors, sent)):
         if tensor.is_meta or not tensor.numel():
             continue
         value = tensor.detach().to(peers.device).resolve_conj().resolve_neg().contiguous()
-        # As bytes: not every backend knows every dtype.
-        peers.broadcast(value.view(-1).view(torch.uint8))
+        peers.broadcast(value)
         if value.data_ptr() != tensor.data_ptr():
             target, source = without_repeats(tensor, value)
             target.copy_(source)
 
 
-def _refuse_different(everywhere: Mapping[int, Mapping[str, Collection[str]]]) -> None:
+def _refuse_unlike(
+    peers: Peers, described: Mapping[str, str], choices: Mapping[str, Mapping[str, None]], settings: Mapping[str, str]
+) -> None:
     """
     Args:
-        everywhere: names by what chose them, by ranks; of models with thousands of modules, so that a list of names
-            would be slow to look into.
+        peers: that compare what they have.
+        described: what must be the same of each tensor, by name.
+        choices: names of what was chosen, by what chose it.
+        settings: by name.
 
     Raises:
-        ValueError: naming what was chosen on some ranks only.
+        ValueError: on all ranks, naming what is not the same on all of them.
     """
-    first, *others = everywhere
-    for by, rank in itertools.product(everywhere[first], others):
-        ours, theirs = everywhere[first][by], everywhere[rank][by]
-        for one, names, other, missing in ((first, ours, rank, theirs), (rank, theirs, first, ours)):
-            if alone := [name for name in names if name not in missing]:
+    everywhere = dict(zip(peers.ranks, peers.exchange((described, choices, settings)), strict=True))
+    own = peers.ranks[peers.position]
+    for rank, (theirs, _, given) in everywhere.items():
+        for name, value in settings.items():
+            if given[name] != value:
+                raise ValueError(
+                    f"{name} is {value} on rank {own}, and {given[name]} on rank {rank}: by it ranks communicate, so "
+                    "pass the same on all"
+                )
+        for name in (*described, *theirs) if theirs != described else ():
+            if theirs.get(name) != described.get(name):
+                raise ValueError(
+                    f"the ranks have different models: {name!r} is {described.get(name)} on rank {own}, and "
+                    f"{theirs.get(name)} on rank {rank}"
+                )
+    first, *others = peers.ranks
+    for by, rank in itertools.product(choices, others):
+        for one, other in ((first, rank), (rank, first)):
+            if alone := [name for name in everywhere[one][1][by] if name not in everywhere[other][1][by]]:
                 raise ValueError(
                     f"{by} chooses {listed(alone)} on rank {one}, and not on rank {other}: let it depend only on what "
                     "all ranks have alike"
@@ -254,7 +199,7 @@ def zero_what_waits(optimizer: Optimizer) -> None:
     cast(Any, optimizer).zero_grad = zero_grad
 
 
-def units_in(model: nn.Module) -> list[Any]:
+def modules_with_units(model: nn.Module) -> list[Any]:
     """The modules of ``model`` that are units."""
     return [module for module in model.modules() if unit_of(module) is not None]
 
@@ -268,8 +213,6 @@ def show_shards(model: nn.Module) -> None:
 
 def forget_history(model: nn.Module) -> None:
     """Drop what was recorded of constructors, so that modules initialize their parameters on the meta device."""
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                parameter.__dict__.pop(MARK, None)
-                module.__dict__.get(MARKS, {}).pop(name, None)
+    for site in (site for module in model.modules() for site in sites_of(module)):
+        if not site.is_buffer and site.get().is_meta:
+            forget_origin_at(site)

@@ -96,9 +96,9 @@ def _is_own(value: Any, loads: dict[tuple[DeviceMesh, tuple[int, ...]], list[int
 
 
 def digests(items: Mapping[Path, torch.Tensor | Pickled], model: nn.Module | None) -> dict[Path, int]:
-    """A checksum of everything in which ranks may differ: pickled objects, plain tensors of the scheduler and of extra,
-    buffers and extra state of ``model``, and plain tensors of optimizers' state of sharded parameters, which may be of
-    each rank's shard."""
+    """A checksum of everything in which ranks may differ: pickled objects; plain tensors of the scheduler and of extra;
+    buffers and extra state of ``model``; and plain tensors in the state of sharded parameters, since an optimizer may
+    have made them from its rank's shard."""
     found = {path: zlib.crc32(item.data) for path, item in items.items() if isinstance(item, Pickled)}
     buffers: set[Path] = set()
     sharded: set[str] = set()

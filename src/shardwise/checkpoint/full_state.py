@@ -281,11 +281,9 @@ def _spread(
     count = _rows_at_once(weight)
     for start in range(0, shape[0], count):
         size = min(count, shape[0] - start)
-        # As bytes: not every backend knows every dtype.
-        sent = staging[: size * _row_bytes(weight)]
-        block = sent.view(weight.dtype).view(size, *shape[1:])
+        block = staging[: size * _row_bytes(weight)].view(weight.dtype).view(size, *shape[1:])
         with _noting(name, failures):
             if value is not None:
                 block.copy_(value.reshape(shape)[start : start + size])
-        peers.broadcast(sent)
+        peers.broadcast(block)
         weight.write_rows(block, start)

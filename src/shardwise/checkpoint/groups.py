@@ -18,12 +18,12 @@ Ranks = tuple[int, ...]
 
 
 def warn_of_groups(verb: str, peers: Peers, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Compare what several groups of ranks have under one name, of which the first group's alone is saved: right for
-    copies, as of what tensor parallelism leaves whole, and wrong for experts. A collective; no values are read or sent
-    where all tensors of a name are on one mesh, or on one that has the ranks of the others.
+    """Warn if several groups of ranks have different values under one name: only those of the first group are saved.
 
-    The first rank warns if they differ, and raises nothing: copies differ in the last bits where operators are not
-    deterministic, and a run must not end for that.
+    That is right if the others are copies, such as what tensor parallelism leaves whole, and wrong if they are other
+    experts. It is no error, since copies differ in the last bits where operators are not deterministic, and a run must
+    not end for that. A collective; values are read only of names whose tensors are on several meshes, unless one of
+    these has the ranks of the others. The first rank warns.
 
     Args:
         verb: that saves, for the message.

@@ -20,8 +20,8 @@ _holders: set[int] = set()
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Inside, Python's signal handlers wait until the end; but a second Ctrl-C that raises KeyboardInterrupt does so at
-    once. Only the main thread runs handlers."""
+    """Inside, Python's signal handlers wait until the end. Only a second Ctrl-C does not wait, if it raises
+    KeyboardInterrupt. In other threads than the main one, which runs no handlers, nothing changes."""
     process, came, is_over = os.getpid(), list[int](), False
     if threading.current_thread() is not threading.main_thread() or process in _holders:
         yield

@@ -139,7 +139,7 @@ def unpickled(stream: io.BytesIO, where: str, weights_only: bool) -> Any:
 
 def _place(storage: Any, location: str) -> Any:
     kind = location.split(":")[0]
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     # Not the saved index: this rank's device may have another index than the saving rank's.
     return storage.to(device=accelerator) if accelerator is not None and kind == accelerator.type else storage
 

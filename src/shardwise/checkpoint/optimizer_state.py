@@ -161,8 +161,8 @@ def first_state(optimizer: Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
 def untold_state(
     optimizer: Optimizer, saved: Iterable[tuple[Sequence[int], object]]
 ) -> Mapping[torch.Tensor, Mapping[str, Any]]:
-    """`first_state`, where something saved has another shape than its parameter, which is sharded: the optimizer alone
-    knows whether it keeps that sharded too (sums over rows, say). Nothing otherwise, and where it cannot make the step.
+    """`first_state`, if something saved has another shape than its parameter, and that is sharded: only the optimizer
+    knows whether it keeps such state (sums over rows, say) sharded too. Nothing otherwise, or if its step fails.
 
     Args:
         optimizer: that gets what is saved.

@@ -70,11 +70,13 @@ class Peers:
         return [known.get(rank, value) for rank in self.ranks]
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Give every rank the first rank's ``tensor``, contiguous and on `device`."""
+        """Give every rank the first rank's ``tensor``, contiguous, on `device` and of any dtype."""
+        # As bytes: not every backend knows every dtype.
+        data = tensor.view(-1).view(torch.uint8)
         for group, source, takes_part in self._axes:
             if takes_part:
                 with communicating("sending values from the first rank", comm_for(group, self.device)):
-                    dist.broadcast(tensor, group=group, group_src=source)
+                    dist.broadcast(data, group=group, group_src=source)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -100,22 +102,27 @@ class Peers:
         first.add_note(f"shardwise: this happened on rank {rank}")
         raise first from own
 
+    def position_unlike(self, value: object) -> int | None:
+        """Position of the first rank whose ``value`` has another ``repr`` than the first rank's; None if there is none.
+        A collective, small however large the value is."""
+        digests = self.exchange(hashlib.sha256(repr(value).encode()).hexdigest())
+        return next((position for position, digest in enumerate(digests) if digest != digests[0]), None)
+
     def refuse_unlike(self, verb: str, tensors: Mapping[str, object], plan: object, *, otherwise: str) -> None:
-        """Compare what each rank will do, where one that did something else would do it to another's tensors.
+        """Refuse ranks that are about to do different things: each would mix up its tensors with another's.
 
         Args:
-            verb: that does it, for the message.
-            tensors: what tells this rank's tensors from others, by name.
-            plan: that the tensors and one thing more decide; alike where its ``repr`` is.
-            otherwise: what that is.
+            verb: the function that they are in, for the message.
+            tensors: dtype and shape of each tensor that this rank has, by name.
+            plan: what this rank is about to do; the same where its ``repr`` is. It follows from ``tensors`` and from
+                one other thing.
+            otherwise: the name of that thing, for ranks that have the same ``tensors``.
 
         Raises:
             ValueError: on all ranks, unless all plan the same.
         """
-        digests = self.exchange(hashlib.sha256(repr(plan).encode()).hexdigest())
-        if len(set(digests)) == 1:
+        if (position := self.position_unlike(plan)) is None:
             return
-        position = next(position for position, digest in enumerate(digests) if digest != digests[0])
         found = self.exchange(tensors)
         first, other = found[0], found[position]
         unlike = [name for name in {**first, **other} if first.get(name) != other.get(name)]

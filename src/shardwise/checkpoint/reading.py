@@ -175,8 +175,8 @@ class StoredData:
 
 
 def _problem_of(metadata: Metadata, directory: FilePath) -> str | None:
-    """What is wrong with the files in ``directory`` that ``metadata`` refers to. torch would skip what is missing, and
-    read any path that it is given."""
+    """What is wrong with the files in ``directory`` that ``metadata`` refers to; None if nothing. torch does not check:
+    it skips what is missing, and reads any path that it is given."""
     paths = metadata.planner_data or {}
     if not isinstance(paths, Mapping) or not all(isinstance(path, tuple) for path in paths.values()):
         return "it has no paths of what was saved"

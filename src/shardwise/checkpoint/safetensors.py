@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 import secrets
@@ -138,10 +137,9 @@ def _check_same(peers: Peers, stored: Mapping[str, StoredTensor], path: object) 
     """
     # Sorted: tensors without elements start at the same byte, and the library gives them in any order.
     headers = sorted((key, s.key, s.label, s.shape, s.start) for key, s in stored.items())
-    digests = peers.exchange(hashlib.sha256(repr(headers).encode()).hexdigest())
-    if len(set(digests)) > 1:
-        other = next(rank for rank, digest in zip(peers.ranks, digests, strict=True) if digest != digests[0])
-        raise WeightsError(f"{path} is not the same for all ranks: {other} reads other headers than {peers.ranks[0]}")
+    if (position := peers.position_unlike(headers)) is not None:
+        first, other = peers.ranks[0], peers.ranks[position]
+        raise WeightsError(f"{path} is not the same for all ranks: {other} reads other headers than {first}")
 
 
 def _read(matches: Sequence[Match], stored: Mapping[str, StoredTensor], files: _Files, *, shown: bool) -> None:
@@ -218,19 +216,17 @@ def save_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, max
     token = peers.exchange(secrets.token_hex(4))[0]
     target = _Target(path, files, token)
     try:
-        try:
-            with peers.together():
-                if peers.is_first:
-                    target.create()
-            _write(names, files, target, peers)
-            with peers.together():
-                if peers.is_first:
-                    parameters = sum(w.tensor.numel() for w in saving.weights if isinstance(w.tensor, nn.Parameter))
-                    target.publish(index_of(files, parameters) if len(files) > 1 else None)
-        finally:
+        with peers.together():
             if peers.is_first:
-                target.clean()
+                target.create()
+        _write(names, files, target, peers)
+        with peers.together():
+            if peers.is_first:
+                parameters = sum(w.tensor.numel() for w in saving.weights if isinstance(w.tensor, nn.Parameter))
+                target.publish(index_of(files, parameters) if len(files) > 1 else None)
     except BaseException as error:
+        if peers.is_first:
+            target.clean()
         if not is_explained(error):  # else they cannot communicate
             peers.exchange(None)  # no rank goes on before the first one has cleaned up
         raise
@@ -413,7 +409,7 @@ def _gather(weight: Weight, peers: Peers) -> torch.Tensor:
     whole = weight.gather()
     if weight.replica is None:
         whole = whole.to(peers.device, copy=True).contiguous()
-        peers.broadcast(whole.view(-1).view(torch.uint8))
+        peers.broadcast(whole)
     return whole
 
 

@@ -25,8 +25,7 @@ from .integrity import CorruptFileError, raw, read_all
 from .matching import PACKED, WeightsError
 from .weights import Region
 
-SINGLE, INDEX_SUFFIX = "model.safetensors", ".safetensors.index.json"
-INDEX = f"model{INDEX_SUFFIX}"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BLOCK_NUMEL = 2**21
 """Elements moved at a time, and the size of the host memory through which values are converted or leave a device."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,11 +20,10 @@ from ..core.errors import StateError
 from ..core.flat import refuse_flat
 from ..core.mesh import mesh_device
 from ..core.module import units_of
-from ..core.parameter import refuse_lazy
-from ..core.shards import Shards
+from ..core.parameter import owner_of, refuse_lazy
 from ..core.slot import Slot
 from ..core.whole import has_repeats
-from ..sites import Site, become, sites_of
+from ..sites import Site, become, sites_by_tensor
 from .names import plain_name
 from .peers import Peers, common_mesh, world_mesh
 
@@ -60,7 +58,6 @@ class Weight:
         tensor: what is registered, of the whole shape; a DTensor if it is sharded.
         sites: where it is registered; none for what a module's hook made.
         slot: where its unit keeps it, if it belongs to one.
-        shards: of its unit.
         extra_of: the module whose extra state it is, if it is one.
     """
 
@@ -68,7 +65,6 @@ class Weight:
     tensor: torch.Tensor
     sites: list[Site]
     slot: Slot | None = None
-    shards: Shards | None = None
     extra_of: nn.Module | None = None
     _fresh: torch.Tensor | None = None
     """Memory for a tensor on the meta device that no unit manages; registered once it has values."""
@@ -182,15 +178,17 @@ class Weight:
     # -- Loading
 
     def prepare_memory(self, device: torch.device) -> None:
-        """Give it memory to be written, if it has none of its own for each element (as expanded tensors have not); on
-        ``device``, if it has none at all and no unit manages it.
+        """Give it memory that can be written: on ``device`` if it is on the meta device and no unit manages it, and new
+        memory if several of its elements share some, as those of expanded tensors do.
 
         Until `accept_values` a forward of its unit is refused.
         """
-        if self.slot is not None and self.shards is not None:
-            self.shards.leave_meta()
+        if self.slot is not None:
+            shards = owner_of(self.tensor)
+            assert shards is not None
+            shards.leave_meta()
             # Before the write, which must not overtake copies of offloaded shards to the device.
-            self.shards.note_write()
+            shards.note_write()
             self.slot.has_values = False
         elif self.tensor.is_meta or self.extra_of is not None:
             with not_inference():
@@ -386,10 +384,7 @@ def weights_of(
     _check_module(model)
     refuse_flat(model, asked_by)
     slots = _slots_of(model)
-    sites: dict[int, list[Site]] = defaultdict(list)
-    for module in model.modules():
-        for site in sites_of(module):
-            sites[id(site.get())].append(site)
+    sites = sites_by_tensor(model.modules())
     weights: dict[int, Weight] = {}
     objects: dict[str, tuple[nn.Module | None, Any]] = {}
     state = model.state_dict(keep_vars=True) if state_of is None else state_of(model)
@@ -402,12 +397,11 @@ def weights_of(
         elif id(value) in weights:
             weights[id(value)].names.append(name)
         else:
-            slot, shards = slots.get(id(value), (None, None))
-            weights[id(value)] = Weight([name], value, sites[id(value)], slot, shards, extra_of)
+            weights[id(value)] = Weight([name], value, sites.get(id(value), []), slots.get(id(value)), extra_of)
     return ModelWeights(model, list(weights.values()), objects, named, getattr(state, VERSIONS, None))
 
 
-def _slots_of(model: nn.Module) -> dict[int, tuple[Slot, Shards]]:
+def _slots_of(model: nn.Module) -> dict[int, Slot]:
     """The units' slots by the identity of the parameters that are registered for them."""
     slots = {}
     for unit in units_of(model):
@@ -415,7 +409,7 @@ def _slots_of(model: nn.Module) -> dict[int, tuple[Slot, Shards]]:
             group.reshard()
             if not group.shards.is_adopted:
                 group.adopt_registered()
-            slots.update({id(slot.sharded): (slot, group.shards) for slot in group.slots if not slot.is_borrowed})
+            slots.update({id(slot.sharded): slot for slot in group.slots if not slot.is_borrowed})
     return slots
 
 

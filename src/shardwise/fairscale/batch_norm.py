@@ -62,14 +62,13 @@ def auto_wrap_bn(
 
 
 def _default_config(single_rank_pg: bool, process_group: Any) -> dict[str, Any]:
+    if single_rank_pg:
+        own = [dist.get_rank()]
+        process_group = dist.new_group(own, use_local_synchronization=True, group_desc="shardwise_batch_norm")
     return {
-        "process_group": _own_group(dist.get_rank()) if single_rank_pg else process_group,
+        "process_group": process_group,
         "mixed_precision": False,
         "flatten_parameters": False,
         # It would free few bytes; and activation checkpointing may run it again without a backward of its own.
         "reshard_after_forward": False,
     }
-
-
-def _own_group(rank: int) -> Any:
-    return dist.new_group([rank], use_local_synchronization=True, group_desc="shardwise_batch_norm")

@@ -28,6 +28,7 @@ from ..core.parameter import Place, owner_of
 from ..core.slot import GroupPolicy
 from ..core.tree import map_tensors
 from ..grad import scale_to_norm
+from ..sites import under
 from .fsdp_arguments import ARGUMENTS
 from .fsdp_norms import norm_of_gradients
 from .fsdp_optimizer import gather_optimizer_state, shard_optimizer_state
@@ -43,12 +44,19 @@ from .fsdp_parameters import (
     own_parameters,
     restore_order,
     sync_from_first_rank,
-    under,
 )
 from .fsdp_settings import Settings, device_of
 from .fsdp_sharing import share_parameter
 from .fsdp_weights import consolidate, describe_shards, finish_load, finish_state_dict, prepare_load, refuse_joined
-from .ranks import comm_of, compute_device_of, given_group, raise_on_all, ranks_of, reduce_comm_of
+from .ranks import (
+    comm_of,
+    compute_device_of,
+    given_group,
+    given_reduce_group,
+    raise_on_all,
+    ranks_of,
+    reduce_comm_of,
+)
 from .testing import DummyProcessGroup
 
 
@@ -116,8 +124,7 @@ class FullyShardedDataParallel(Settings):
         gradient_predivide_factor: float | None = None,
         allow_reset_parameters: bool = False,
     ):
-        given = {name: value for name, value in locals().items() if name in ARGUMENTS}
-        check_arguments(FullyShardedDataParallel.__init__, "FullyShardedDataParallel", ARGUMENTS, given)
+        check_arguments(FullyShardedDataParallel.__init__, "FullyShardedDataParallel", ARGUMENTS, locals())
         super().__init__()
         if not isinstance(module, nn.Module):
             raise TypeError(f"FullyShardedDataParallel wraps a module, not {type(module).__name__}")
@@ -135,10 +142,10 @@ class FullyShardedDataParallel(Settings):
         self.no_broadcast_optim_state, self.verbose = bool(no_broadcast_optim_state), verbose
         self.clear_autocast_cache, self.force_input_to_fp32 = clear_autocast_cache, force_input_to_fp32
         self.state_dict_on_rank_0_only, self.allow_reset_parameters = state_dict_on_rank_0_only, allow_reset_parameters
-        self._check_settings(process_group_reduce_scatter)
+        self._reduce_group = given_reduce_group(process_group_reduce_scatter)
+        self._check_settings()
         self._choose_divisors(gradient_predivide_factor)
-        settings = self._shared_settings(process_group_reduce_scatter)
-        check_same_model(named := named_tensors(module), settings, group, self.compute_device)
+        check_same_model(named := named_tensors(module), self._shared_settings(), group, self.compute_device)
         own = own_parameters(module)
         check_parameters(module, own, mixed_precision, self.compute_dtype)
         sync_from_first_rank(named, group, self.compute_device)
@@ -148,7 +155,7 @@ class FullyShardedDataParallel(Settings):
         self._runs = describe_runs(own, flatten_parameters)
         self._register_hooks()
         values = dict(own)
-        self._start(group, process_group_reduce_scatter, [values[one] for run in self._runs for one in run.members])
+        self._start(group, [values[one] for run in self._runs for one in run.members])
 
     # -- Construction
 
@@ -160,10 +167,10 @@ class FullyShardedDataParallel(Settings):
         for path in {path for run in self._runs if run.is_joined for one in run.members for path, _ in one.places}:
             self.module.get_submodule(path).register_state_dict_pre_hook(refuse_joined)
 
-    def _start(self, group: Any, reduce_group: Any, values: Sequence[nn.Parameter] | None) -> None:
+    def _start(self, group: Any, values: Sequence[nn.Parameter] | None) -> None:
         """Set up what belongs to this process; ``values`` are whole parameters, in the order of the runs' members, or
         None if shards are registered already."""
-        self._process_group, self._reduce_group = group, reduce_group
+        self._process_group = group
         self._summons = self._gives_local = self._has_cast_buffers = False
         runs = flat_runs(self._runs, self, self.module, values)
         precision = self._precision()
@@ -174,8 +181,8 @@ class FullyShardedDataParallel(Settings):
         for own in groups:
             cast(FlatShards, own.shards).holder = weakref.ref(self)
             own.options.reshard_after_forward = self._reshards
-            own.options.reduce_comm = reduce_comm_of(reduce_group, ranks.shard, self.compute_device)
-            own.options.divisors = self._divisors if self._own_divisors else None
+            own.options.reduce_comm = reduce_comm_of(self._reduce_group, ranks.shard, self.compute_device)
+            own.options.divisors = self._divisors
         kept_by_root = self._reshards and self.disable_reshard_on_root
         set_unit(self, FairScaleUnit([self], groups, self.compute_device, precision, kept_by_root))
 
@@ -694,12 +701,12 @@ class FullyShardedDataParallel(Settings):
         return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        reduce_group = state.pop("_reduce_group", None)
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._reduce_group = given_reduce_group(state.get("_reduce_group"))
         for _, parameter in self.named_parameters(recurse=False):
             # Out of memory that is shared with the process that sent it.
             parameter.data = parameter.data.clone()
-        self._start(DummyProcessGroup(self.rank, self.world_size), reduce_group, None)
+        self._start(DummyProcessGroup(self.rank, self.world_size), None)
 
 
 SETTINGS = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,8 @@ from ..core.comm import Comm
 from ..core.flat import FlatPart, FlatSlot
 from ..core.step import parameters_of
 from ..core.tree import tensors_in
-from .fsdp_parameters import clean, under
+from ..sites import under
+from .fsdp_parameters import clean
 
 if TYPE_CHECKING:
     from .fsdp import FullyShardedDataParallel
@@ -274,9 +275,9 @@ def shard_optimizer_state(
         )
     is_fairscales = "param_id_map" in full
     parts = _parts_by_instance(instances) if is_fairscales else numbered_parts(root, instances)
-    numbers: dict[int, list[int]] = {}
-    for number, (slot, _) in enumerate(parts):
-        numbers.setdefault(id(slot), []).append(number)
+    numbers: dict[int, dict[int, int]] = {}
+    for number, (slot, part) in enumerate(parts):
+        numbers.setdefault(id(slot), {})[part] = number
     saved = sum(len(group["params"]) for group in full["param_groups"])
     if saved > len(parts):
         raise ValueError(f"the optimizer state is of {saved} parameters, and this module has {len(parts)}")
@@ -285,10 +286,10 @@ def shard_optimizer_state(
     groups: list[dict[str, Any]] = []
     position = 0
     for index, group in enumerate(full["param_groups"]):
-        members = [slot for slot in in_order if _belongs(slot, numbers[id(slot)], set(group["params"]), index)]
+        members = [slot for slot in in_order if _belongs(slot, numbers[id(slot)].values(), set(group["params"]), index)]
         groups.append({**_settings_of(group), "params": list(range(position, position + len(members)))})
         for slot in members:
-            values = [full["state"].get(number, {}) for number in _by_part(slot, parts)]
+            values = [full["state"].get(numbers[id(slot)][part], {}) for part in range(len(slot.parts))]
             if any(values):
                 state[position] = _cut_slot(slot, values, is_fairscales)
             position += 1
@@ -310,13 +311,7 @@ def _in_parameters_order(
     return [slots[id(parameter)] for parameter in root.parameters()]
 
 
-def _by_part(slot: FlatSlot, parts: Sequence[Part]) -> list[int]:
-    """Numbers of the parameters of ``slot``, in its own order."""
-    known = {index: number for number, (other, index) in enumerate(parts) if other is slot}
-    return [known[index] for index in range(len(slot.parts))]
-
-
-def _belongs(slot: FlatSlot, own: Sequence[int], group: set[int], index: int) -> bool:
+def _belongs(slot: FlatSlot, own: Collection[int], group: set[int], index: int) -> bool:
     inside = group.intersection(own)
     if inside and len(inside) < len(own):
         names = ", ".join(repr(part.name) for part in slot.parts)

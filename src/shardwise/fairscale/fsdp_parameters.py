@@ -16,6 +16,7 @@ from ..core.module import unit_of
 from ..core.parameter import Place, owner_of, refuse_lazy, successor_of
 from ..core.root import managed_modules
 from ..core.whole import WholeBroadcast
+from ..sites import under
 from .flat_parameter import FlatParameter
 from .ranks import check_same_on_ranks, comm_of, describe, describe_settings, is_stand_in, refuse_sparse
 
@@ -26,11 +27,6 @@ INNER = "_fsdp_wrapped_module"
 def clean(name: str) -> str:
     """A name as it is in the model without wrappers."""
     return name.replace(f"{INNER}.", "").removesuffix(INNER).removesuffix(".")
-
-
-def under(path: str, name: str) -> str:
-    """The full name of what the module at ``path`` has as ``name``."""
-    return f"{path}.{name}" if path else name
 
 
 @dataclass(frozen=True)

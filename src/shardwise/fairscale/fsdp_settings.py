@@ -14,7 +14,7 @@ from ..arguments import check_flag
 from ..core.group import ParamGroup
 from ..core.hooks import Unit
 from ..core.module import unit_of
-from .ranks import check_reduce_group, given_group, name_of_reduce_group, ranks_of, reduce_comm_of
+from .ranks import given_group, given_reduce_group, name_of_reduce_group, ranks_of, reduce_comm_of
 
 
 class Settings(nn.Module):
@@ -37,6 +37,8 @@ class Settings(nn.Module):
     _compute_dtype: torch.dtype
     _buffer_dtype: torch.dtype
     _has_cast_buffers: bool
+    _divisors: tuple[float, float] | None
+    """What gradients are divided by before and after they are summed, if that is set."""
 
     # -- At construction
 
@@ -48,8 +50,7 @@ class Settings(nn.Module):
         self._compute_dtype = default if compute_dtype is None else compute_dtype
         self._buffer_dtype = self._compute_dtype if buffer_dtype is None else buffer_dtype
 
-    def _check_settings(self, reduce_group: Any) -> None:
-        check_reduce_group(reduce_group)
+    def _check_settings(self) -> None:
         check_flag("FullyShardedDataParallel", "move_grads_to_cpu", self.move_grads_to_cpu)
         self._check_widens(self.fp32_reduce_scatter)
         _check_dtypes(compute_dtype=self.compute_dtype, buffer_dtype=self.buffer_dtype)
@@ -63,18 +64,12 @@ class Settings(nn.Module):
         if widens and not self.mixed_precision:
             raise ValueError("fp32_reduce_scatter=True needs mixed_precision=True: without it gradients are float32")
 
-    def _predivide_factor(self) -> float:
-        factor = 1
-        while self.world_size % factor == 0 and self.world_size / factor > factor:
-            factor *= 2
-        return float(factor)
-
     def _choose_divisors(self, before: float | None) -> None:
-        self._own_divisors, before = before is not None, self._predivide_factor() if before is None else before
-        _check_divisors(gradient_predivide_factor=before)
-        self._divisors: tuple[float, float] = before, self.world_size / before
+        if before is not None:
+            _check_divisors(gradient_predivide_factor=before)
+        self._divisors = None if before is None else (before, self.world_size / before)
 
-    def _shared_settings(self, reduce_group: Any) -> dict[str, object]:
+    def _shared_settings(self) -> dict[str, object]:
         """By what ranks communicate; others than theirs would crash or hang a rank, or give it other numbers."""
         flags = {
             "flatten_parameters": self.flatten_parameters,
@@ -87,8 +82,8 @@ class Settings(nn.Module):
         return {
             **{name: bool(flag) for name, flag in flags.items()},
             "compute_dtype": self._compute_dtype,
-            "gradient_predivide_factor": float(self._divisors[0]),
-            "process_group_reduce_scatter": name_of_reduce_group(reduce_group),
+            "gradient_predivide_factor": float(self.gradient_predivide_factor),
+            "process_group_reduce_scatter": name_of_reduce_group(self._reduce_group),
         }
 
     # -- Afterwards
@@ -129,10 +124,10 @@ class Settings(nn.Module):
 
     @process_group_reduce_scatter.setter
     def process_group_reduce_scatter(self, group: Any) -> None:
-        check_reduce_group(group)
-        self._reduce_group = group
+        self._reduce_group = given_reduce_group(group)
         if self._own is not None:
-            self._own.options.reduce_comm = reduce_comm_of(group, self._own.mesh.shard, self.compute_device)
+            comm = self._own.mesh.shard
+            self._own.options.reduce_comm = reduce_comm_of(self._reduce_group, comm, self.compute_device)
 
     @property
     def cpu_offload(self) -> bool:
@@ -200,24 +195,33 @@ class Settings(nn.Module):
     @property
     def gradient_predivide_factor(self) -> float:
         """What gradients are divided by before they are summed over ranks."""
-        return self._divisors[0]
+        return self._factors()[0]
 
     @gradient_predivide_factor.setter
     def gradient_predivide_factor(self, factor: float) -> None:
-        self._divide_by(factor, self._divisors[1])
+        self._divide_by(factor, self._factors()[1])
 
     @property
     def gradient_postdivide_factor(self) -> float:
         """What gradients are divided by after they were summed over ranks."""
-        return self._divisors[1]
+        return self._factors()[1]
 
     @gradient_postdivide_factor.setter
     def gradient_postdivide_factor(self, factor: float) -> None:
-        self._divide_by(self._divisors[0], factor)
+        self._divide_by(self._factors()[0], factor)
+
+    def _factors(self) -> tuple[float, float]:
+        """What gradients are divided by, as FairScale tells it; where none is set, they are averaged."""
+        if self._divisors is not None:
+            return self._divisors
+        factor = 1
+        while self.world_size % factor == 0 and self.world_size / factor > factor:
+            factor *= 2
+        return float(factor), self.world_size / factor
 
     def _divide_by(self, before: float, after: float) -> None:
         _check_divisors(gradient_predivide_factor=before, gradient_postdivide_factor=after)
-        self._divisors, self._own_divisors = (before, after), True
+        self._divisors = before, after
         if self._own is not None:
             self._own.options.divisors = self._divisors
 

@@ -10,7 +10,8 @@ from torch import nn
 
 from ..core.errors import StateError
 from ..core.flat import AbsentParameter
-from .fsdp_parameters import INNER, Run, clean, own_modules, under
+from ..sites import under
+from .fsdp_parameters import INNER, Run, clean, own_modules
 from .fsdp_sharing import borrowed, instance_of
 
 if TYPE_CHECKING:

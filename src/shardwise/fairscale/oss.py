@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -408,14 +409,8 @@ class OSS(Optimizer):
                     f"{other} on rank {owner}: pass the same on all ranks, -1 for all of them"
                 )
         for owner, (_, described) in enumerate(everywhere):
-            own_tensors = iter(large if owner == comm.rank else ())
-
-            def fetch(
-                tensor: torch.Tensor, owner: int = owner, own: Iterator[torch.Tensor] = own_tensors
-            ) -> torch.Tensor:
-                return _fetch(comm, tensor, owner, recipient, next(own, None)) if tensor.is_meta else tensor
-
-            states = map_tensors(described, fetch)
+            own_large = iter(large if owner == comm.rank else ())
+            states = map_tensors(described, functools.partial(_fetch, comm, owner, recipient, own_large))
             if receives:
                 found.update((key, state) for key, state in states.items() if key not in found)
         return found
@@ -588,9 +583,14 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def _fetch(comm: Comm, like: torch.Tensor, owner: int, recipient: int, own: torch.Tensor | None) -> torch.Tensor:
-    """A tensor of ``owner``, which passes it as ``own``, on the host of ``recipient`` (-1: all); elsewhere ``like``."""
-    receives = recipient in (-1, comm.rank)
+def _fetch(
+    comm: Comm, owner: int, recipient: int, own_large: Iterator[torch.Tensor], like: torch.Tensor
+) -> torch.Tensor:
+    """A tensor of ``owner``, which has it as the next of ``own_large``, on the host of ``recipient`` (-1: all);
+    elsewhere ``like``, which describes it, or is it already if it is small."""
+    if not like.is_meta:
+        return like
+    own, receives = next(own_large, None), recipient in (-1, comm.rank)
     if not receives and own is None:
         return like
     device = comm.host_device

@@ -48,23 +48,28 @@ def _is_group(given: Any) -> bool:
     return callable(getattr(given, "rank", None)) and callable(getattr(given, "size", None))
 
 
-def check_reduce_group(given: Any) -> None:
-    """
+def given_reduce_group(given: Any) -> Any:
+    """The ranks' group for gradients: None for that of the gathers, ``"reduce_scatter"`` for a communicator of its own,
+    or a group.
+
     Raises:
-        TypeError: if ``given`` is nothing that `reduce_comm_of` takes.
+        TypeError: if ``given`` is neither of these, nor the default's name, nor a member of FairScale's enumeration.
     """
-    if given is None or getattr(given, "value", given) in ("default", "reduce_scatter"):
-        return
+    name = getattr(given, "value", given)
+    if given is None or name == "default":
+        return None
+    if name == "reduce_scatter":
+        return name
     if not _is_group(given):
         raise TypeError(
             f"process_group_reduce_scatter must be a process group, 'default', 'reduce_scatter' or None, not {given!r}"
         )
+    return given
 
 
-def name_of_reduce_group(given: Any) -> str:
-    """What all ranks have to give alike of what `check_reduce_group` accepts."""
-    name = getattr(given, "value", given)
-    return "default" if name is None else name if isinstance(name, str) else f"a group of {given.size()} ranks"
+def name_of_reduce_group(group: Any) -> str:
+    """What all ranks have to give alike of a `given_reduce_group`."""
+    return "default" if group is None else group if isinstance(group, str) else f"a group of {group.size()} ranks"
 
 
 def is_stand_in(group: Any) -> bool:
@@ -99,34 +104,29 @@ def compute_device_of(group: Any, module: nn.Module) -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def reduce_comm_of(given: Any, comm: Comm, device: torch.device) -> Comm | None:
+def reduce_comm_of(group: Any, comm: Comm, device: torch.device) -> Comm | None:
     """Collectives for reductions if they are not those of the gathers.
 
     Args:
-        given: None or ``"default"`` for the same, ``"reduce_scatter"`` for a communicator of its own, or a group.
+        group: as `given_reduce_group` gives it.
         comm: of the gathers.
         device: that computes.
-
-    Raises:
-        TypeError: for anything else.
     """
-    check_reduce_group(given)
-    name = getattr(given, "value", given)
-    if given is None or name == "default" or comm.size == 1 or isinstance(comm, GrouplessComm):
+    if group is None or comm.size == 1 or isinstance(comm, GrouplessComm):
         return None
-    if name == "reduce_scatter":
+    if group == "reduce_scatter":
         # One for all instances over the same ranks: a communicator takes connections and memory.
         if comm.group not in _reduce_comms:
             _reduce_comms[comm.group] = new_group_like(comm.group, device)
         return _reduce_comms[comm.group]
-    if given.size() != comm.size:
+    if group.size() != comm.size:
         warnings.warn(
-            f"process_group_reduce_scatter has {given.size()} ranks and process_group {comm.size}: gradients are "
+            f"process_group_reduce_scatter has {group.size()} ranks and process_group {comm.size}: gradients are "
             "reduced over process_group",
             stacklevel=4,
         )
         return None
-    return None if is_stand_in(given) else comm_for(given, device)
+    return None if is_stand_in(group) else comm_for(group, device)
 
 
 def describe(name: str, tensor: torch.Tensor, *more: str) -> tuple[str, ...]:

@@ -181,7 +181,7 @@ class ShardedDataParallel(nn.Module):
         buffers = list(self.module.buffers())
         if self._size == 1 or not buffers:
             return
-        if self._buffer_broadcast is None or not _all_same(self._buffer_broadcast[0], buffers):
+        if self._buffer_broadcast is None or [*map(id, self._buffer_broadcast[0])] != [*map(id, buffers)]:
             self._buffer_broadcast = buffers, WholeBroadcast(buffers, [0] * len(buffers), self._comm)
         self._buffer_broadcast[1].start()()
 
@@ -588,11 +588,6 @@ class _Announce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         return (torch.zeros((), device=ctx.device), *gradients)
-
-
-def _all_same(old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> bool:
-    """Whether they are the same objects."""
-    return len(old) == len(new) and all(a is b for a, b in zip(old, new, strict=True))
 
 
 def _as_list(optimizers: Any) -> list[OSS]:

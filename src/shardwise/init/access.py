@@ -79,9 +79,9 @@ def _deep_copy(recorder: Recorder, func: Any, tensor: torch.Tensor, memo: dict[A
 
 
 def _is_meta(recorder: Recorder, func: Any, tensor: torch.Tensor, *_: Any) -> bool:
-    """False, but for torch's truncated normal. How much that draws depends on values, so it is recorded as one
-    operator; then it is told that the tensor is on the meta device, where it does nothing. Where torch refuses to write
-    it does so by itself."""
+    """False, except when torch's truncated normal asks, whose number of draws depends on values. It is recorded here as
+    one operator, and then told that the tensor is on the meta device, so that it does nothing. Where it would raise,
+    since elements share memory, it is left to do that."""
     frame = sys._getframe(2)
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:  # other modes above this one
         frame = frame.f_back

@@ -73,8 +73,8 @@ def _number(parts: Iterable[bytes]) -> int:
 
 @contextmanager
 def telling_failure(meshes: Sequence[DeviceMesh], times: int = 2) -> Iterator[None]:
-    """An error inside makes the other ranks raise where they ask next, as in `require_same`, which asks each mesh as
-    many ``times``."""
+    """After an error inside, the other ranks raise too, when they next ask whether a rank has failed. This rank answers
+    each mesh as many ``times`` as they ask it there; `require_same` asks each mesh twice."""
     try:
         yield
     except BaseException:  # an interrupt too

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..core.errors import StateError
-from ..core.module import FSDPModule, class_before_sharding
 from ..core.parameter import marks_of
-from ..sites import Site, sites_of
+from ..sites import Site, before_sharding, sites_by_tensor
 from .context import MARK, finish, recording
 from .record import Record, View
 from .recorder import Recorder
@@ -50,7 +48,7 @@ def record_initializers(
     recorder = Recorder()
     recorder.record.is_of_constructor = False
     try:
-        with recording(recorder, entry), torch.no_grad(), _stand_ins(list(names)):
+        with recording(recorder, entry), torch.no_grad(), before_sharding(names, _stand_ins(names)):
             _Initialization(recorder, names, targets).run(init_fn)
             views = [_final_view(recorder, target) for target in targets]
         missing = [target for target, view in zip(targets, views, strict=True) if view is None]
@@ -64,26 +62,13 @@ def record_initializers(
     return recorder.record, found
 
 
-@contextmanager
-def _stand_ins(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Modules as they were before `fully_shard`, with tensors whose writes nobody sees; to be recorded."""
-    originals = [(site, site.get()) for module in modules for site in sites_of(module)]
-    classes = [(module, type(module)) for module in modules if isinstance(module, FSDPModule)]
-    made: dict[int, torch.Tensor] = {}
-    for _, tensor in originals:
-        if id(tensor) not in made:
-            made[id(tensor)] = _stand_in(tensor)
-    try:
-        for module, kind in classes:
-            cast(Any, module).__class__ = class_before_sharding(kind)
-        for site, tensor in originals:
-            site.put(made[id(tensor)])
-        yield
-    finally:
-        for site, tensor in originals:
-            site.put(tensor)
-        for module, kind in classes:
-            module.__class__ = kind
+def _stand_ins(modules: Iterable[nn.Module]) -> list[tuple[Site, torch.Tensor]]:
+    """Tensors whose writes nobody sees, for everything that is registered in ``modules``; to be recorded."""
+    found: list[tuple[Site, torch.Tensor]] = []
+    for sites in sites_by_tensor(modules).values():
+        stand_in = _stand_in(sites[0].get())
+        found += [(site, stand_in) for site in sites]
+    return found
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:

@@ -137,7 +137,8 @@ def _states(work: Work, meshes: Sequence[DeviceMesh], seed: int | None, fast: bo
     own = [origin for origin in dict.fromkeys(origin for _, origin in drawn) if origin.is_of_program]
     seeded = _seeded(own, seed) if seed is not None else {}
     used = dict.fromkeys(origin for record, origin in drawn if record.values_were_used and origin.is_of_program)
-    recorded = {origin: _recorded(origin) for origin in own if seed is None or origin.state is not None}
+    with as_recorded():
+        recorded = {origin: States().at(origin) for origin in own if seed is None or origin.state is not None}
     known = [digest(recorded[origin]) for origin in used if origin in recorded]
     streams = _places(records, origins, own), [digest(state) for state in seeded.values()]
     require_same(meshes, lacking, records, (seed, fast, known, *streams))
@@ -172,11 +173,6 @@ def _places(
     numbers = {origin: number for number, origin in enumerate(own)}
     positions = [op.before for record in records for op in record.ops if op.before is not None]
     return [(numbers.get(origins[one]), one.draws - origins[one].draws) for one in positions]
-
-
-def _recorded(origin: Position) -> torch.Tensor:
-    with as_recorded():
-        return States().at(origin)
 
 
 def _seeded(origins: Iterable[Position], seed: int) -> dict[Position, torch.Tensor]:
@@ -216,10 +212,10 @@ def _give_values(
 def _replay(work: Work, states: States, names: Mapping[nn.Module, str], fast: bool) -> None:
     """Give the targets their values, with the generators at ``states``."""
     for record, members in work.items():
+        buffers = find_random_buffers(names, record) if fast or states.are_replaced else []
         if fast:
-            FastReplay(record, states).run([*members, *find_random_buffers(names, record)])
+            FastReplay(record, states).run([*members, *buffers])
         else:
-            buffers = find_random_buffers(names, record) if states.are_replaced else []
             named = {view.storage: target.name for target, view in members}
             Replay(record, states, named).run(write_each([*members, *buffers]))
 

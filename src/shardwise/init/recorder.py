@@ -254,12 +254,9 @@ class Recorder(OperatorMode):
         """``op`` draws from the generator that it was given, or from the default one of ``device``."""
         generator = given[0] if given else default_generator(device)
         op.before = position_of(generator, is_entry=not given and generator.device not in self.marked_devices)
-        after = Position(generator.device, previous=op.before, draw=op)
-        # Of generators that were passed there may be many, and they may outlive this record.
-        leave_mark(generator, after, len(self.record.positions), self.record.serial if given else None)
-        self.record.positions += [op.before, after]
+        self._go_on(generator, Position(generator.device, previous=op.before, draw=op), is_given=bool(given))
         if given:
-            self.record.generators[after.start] = generator
+            self.record.generators[op.before.start] = generator
         else:
             self.marked_devices.add(generator.device)
 
@@ -310,16 +307,17 @@ class Recorder(OperatorMode):
                     generator.set_state(mark)
                 else:
                     self.record.values_were_used = True
-                    self._go_on(generator, position, is_given=bool(given))
+                    if position is not None:
+                        # The stream goes on: its start tells of another seed, for which the numbers would be others.
+                        after = Position(generator.device, state=generator.get_state(), previous=position)
+                        self._go_on(generator, after, is_given=bool(given))
 
-    def _go_on(self, generator: torch.Generator, position: Position | None, *, is_given: bool) -> None:
-        """``generator``, which was at ``position``, has drawn numbers for real. The stream goes on: its start tells of
-        another seed, for which the numbers would be others."""
-        if position is None:
-            return
-        after = Position(generator.device, state=generator.get_state(), previous=position)
+    def _go_on(self, generator: torch.Generator, after: Position, *, is_given: bool) -> None:
+        """Numbers were drawn from ``generator``, which is at ``after`` now."""
+        assert after.previous is not None
+        # Of generators that were passed there may be many, and they may outlive this record.
         leave_mark(generator, after, len(self.record.positions), self.record.serial if is_given else None)
-        self.record.positions += [position, after]
+        self.record.positions += [after.previous, after]
 
     def _note_born(self, result: Any, known: list[torch.UntypedStorage]) -> None:
         for tensor in tensors_in(result):

@@ -19,7 +19,7 @@ from ..core.parameter import owner_of, refuse_lazy
 from ..core.shards import Shards
 from ..core.slot import Slot
 from ..core.whole import without_repeats
-from ..sites import Site, become, sites_of
+from ..sites import Site, become, sites_by_tensor, sites_of, under
 from .context import MARK, MARKS
 from .record import Origin, Record, View
 
@@ -31,7 +31,8 @@ def _origin_at(site: Site) -> Origin | None:
     return own or marks.get(site.name)
 
 
-def _forget_origin_at(site: Site) -> None:
+def forget_origin_at(site: Site) -> None:
+    """Drop the history of what is registered there."""
     site.get().__dict__.pop(MARK, None)
     marks = site.module.__dict__.get(MARKS) or {}
     marks.pop(site.name, None)
@@ -97,7 +98,7 @@ class Target(ABC):
     def forget_history(self) -> None:
         """Drop its history: it has values now."""
         for site in self.sites:
-            _forget_origin_at(site)
+            forget_origin_at(site)
 
 
 class SlotTarget(Target):
@@ -207,7 +208,7 @@ def names_of_modules(model: nn.Module, shards: list[Shards]) -> dict[nn.Module, 
 def _visit(name: str, module: nn.Module, found: dict[nn.Module, str]) -> None:
     for child_name, child in module.named_children():
         if child not in found:
-            _visit(f"{name}.{child_name}" if name else child_name, child, found)
+            _visit(under(name, child_name), child, found)
     found[module] = name
 
 
@@ -219,7 +220,7 @@ def find_targets(names: Mapping[nn.Module, str], shards: list[Shards]) -> list[T
     """
 
     def full(site: Site) -> str:
-        return f"{names[site.module]}.{site.name}" if names.get(site.module) else site.name
+        return under(names.get(site.module, ""), site.name)
 
     targets: list[Target] = []
     for owner in shards:
@@ -229,14 +230,11 @@ def find_targets(names: Mapping[nn.Module, str], shards: list[Shards]) -> list[T
                 if sites := [Site(module, name) for module, name in alive if module is not None]:
                     targets.append(SlotTarget(full(sites[0]), sites, slot))
     device = shards[0].mesh.device if shards else None
-    plain: dict[int, list[Site]] = {}
-    for module in names:
-        for site in sites_of(module):
-            tensor = site.get()
-            if owner_of(tensor) is None and _is_meta(tensor):
-                refuse_lazy(repr(full(site)), tensor)
-                plain.setdefault(id(tensor), []).append(site)
-    targets += [WholeTarget(full(sites[0]), sites, device) for sites in plain.values()]
+    for sites in sites_by_tensor(names).values():
+        tensor, name = sites[0].get(), full(sites[0])
+        if owner_of(tensor) is None and local_of(tensor).is_meta:
+            refuse_lazy(repr(name), tensor)
+            targets.append(WholeTarget(name, sites, device))
     return targets
 
 
@@ -252,10 +250,6 @@ def find_random_buffers(names: Mapping[nn.Module, str], record: Record) -> list[
             if origin.has_values_of(buffer):
                 found.append((BufferTarget(name, [Site(module, name, is_buffer=True)]), origin.view))
     return found
-
-
-def _is_meta(tensor: torch.Tensor) -> bool:
-    return local_of(tensor).is_meta
 
 
 def write_each(members: Sequence[tuple[Target, View]]) -> dict[int, Callable[[torch.UntypedStorage], None]]:

@@ -90,12 +90,28 @@ def read_file(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
         ValueError: for a directory.
     """
     with saving_ranks().together():
-        return _read_own(path, weights_only)
+        if path.is_dir():
+            raise ValueError(
+                f"{path} is a directory without {DCP_METADATA}, so it is not a sharded checkpoint, and a full one is a "
+                "file: pass the path that the checkpoint was saved to"
+            )
+        with _reading(path):
+            return cast(dict[str, Any], _mapped(path, weights_only))
+
+
+def _mapped(path: Path, weights_only: bool | None) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+    except (RuntimeError, pickle.UnpicklingError) as error:
+        if "mmap" not in str(error):
+            raise
+        # Written before torch used zip files.
+        return torch.load(path, map_location="cpu", weights_only=weights_only)
 
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Name the file in what `torch.load` raises; of one that is damaged that may be anything."""
+    """Name the file in what `torch.load` raises, which may be anything if the file is damaged."""
     try:
         yield
     except Exception as error:
@@ -105,24 +121,6 @@ def _reading(path: Path) -> Iterator[None]:
             error.add_note(f"shardwise: while {path} was read")
             raise
         raise CheckpointError(f"{path} cannot be read: {error!r}") from error
-
-
-def _read_own(path: Path, weights_only: bool | None) -> dict[str, Any]:
-    if path.is_dir():
-        raise ValueError(
-            f"{path} is a directory without {DCP_METADATA}, so it is not a sharded checkpoint, and a full one is a "
-            "file: pass the path that the checkpoint was saved to"
-        )
-    loaded: dict[str, Any]
-    with _reading(path):
-        try:
-            loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-        except (RuntimeError, pickle.UnpicklingError) as error:
-            if "mmap" not in str(error):
-                raise
-            # Written before torch used zip files.
-            loaded = torch.load(path, map_location="cpu", weights_only=weights_only)
-    return loaded
 
 
 def write_file(path: Path, write: Callable[[Path], object]) -> None:
@@ -231,14 +229,16 @@ class SavedDirectory:
                 raise CheckpointError(f"{self._path} has no {METADATA}, so it is not a whole checkpoint of a Trainer")
         return loaded
 
-    def check_model(self, name: str, model: nn.Module, *, strict: bool) -> None:
-        """
+    def check_model(self, name: str, model: nn.Module, *, strict: bool) -> SavedModel:
+        """What it has of ``model`` under ``name``.
+
         Raises:
-            ValueError: listing what does not fit ``model``.
+            ValueError: listing what does not fit.
         """
         with self._ranks.together():
             saved = self._model(name, model)
         check_fit(self._ranks, self._path, saved.misfit(), strict)
+        return saved
 
     def _model(self, name: str, model: nn.Module) -> SavedModel:
         saved = SavedModel(self._stored, model, f"{name}.", is_given=True)
@@ -257,12 +257,12 @@ class SavedDirectory:
         Raises:
             ValueError: listing what does not fit.
         """
-        self.check_model(name, model, strict=strict)
-        with not_inference(), self._ranks.together():
-            saved = self._model(name, model)
-            objects, targets = self._stored.read_objects(saved.keys()), saved.targets()
-            self._stored.read(dict(targets))
-            saved.load({**objects, **targets}, strict=strict)
+        with not_inference():
+            saved = self.check_model(name, model, strict=strict)
+            with self._ranks.together():
+                objects, targets = self._stored.read_objects(saved.keys()), saved.targets()
+                self._stored.read(dict(targets))
+                saved.load({**objects, **targets}, strict=strict)
 
     @torch.no_grad()
     def load_optimizer(self, name: str, optimizer: Optimizer, model: nn.Module) -> None:

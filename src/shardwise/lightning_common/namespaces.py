@@ -24,16 +24,8 @@ class Namespace:
     pytorch: str
     fabric: str
 
-    def of_trainer(self, module: str, name: str) -> Any:
-        """``name`` in a module below the Trainer's package."""
-        return self.of("pytorch", module, name)
-
-    def of_fabric(self, module: str, name: str) -> Any:
-        """``name`` in a module below Fabric's package."""
-        return self.of("fabric", module, name)
-
     def of(self, part: str, module: str, name: str) -> Any:
-        """``name`` in a module below the package of ``part``."""
+        """``name`` in a module below the package of the Trainer ("pytorch") or of Fabric ("fabric")."""
         return getattr(importlib.import_module(f"{self.package(part)}.{module}"), name)
 
     def package(self, part: str) -> str:

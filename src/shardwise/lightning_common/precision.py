@@ -62,7 +62,7 @@ def sharded_precision(plugin: Any, default: Namespace) -> Any:
     check_precision("precision_plugin", plugin, "pytorch")
     namespace = namespace_of(plugin) or default
     plugins = {
-        name: namespace.of_trainer("plugins.precision", name)
+        name: namespace.of("pytorch", "plugins.precision", name)
         for name in ("Precision", "HalfPrecision", "MixedPrecision", "DoublePrecision", "FSDPPrecision")
     }
     if type(plugin) is plugins["FSDPPrecision"]:

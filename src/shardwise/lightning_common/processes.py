@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from datetime import timedelta
 from typing import Any
 
@@ -122,13 +123,13 @@ class ProcessesStrategy(InEachNamespace):
         # Lightning's launcher does this too, which is not there where another one starts the processes.
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         super().setup_environment()
-        self.namespace.of_fabric("utilities.seed", "reset_seed")()
+        self.namespace.of("fabric", "utilities.seed", "reset_seed")()
         self._set_world_ranks()
         device = self.root_device
         if self._process_group_backend is None:
-            choose = self.namespace.of_fabric("utilities.distributed", "_get_default_process_group_backend_for_device")
-            self._process_group_backend = choose(device)
-        connect = self.namespace.of_fabric("utilities.distributed", "_init_dist_connection")
+            name = "_get_default_process_group_backend_for_device"
+            self._process_group_backend = self.namespace.of("fabric", "utilities.distributed", name)(device)
+        connect = self.namespace.of("fabric", "utilities.distributed", "_init_dist_connection")
         device_id = device if device.type != "cpu" else None
         connect(self.cluster_environment, self._process_group_backend, timeout=self._timeout, device_id=device_id)
         if self._mesh is None:
@@ -162,8 +163,8 @@ class ProcessesStrategy(InEachNamespace):
     def _set_world_ranks(self) -> None:
         self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        for module in ("lightning_utilities.core", f"{self.namespace.fabric}.utilities"):
-            __import__(f"{module}.rank_zero", fromlist=["rank_zero_only"]).rank_zero_only.rank = self.global_rank
+        for package in ("lightning_utilities.core", f"{self.namespace.fabric}.utilities"):
+            importlib.import_module(f"{package}.rank_zero").rank_zero_only.rank = self.global_rank
 
     # -- Messages
 
@@ -187,5 +188,5 @@ class ProcessesStrategy(InEachNamespace):
     def _reduce(self, tensor: Any, group: Any, reduce_op: Any) -> Any:
         if not isinstance(tensor, torch.Tensor):
             return tensor
-        reduce = self.namespace.of_fabric("utilities.distributed", "_sync_ddp_if_available")
+        reduce = self.namespace.of("fabric", "utilities.distributed", "_sync_ddp_if_available")
         return reduce(tensor, group, reduce_op=reduce_op)

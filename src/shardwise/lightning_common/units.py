@@ -15,14 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import wrap as torch_wrap
 
+from ..adapters.policies import Policy, chooser
 from ..adapters.wrapping import (
-    Policy,
-    chooser,
+    modules_with_units,
     refuse_foreign,
     refuse_uncuttable,
     share_values,
     take_whole_tensors,
-    units_in,
 )
 from ..checkpoint.peers import Peers
 from ..core.errors import StateError
@@ -151,7 +150,7 @@ class Sharding:
                 refuse_uninitialized(model, init_fn)
             chosen = self._chosen(model, children_too)
             checkpointed = _checkpointed(model, self.checkpointing)
-        units = [*units_in(model), *(module for module, _ in chosen)]
+        units = [*modules_with_units(model), *(module for module, _ in chosen)]
         choices = {"auto_wrap_policy": units, "activation_checkpointing_policy": checkpointed}
         settings = {"reshard_after_forward": self.reshard_after_forward, "mp_policy": self.precision}
         share_values(model, mesh, choices, settings)
@@ -164,7 +163,7 @@ class Sharding:
 
     def _chosen(self, model: nn.Module, children_too: bool) -> list[tuple[nn.Module, dict[str, Any]]]:
         """The modules inside ``model`` to wrap, those inside others first, each with arguments of its own."""
-        if units_in(model):
+        if modules_with_units(model):
             if self.policy is not None:
                 warnings.warn(
                     f"{type(model).__name__} has modules that were wrapped by hand, so auto_wrap_policy is not asked",
@@ -173,11 +172,21 @@ class Sharding:
             return []
         chosen: list[tuple[nn.Module, dict[str, Any]]] = []
 
+        policy, (children, containers) = self._chooser(), _children(model, children_too)
+
+        def choose(module: nn.Module, recurse: bool, unwrapped_params: int, **asked: Any) -> bool:
+            # The model itself is wrapped last, and what is never called not at all.
+            is_left = module is model or module in containers or is_never_called(module)
+            if module in children and not is_left:
+                return recurse or unwrapped_params > 0
+            if is_left and (children or not recurse):
+                return recurse
+            return policy(module=module, recurse=recurse, unwrapped_params=unwrapped_params, **asked)
+
         def note(module: nn.Module, **overrides: Any) -> nn.Module:
             chosen.append((module, overrides))
             return module
 
-        choose = functools.partial(_choose_inside, model, self._chooser(), *_children(model, children_too))
         with enable_wrap(choose, wrapper_cls=note):
             auto_wrap(model)
         return chosen
@@ -196,24 +205,6 @@ def _children(model: nn.Module, are_wanted: bool) -> tuple[set[nn.Module], set[n
             else:
                 children.add(child)
     return children, containers
-
-
-def _choose_inside(
-    model: nn.Module,
-    policy: Callable[..., bool],
-    children: set[nn.Module],
-    containers: set[nn.Module],
-    module: nn.Module,
-    recurse: bool,
-    unwrapped_params: int,
-    module_is_root: bool,
-) -> bool:
-    """``policy``, which also chooses ``children``, and never containers or ``model``, which is wrapped last."""
-    if module is model or module in containers or is_never_called(module):
-        return recurse and (bool(children) or policy(module, recurse, unwrapped_params, module_is_root))
-    if module in children:
-        return recurse or unwrapped_params > 0
-    return policy(module, recurse, unwrapped_params, module_is_root)
 
 
 def refuse_uninitialized(model: nn.Module, init_fn: InitFn | None) -> None:

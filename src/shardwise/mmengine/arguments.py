@@ -206,8 +206,7 @@ def find_offload(given: Any) -> OffloadPolicy:
 PREFETCHES = {
     "pre": BackwardPrefetch.BACKWARD_PRE,
     "post": BackwardPrefetch.BACKWARD_POST,
-    "BACKWARD_PRE": BackwardPrefetch.BACKWARD_PRE,
-    "BACKWARD_POST": BackwardPrefetch.BACKWARD_POST,
+    **BackwardPrefetch.__members__,
 }
 
 

@@ -13,7 +13,7 @@ from mmengine.registry import FUNCTIONS, Registry
 from torch import nn
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
-from ..adapters.wrapping import ASKED
+from ..adapters.policies import ASKED
 from ..fairscale.wrap import check_min_num_params, default_auto_wrap_policy
 
 Policy = Callable[..., bool]

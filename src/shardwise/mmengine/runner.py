@@ -12,7 +12,7 @@ from mmengine.optim import BaseOptimWrapper
 from mmengine.runner import FlexibleRunner, Runner
 
 from .optimizers import prepare_optim_wrapper
-from .saving import refuse_shards, together, whole_states
+from .saving import refuse_shards, whole_states
 from .strategy import ShardwiseStrategy
 from .wrapper import sharded_model
 
@@ -73,7 +73,7 @@ def _save_checkpoint(runner: Any, save: Callable[..., None], *args: Any, **kwarg
     # Before the run it is a config, which the Runner's own method refuses.
     is_built = isinstance(runner.optim_wrapper, BaseOptimWrapper)
     optim_wrapper = runner.optim_wrapper if saves_optimizer and is_built else None
-    with whole_states(model, optim_wrapper, runner.hooks), together():
+    with whole_states(model, optim_wrapper, runner.hooks):
         if is_main_process():
             save(*args, **kwargs)
 

@@ -21,6 +21,7 @@ from ..checkpoint.objects import numpy_types
 from ..checkpoint.peers import Peers, world_mesh
 from ..core.errors import StateError
 from ..core.tree import tensors_in
+from ..sites import under
 
 DTYPES = "_shardwise_dtypes"
 """Attribute of a module whose floating-point buffers were cast: their dtypes before, by name. Copies have it too."""
@@ -29,7 +30,8 @@ DTYPES = "_shardwise_dtypes"
 @contextmanager
 def whole_states(model: nn.Module, optim_wrapper: Any, hooks: Iterable[Any]) -> Iterator[None]:
     """Inside, ``state_dict()`` of the model, of the wrapper of its optimizers, and of averages in hooks, gives whole
-    tensors on the main process. Entering is a collective of all ranks, which all fail if one of these fails.
+    tensors on the main process. Entering and leaving are collectives of all ranks, which all fail if one of these
+    fails, or what is done inside on one rank.
 
     Args:
         model: sharded.
@@ -39,15 +41,17 @@ def whole_states(model: nn.Module, optim_wrapper: Any, hooks: Iterable[Any]) -> 
     # A wrapper gives the state of the model in it.
     averages = [found for found in _sharded_modules(hooks) if model not in (found, getattr(found, "module", None))]
     others = averages if optim_wrapper is None else [optim_wrapper, *averages]
+    ranks = Peers(world_mesh())
     # Before anything is gathered, for which the others would wait.
-    with together():
+    with ranks.together():
         states = [other.state_dict() for other in others]
     with ExitStack() as stack:
         stack.enter_context(_giving(model, _before_casts(model, full_state_dict(model))))
         for other, state in zip(others, states, strict=True):
             whole = gather_in(state, keeps=is_main_process())
             stack.enter_context(_giving(other, _before_casts(other, whole)))
-        yield
+        with ranks.together():
+            yield
 
 
 def _before_casts(owner: Any, state: Any) -> Any:
@@ -55,7 +59,7 @@ def _before_casts(owner: Any, state: Any) -> Any:
     modules = owner.named_modules(remove_duplicate=False) if isinstance(owner, nn.Module) else ()
     for path, module in modules:
         for name, dtype in module.__dict__.get(DTYPES, {}).items():
-            key = f"{path}.{name}" if path else name
+            key = under(path, name)
             if isinstance(state.get(key), torch.Tensor):
                 state[key] = state[key].to(dtype)
     return state
@@ -92,11 +96,6 @@ def refuse_shards(checkpoint: Mapping[str, Any]) -> None:
                 "MMFullyShardedDataParallel, its state, that of its optimizers, and those of averages that are "
                 "attributes of hooks are whole here; gather others before, on all ranks"
             )
-
-
-def together() -> Any:
-    """A context in which an error of the main process alone is raised on all ranks."""
-    return Peers(world_mesh()).together()
 
 
 def _method(owner: Any, name: str) -> Any:

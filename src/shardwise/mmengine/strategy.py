@@ -16,11 +16,11 @@ from mmengine.model import BaseDataPreprocessor, is_model_wrapper
 from mmengine.registry import MODEL_WRAPPERS, STRATEGIES
 from torch import nn
 
-from ..adapters.wrapping import units_in
+from ..adapters.wrapping import modules_with_units
 from .arguments import wrong_type
 from .optimizers import prepare_optim_wrapper
 from .processes import init_process_group
-from .saving import refuse_shards, together, whole_states
+from .saving import refuse_shards, whole_states
 from .wrapper import NAME, sharded_model
 
 
@@ -46,7 +46,7 @@ def _set_device(preprocessor: BaseDataPreprocessor, device: str) -> None:
 def _is_initialized_sharded(model: nn.Module) -> bool:
     """Whether ``model`` has no values before it is sharded, or is sharded already, so that only the wrapper, which lets
     it see whole parameters, can initialize it."""
-    return any(parameter.is_meta for parameter in model.parameters()) or bool(units_in(model))
+    return any(parameter.is_meta for parameter in model.parameters()) or bool(modules_with_units(model))
 
 
 def _make_average(hook: Any, runner: Any) -> None:
@@ -155,7 +155,7 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]  # MMEngine has no t
         model = sharded_model(self.model)
         assert model is not None
         optim_wrapper = getattr(self, "optim_wrapper", None) if save_optimizer else None
-        with whole_states(model, optim_wrapper, self._hooks()), together():
+        with whole_states(model, optim_wrapper, self._hooks()):
             if is_main_process():
                 SingleDeviceStrategy.save_checkpoint(
                     self,

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from mmengine.model import BaseDataPreprocessor
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, MixedPrecisionPolicy, OffloadPolicy
 
+from ..adapters.policies import chooser
 from ..adapters.wrapping import (
-    chooser,
+    modules_with_units,
     refuse_foreign,
     refuse_uncuttable,
     share_values,
     take_whole_tensors,
-    units_in,
 )
 from ..checkpoint.peers import Peers
 from ..core.mesh import mesh_device
@@ -78,7 +78,7 @@ class Units:
             choices: dict[str, Iterable[nn.Module | nn.Parameter]] = {
                 "ignored_modules": self.ignored_modules,
                 "ignored_parameters": self.ignored_parameters,
-                "auto_wrap_policy": [*units_in(model), *chosen],
+                "auto_wrap_policy": [*modules_with_units(model), *chosen],
             }
             settings = {
                 "sharding_strategy": self.strategy,
@@ -90,7 +90,7 @@ class Units:
             self._wrap(module, precision, is_root=module is model)
         take_whole_tensors(model)
         if self.prefetch is BackwardPrefetch.BACKWARD_POST:
-            for unit in units_in(model):
+            for unit in modules_with_units(model):
                 unit.set_modules_to_backward_prefetch([unit])  # that is, no other one
 
     def _chosen(self, model: nn.Module) -> dict[nn.Module, MixedPrecisionPolicy]:
@@ -103,14 +103,21 @@ class Units:
             elif dtype is not None and self.precision.exempts(module) and module not in self.ignored_modules:
                 # It computes in its own dtype, as in torch's FullyShardedDataParallel.
                 chosen[module] = MixedPrecisionPolicy(next(module.parameters()).dtype, output_dtype=dtype)
-        if self.policy is None or units_in(model):
+        if self.policy is None or modules_with_units(model):
             return chosen
+
+        policy, settled = chooser(self.policy), {*self.ignored_modules, *chosen}
+
+        def choose(module: nn.Module, recurse: bool, **asked: Any) -> bool:
+            if module in settled or (not recurse and is_never_called(module)):
+                return False
+            # The model itself is wrapped last.
+            return (recurse or module is not model) and policy(module=module, recurse=recurse, **asked)
 
         def note(module: nn.Module) -> nn.Module:
             chosen[module] = self.precision.policy
             return module
 
-        choose = functools.partial(self._choose, model, {*chosen}, chooser(self.policy))
         with enable_wrap(choose, wrapper_cls=note):
             auto_wrap(model)
         return chosen
@@ -128,21 +135,3 @@ class Units:
                 ignored_params=self.ignored_parameters,
                 placements=self.strategy.placements,
             )
-
-    def _choose(
-        self,
-        model: nn.Module,
-        chosen: set[nn.Module],
-        policy: Callable[..., bool],
-        module: nn.Module,
-        recurse: bool,
-        unwrapped_params: int,
-        module_is_root: bool,
-    ) -> bool:
-        """``policy``, which is asked neither about what is ignored or ``chosen``, nor about ``model``, which is wrapped
-        last."""
-        if module in self.ignored_modules or module in chosen or (module is model and not recurse):
-            return False
-        if not recurse and is_never_called(module):
-            return False
-        return policy(module, recurse, unwrapped_params, module_is_root)

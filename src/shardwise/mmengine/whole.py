@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,8 @@ from ..adapters.copies import is_own
 from ..checkpoint.full_state import load_weights
 from ..checkpoint.weights import ModelWeights, Weight, peers_of, weights_of
 from ..core.errors import StateError
-from ..core.module import class_before_sharding, function_of, unit_of
+from ..core.module import function_of
+from ..sites import Site, before_sharding, under
 
 HOOKS = (
     *("_state_dict_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
@@ -35,7 +36,8 @@ def whole_parameters(model: nn.Module) -> Iterator[None]:
     else in the state dict, have the values that the first rank gave them, and are trained or frozen as there. A
     collective of all ranks.
 
-    Memory for the whole model.
+    Memory for the whole model. Modules have the classes from before sharding, by whose names and bases MMEngine chooses
+    what to initialize.
 
     Raises:
         StateError: if parameters are on the meta device; listing those that inside were registered, removed, tied, or
@@ -46,30 +48,30 @@ def whole_parameters(model: nn.Module) -> Iterator[None]:
     peers, weights = peers_of(model), weights_of(model, state_of=_registered)
     weights.check_values()
     sharded = [weight for weight in weights.weights if isinstance(weight.tensor, DTensor) and weight.sites]
-    with _as_before_sharding(model), _without_notes(model):
-        try:
-            for weight in sharded:
-                whole = nn.Parameter(weight.gather().detach().clone(), weight.tensor.requires_grad)
-                for site in weight.sites:
-                    site.put(whole)
-            with peers.together():
-                yield
-                given = {name: tensor.detach() for name, tensor in _registered(model).items()}
-                _refuse_moved(model, weights, sharded, given)
-            trained = peers.exchange([weight.sites[0].get().requires_grad for weight in sharded])[0]
-        finally:
-            for weight in sharded:
-                for site in weight.sites:
-                    site.put(weight.tensor)
+    with _without_own_hooks(model), _without_notes(model), before_sharding(model.modules(), _gathered(sharded)):
+        with peers.together():
+            yield
+            given = {name: tensor.detach() for name, tensor in _registered(model).items()}
+            _refuse_moved(model, weights, sharded, given)
+        trained = peers.exchange([weight.sites[0].get().requires_grad for weight in sharded])[0]
     for weight, is_trained in zip(sharded, trained, strict=True):
         weight.tensor.requires_grad_(is_trained)
     load_weights(weights_of(model, state_of=_registered), peers, given)
 
 
+def _gathered(sharded: Iterable[Weight]) -> list[tuple[Site, torch.Tensor]]:
+    """Whole plain parameters to take the places of ``sharded`` ones. A collective."""
+    found: list[tuple[Site, torch.Tensor]] = []
+    for weight in sharded:
+        whole = nn.Parameter(weight.gather().detach().clone(), weight.tensor.requires_grad)
+        found += [(site, whole) for site in weight.sites]
+    return found
+
+
 def _registered(model: nn.Module) -> dict[str, torch.Tensor]:
     """What is in the state dict of ``model``, apart from what it or its hooks change there for saving."""
     return {
-        f"{path}.{name}" if path else name: tensor
+        under(path, name): tensor
         for path, module in model.named_modules(remove_duplicate=False)
         for name, tensor in (*module._parameters.items(), *module._buffers.items())
         if tensor is not None and name not in module._non_persistent_buffers_set
@@ -98,20 +100,14 @@ def _refuse_moved(model: nn.Module, weights: ModelWeights, sharded: Sequence[Wei
 
 
 @contextmanager
-def _as_before_sharding(model: nn.Module) -> Iterator[None]:
-    """Inside, modules lack the hooks of this library, which expect sharded parameters, and have their classes from
-    before sharding, by whose names and bases MMEngine chooses what to initialize."""
+def _without_own_hooks(model: nn.Module) -> Iterator[None]:
+    """Inside, modules lack the hooks of this library, which expect sharded parameters."""
     hooks = [(module, kind, module.__dict__[kind]) for module in model.modules() for kind in HOOKS]
-    classes = [(module, type(module)) for module in model.modules() if unit_of(module) is not None]
     for module, kind, own in hooks:
-        module.__dict__[kind] = _users(own)
-    for module, wrapped in classes:
-        module.__class__ = class_before_sharding(wrapped)
+        module.__dict__[kind] = type(own)((key, hook) for key, hook in own.items() if not is_own(hook))
     try:
         yield
     finally:
-        for module, wrapped in classes:
-            module.__class__ = wrapped
         for module, kind, own in hooks:
             added = module.__dict__[kind]
             module.__dict__[kind] = own
@@ -129,10 +125,6 @@ def _without_notes(model: nn.Module) -> Iterator[None]:
             module.__dict__.pop(NOTES, None)
         for module, notes in before:
             module.__dict__[NOTES] = notes
-
-
-def _users(hooks: Any) -> Any:
-    return type(hooks)((key, hook) for key, hook in hooks.items() if not is_own(hook))
 
 
 def init_weights_whole(model: nn.Module) -> None:

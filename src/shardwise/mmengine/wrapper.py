@@ -66,7 +66,7 @@ class MMFullyShardedDataParallel(nn.Module):
         device_ids: Any = None,
         **kwargs: Any,
     ):
-        given = {name: value for name, value in locals().items() if name in WRAPPER_ARGUMENTS}
+        given = dict(locals())
         super().__init__()
         if kwargs:
             raise TypeError(f"{NAME} got {', '.join(map(repr, kwargs))}; it takes {', '.join(WRAPPER_ARGUMENTS)}")

@@ -1,5 +1,8 @@
-"""Which parameters are stepped as one: those that lie one after the other, with gradients and state that do so too, and
-on CPUs runs of them so small that it is cheaper to copy them together."""
+"""Which parameters are stepped as one.
+
+Those that lie one after the other in memory, if their gradients and state do so too. On CPUs also several such runs, if
+they are so small that copying them together costs less than stepping each.
+"""
 
 from __future__ import annotations
 
