@@ -129,6 +129,29 @@ def test_iterations(fake_mesh: Mesh, name: str, earlier: int) -> None:
     assert 0 < after < 199
 
 
+def gradients_after_a_step(model: Any) -> list[torch.Tensor]:
+    model(INPUT).square().mean().backward()
+    return [parameter.grad.to_local() for parameter in model.parameters()]
+
+
+def test_a_backward_whose_end_is_being_queued(fake_mesh: Mesh) -> None:
+    """What earlier backward passes left unreduced goes with it."""
+    mesh = fake_mesh(1)
+    expected = gradients_after_a_step(sharded(mesh))
+    for after in range(20):
+        model = sharded(mesh)
+        model.set_requires_gradient_sync(False)
+        model(INPUT).square().mean().backward()
+        model.set_requires_gradient_sync(True)
+        loss = model(INPUT).square().mean()
+        with suppress(KeyboardInterrupt), interrupted("queue_end_of_backward", after) as raised:
+            loss.backward()
+        if not raised:
+            break
+        torch.testing.assert_close(gradients_after_a_step(model), expected, rtol=0, atol=0)
+    assert 0 < after < 19
+
+
 @pytest.mark.parametrize("name", ["Unit.leave_by_exception", "Unit._end_failed_call", "Unit._leave_call"])
 @pytest.mark.parametrize("resets", [True, False])
 def test_exceptions_in_forward(fake_mesh: Mesh, name: str, resets: bool) -> None:

@@ -318,9 +318,9 @@ class ShardedBuffer:
 
     def drop_resharded(self) -> None:
         """Free the chunks over the smaller world."""
-        if self.resharded is not None:
-            self.resharded.drop()
-            self.resharded = None
+        self.resharded = None
+        if self._smaller_plan is not None:
+            self._smaller_plan.drop()
 
     @property
     def gather_comm(self) -> Comm:

@@ -169,6 +169,7 @@ class FSDPCommContext:
                     "call backward() outside of it, with the compiler's option compiled_autograd=False; torch.compile "
                     "compiles the backward of what it compiled all the same"
                 )
+            self._queued_end = lambda: None  # should this be interrupted, that backward fails
             self._backward = backward_number()
             self._queued_end = queue_end_of_backward(self._end_of_backward)
         # Not one inside the pass whose end is queued.
