@@ -225,10 +225,12 @@ def save_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, max
                 parameters = sum(w.tensor.numel() for w in saving.weights if isinstance(w.tensor, nn.Parameter))
                 target.publish(index_of(files, parameters) if len(files) > 1 else None)
     except BaseException as error:
-        if peers.is_first:
-            target.clean()
-        if not is_explained(error):  # else they cannot communicate
-            peers.exchange(None)  # no rank goes on before the first one has cleaned up
+        try:
+            if peers.is_first:
+                target.clean()
+        finally:
+            if not is_explained(error):  # else they cannot communicate
+                peers.exchange(None)  # no rank goes on before the first one has cleaned up
         raise
 
 
