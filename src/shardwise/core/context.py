@@ -169,7 +169,7 @@ class FSDPCommContext:
                     "call backward() outside of it, with the compiler's option compiled_autograd=False; torch.compile "
                     "compiles the backward of what it compiled all the same"
                 )
-            self._queued_end = lambda: None  # should this be interrupted, that backward fails
+            self._queued_end = _failed  # should this be interrupted, that backward is
             self._backward = backward_number()
             self._queued_end = queue_end_of_backward(self._end_of_backward)
         # Not one inside the pass whose end is queued.
@@ -255,7 +255,7 @@ class FSDPCommContext:
         try:
             yield
         except BaseException:
-            self._queued_end = lambda: None  # it did not come to its end
+            self._queued_end = _failed
             raise
 
     # -- The end of an iteration
@@ -310,6 +310,10 @@ class FSDPCommContext:
         self.order.forget()
         self.rest()
         self.forward_root, self._queued_end, self._creates_graph = None, None, False
+
+
+def _failed() -> None:
+    """In the place of the end of a backward that does not come to it."""
 
 
 def _current_device(device_type: str) -> torch.device:
