@@ -16,7 +16,12 @@ from hypothesis import settings
 
 from .ranks.harness import PRELOADED
 
-FRAMEWORKS = {"lightning": ["lightning"], "fabric": ["lightning"], "mmengine": ["mmengine", "mmengine.runner"]}
+FRAMEWORKS = {
+    "lightning": ["lightning", "shardwise.lightning"],
+    "fabric": ["lightning", "shardwise.fabric"],
+    "mmengine": ["mmengine", "mmengine.runner", "shardwise.mmengine"],
+    "transformers": ["transformers", "transformers.models.llama.modeling_llama"],
+}
 """What ranks import for tests of each adapter: once, before they are forked, since it takes seconds."""
 
 

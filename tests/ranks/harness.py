@@ -24,7 +24,16 @@ from typing import Any
 
 import pytest
 
-PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
+PRELOADED = [
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "torch.distributed.tensor.debug",
+    "shardwise",
+    "tests.ranks.truth",
+    __name__,  # which imports pytest
+]
 BACKEND = "gloo"
 START_LIMIT = 120.0
 TEST_LIMIT = 90.0

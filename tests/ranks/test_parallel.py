@@ -65,9 +65,14 @@ def assert_close(ours: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) 
         torch.testing.assert_close(ours[name], value, msg=lambda message, name=name: f"{name}: {message}")
 
 
-def make_mlp() -> nn.Module:
+def make_mlp(sizes: tuple[int, ...] = (8, 16, 12)) -> nn.Module:
     torch.manual_seed(3)
-    return MLP((8, 16, 12))
+    return MLP(sizes)
+
+
+def make_linear() -> nn.Module:
+    """Where each operator takes DTensor long."""
+    return make_mlp((8, 16))
 
 
 def tensor_parallel(mesh: DeviceMesh) -> nn.Module:
@@ -130,9 +135,9 @@ def test_sharded_placements_beside_tensor_parallelism_are_torchs() -> None:
         assert torch.equal(a.to_local(), b.to_local())
 
 
-def on_whole_mesh(mesh: DeviceMesh) -> nn.Module:
+def on_whole_mesh(mesh: DeviceMesh, make: Callable[[], nn.Module] = make_mlp) -> nn.Module:
     """Every parameter a DTensor on the whole mesh, replicated over all but the last axis."""
-    model = make_mlp()
+    model = make()
 
     def distribute(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         for key, parameter in module._parameters.items():
@@ -194,12 +199,12 @@ def test_axes_that_replicate_stay_apart(shards: bool) -> None:
     """Only axes that shard become one; torch leaves the others, and the parameters on the whole mesh."""
     mesh = init_device_mesh("cpu", (2, 1, 2, 1), mesh_dim_names=("pod", "host", "dp", "tp"))
     dims = named_axes(shard="dp", replicate=("pod", "host")) if shards else named_axes(replicate=("pod", "host", "dp"))
-    model = on_whole_mesh(mesh)
+    model = on_whole_mesh(mesh, make_linear)
     shardwise.fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
     bias: Any = model.layers[0].bias  # type: ignore[union-attr, index]
     assert bias.device_mesh == mesh
     assert bias.placements == (Replicate(), Replicate(), Shard(0) if shards else Replicate(), Replicate())
-    assert_close(train(model, dist.get_rank()), plain(make_mlp, dist.get_rank(), 4))
+    assert_close(train(model, dist.get_rank()), plain(make_linear, dist.get_rank(), 4))
 
 
 @on_ranks(4, preset=["zero1", "zero2", "zero3", "hsdp", "ddp"])

@@ -57,16 +57,27 @@ def whole_each(tensors: dict[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
     if len({tensor.device_mesh for tensor in cut.values()}) != 1:
         return {name: whole(tensor) for name, tensor in tensors.items()}
     mesh = next(iter(cut.values())).device_mesh
+    local = [tensor.to_local().detach() for tensor in cut.values()]
+    # As bytes of all of them: a tensor that is pickled by itself takes a tenth of a millisecond on each rank.
+    packed = torch.cat([part.flatten().view(torch.uint8) for part in local]).numpy()
     everyone: list[Any] = [None] * mesh.size()
-    dist.all_gather_object(everyone, [tensor.to_local().detach() for tensor in cut.values()], group=mesh.get_group())
+    dist.all_gather_object(everyone, (packed, [part.shape for part in local]), group=mesh.get_group())
     values = {}
-    for (name, tensor), *parts in zip(cut.items(), *everyone, strict=True):
+    for (name, tensor), *parts in zip(cut.items(), *(_unpacked(one, local) for one in everyone), strict=True):
         filled = [part for part in parts if part.numel()]
         values[name] = (
             torch.cat(filled, tensor.placements[0].dim) if filled else torch.empty(tensor.shape, dtype=tensor.dtype)
         )
         assert values[name].shape == tensor.shape
     return {name: values[name] if name in values else whole(tensor) for name, tensor in tensors.items()}
+
+
+def _unpacked(packed: tuple[Any, list[torch.Size]], like: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Another rank's parts, of the dtypes of this one's."""
+    flat, shapes = torch.from_numpy(packed[0]), packed[1]
+    sizes = [shape.numel() * part.element_size() for shape, part in zip(shapes, like, strict=True)]
+    parts = zip(flat.split(sizes), like, shapes, strict=True)
+    return [values.clone().view(part.dtype).view(shape) for values, part, shape in parts]
 
 
 def _is_cut_over_one_axis(tensor: torch.Tensor) -> bool:
