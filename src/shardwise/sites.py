@@ -59,15 +59,18 @@ def sites_by_tensor(modules: Iterable[nn.Module]) -> dict[int, list[Site]]:
 
 
 @contextmanager
-def before_sharding(modules: Iterable[nn.Module], tensors: Sequence[tuple[Site, torch.Tensor]]) -> Iterator[None]:
-    """Inside, ``modules`` have the classes that they had before `fully_shard`, and ``tensors`` are registered."""
+def before_sharding(modules: Iterable[nn.Module], tensors: list[tuple[Site, torch.Tensor]]) -> Iterator[None]:
+    """Inside, ``modules`` have the classes that they had before `fully_shard`, and ``tensors`` (emptied, so that those
+    go which are replaced inside) are registered."""
     classes = [(module, type(module)) for module in modules if isinstance(module, FSDPModule)]
     registered = [(site, site.get()) for site, _ in tensors]
     try:
         for module, kind in classes:
             cast(Any, module).__class__ = class_before_sharding(kind)
-        for site, tensor in tensors:
+        while tensors:
+            site, tensor = tensors.pop()
             site.put(tensor)
+            del tensor
         yield
     finally:
         for site, tensor in registered:

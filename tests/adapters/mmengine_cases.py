@@ -6,6 +6,7 @@ import copy
 import functools
 import os
 import re
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -184,7 +185,9 @@ def freezes_when_initialized(directory: Path) -> None:
     def freeze(model: Any) -> None:
         frozen = model.net[0] if dist.get_rank() == 0 else model.net[3]
         frozen.requires_grad_(False)
+        drawn = weakref.ref(frozen.weight)
         frozen.weight = nn.Parameter(torch.full_like(frozen.weight, 0.25), requires_grad=False)
+        assert drawn() is None, "a whole parameter that was replaced stays"
         model.net[2].load_state_dict(copy.deepcopy(model.net[2]).state_dict())
 
     wrapper = MMFullyShardedDataParallel(Restructured(freeze), auto_wrap_policy=LINEAR)
