@@ -85,7 +85,7 @@ def _serve(connection: Connection, rank: int, world_size: int, backend: str, mod
     import torch.distributed as dist
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear_what_dtensors_keep
 
-    from shardwise.core.comm import _worlds
+    from shardwise.core.posts import _worlds
 
     torch.set_num_threads(1)
     if not torch.cuda.is_available():

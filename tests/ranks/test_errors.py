@@ -31,6 +31,7 @@ from shardwise.checkpoint import sharded
 from shardwise.core.agreement import tell_failure
 from shardwise.core.comm import comm_for
 from shardwise.core.errors import StateError
+from shardwise.core.posts import failure_elsewhere, post, posted_by
 
 from ..models import MLP, Transformer, wrap
 from .harness import RankError, on_ranks, ranks
@@ -196,7 +197,7 @@ def test_what_is_told_hides_nothing() -> None:
             model(torch.ones(2, WIDTH))
         assert caught.value is unlucky.error
         dist.barrier()
-        assert is_first or comm.failure_elsewhere() == (0, f"in the forward of unit '1': {told}")
+        assert is_first or failure_elsewhere(comm) == (0, f"in the forward of unit '1': {told}")
         dist.barrier()
 
 
@@ -311,7 +312,7 @@ def test_what_failed_before_ranks_communicated_again_is_not_told() -> None:
 
     def told_elsewhere() -> Any:
         dist.barrier()
-        found = comm.failure_elsewhere()
+        found = failure_elsewhere(comm)
         dist.barrier()
         return found
 
@@ -375,7 +376,7 @@ def test_posts_over_ranks_that_are_connected_again_have_other_numbers() -> None:
         for _ in range(2):
             group = dist.new_group([0], use_local_synchronization=True)
             names.append(group.group_name)
-            numbers.append(comm_for(group, torch.device("cpu")).post(""))
+            numbers.append(post(comm_for(group, torch.device("cpu")), ""))
             dist.destroy_process_group(group)
     if torch.__version__ < "2.15":  # whose groups have other names each time, and so other places for their posts
         assert len({*names}) == 1
@@ -389,11 +390,11 @@ def test_models_on_two_devices_of_one_group() -> None:
     assert world is not None
     host, other = comm_for(world, torch.device("cpu")), comm_for(world, torch.device("cuda"))
     if not dist.get_rank():
-        assert host.post("the host's") != other.post("the other's")
+        assert post(host, "the host's") != post(other, "the other's")
     dist.barrier()
     if dist.get_rank():
-        assert host.posted_by(0, host.post("")) == "the host's"
-        assert other.posted_by(0, other.post("")) == "the other's"
+        assert posted_by(host, 0, post(host, "")) == "the host's"
+        assert posted_by(other, 0, post(other, "")) == "the other's"
 
 
 VERBS: dict[str, Callable[[Any, str], object]] = {
@@ -460,11 +461,11 @@ def test_what_failed_before_ranks_did_a_verb_together_is_not_told() -> None:
     for verb in ("computing the norm of the gradients", "gathering the full state dict"):
         tell_failure(f"no luck on {dist.get_rank()}", [comm])
         dist.barrier()
-        assert comm.failure_elsewhere() == (1 - dist.get_rank(), f"no luck on {1 - dist.get_rank()}")
+        assert failure_elsewhere(comm) == (1 - dist.get_rank(), f"no luck on {1 - dist.get_rank()}")
         dist.barrier()
         VERBS[verb](model, "")
         dist.barrier()
-        assert comm.failure_elsewhere() is None
+        assert failure_elsewhere(comm) is None
         dist.barrier()
 
 
@@ -478,7 +479,7 @@ def test_what_failed_is_told_while_a_checkpoint_is_saved_beside() -> None:
         shardwise.save(path, model=model, async_=True)
         shardwise.wait()
     dist.barrier()
-    assert comm.failure_elsewhere() == (1 - dist.get_rank(), told[1])
+    assert failure_elsewhere(comm) == (1 - dist.get_rank(), told[1])
     dist.barrier()
 
 

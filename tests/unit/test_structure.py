@@ -27,6 +27,7 @@ ORDER = [
     "core.lanes",
     "core.tree",
     "core.comm",
+    "core.posts",
     "core.agreement",
     "core.mesh",
     "core.model_parallel",

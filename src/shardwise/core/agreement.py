@@ -21,6 +21,7 @@ import torch
 from .comm import Comm, failed_peer
 from .device import local_of
 from .errors import StateError, explain
+from .posts import failure_elsewhere, post, post_failure, posted_by
 
 if TYPE_CHECKING:
     from .group import ParamGroup
@@ -62,7 +63,7 @@ def check_alike(sharing: Iterable[tuple[Comm, ParamGroup]]) -> None:
         signed = [(_signature(group), _described(group)) for group in members]
         counts = Counter(signature for signature, _ in signed)
         # Their order says nothing: ranks may have wrapped units in any.
-        number = comm.post(" ".join(sorted(counts.elements())))
+        number = post(comm, " ".join(sorted(counts.elements())))
         _posted[comm] = number, counts, dict(signed)
         if text := _difference(comm):
             raise StateError(text)
@@ -151,7 +152,7 @@ def tell_failure(text: str, comms: Iterable[Comm]) -> None:
     """Let other ranks that fail later, of those of ``comms``, tell how this one did."""
     for comm in comms:
         if comm.size > 1:
-            comm.tell_failure(text)
+            post_failure(comm, text)
             _failed.add(comm)
 
 
@@ -160,11 +161,11 @@ def forget_failures(comms: Iterable[Comm]) -> None:
     for comm in comms if _failed else ():
         if comm in _failed:
             _failed.discard(comm)
-            comm.tell_failure("")
+            post_failure(comm, "")
 
 
 def _failure_elsewhere(comm: Comm, when: str = "before that") -> str:
-    if comm.size == 1 or (found := comm.failure_elsewhere()) is None:
+    if comm.size == 1 or (found := failure_elsewhere(comm)) is None:
         return ""
     rank, text = found
     return f"rank {rank} failed {when}, {text}"
@@ -176,7 +177,7 @@ def _difference(comm: Comm) -> str:
         return ""
     number, counts, descriptions = _posted[comm]
     for neighbor in sorted({(comm.rank + step) % comm.size for step in (-1, 1)} - {comm.rank}):
-        posted = comm.posted_by(neighbor, number)
+        posted = posted_by(comm, neighbor, number)
         if posted is None or (theirs := Counter(posted.split())) == counts:
             continue
         own, rank = comm.global_rank(comm.rank), comm.global_rank(neighbor)

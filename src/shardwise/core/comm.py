@@ -13,7 +13,6 @@ import contextlib
 import functools
 import hashlib
 import math
-import os
 import sys
 import threading
 import time
@@ -31,7 +30,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import distributed_c10d
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .device import unrecorded
@@ -58,12 +57,6 @@ _public_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_singl
 _comms: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Comm]] = weakref.WeakKeyDictionary()
 _groups_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 """How many groups `new_group_of` has made of the same ranks, by the default group of that time."""
-_posts: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
-"""How often this process has posted in each place, by the default group of that time: a process group that is made
-again may have the name of the one before, and one with two backends has a `Comm` for each."""
-_worlds: Counter[str] = Counter()
-"""In how many default groups this process has posted in each place: the store of the next may be that of the last, and
-have its posts still."""
 
 
 class _Done:
@@ -164,8 +157,6 @@ class Comm:
     is_asynchronous = False
     """Whether collectives run beside the current stream, and not on it, which on an accelerator is that of a `Lane` and
     has a higher priority than NCCL's own."""
-    _told = ""
-    """How this rank failed, as far as `tell_failure` knows."""
 
     def __init__(self, group: dist.ProcessGroup):
         # Weak, since the group is the key by which this object is found; the mesh keeps it alive.
@@ -242,52 +233,6 @@ class Comm:
         elif self.rank == target:
             dist.recv(tensor, group=self.group, group_src=source)
 
-    def post(self, text: str) -> str:
-        """Let the other ranks read ``text``, and wait for none of them; gives its number, the same on all ranks that
-        post as often, and empty if it cannot be read."""
-        with contextlib.suppress(*NO_STORE):
-            store, place = self._store()
-            assert dist.group.WORLD is not None
-            posts = _posts.setdefault(dist.group.WORLD, Counter())
-            _worlds[place] = _world(place)
-            posts[place] += 1
-            number = f"{_worlds[place]}.{posts[place]}"
-            store.set(f"{number}/{self.rank}", text)
-            return number
-        return ""
-
-    def posted_by(self, rank: int, number: str) -> str | None:
-        """What ``rank`` has posted under ``number``; None if it has not yet, or nobody can tell."""
-        key = f"{number}/{rank}"
-        with contextlib.suppress(*NO_STORE):
-            store, _ = self._store()
-            if store.check([key]):
-                return store.get(key).decode() or None  # torch 2.15's store of fake groups has all keys, without values
-        return None
-
-    def tell_failure(self, text: str) -> None:
-        """Let `failure_elsewhere` of the other ranks find that this one failed, how ``text`` says; empty once it is
-        over."""
-        text = text.encode(errors="replace").decode()  # messages have names of files, which need not be text
-        if text == self._told:
-            return
-        self._told = text
-        with contextlib.suppress(*NO_STORE):
-            store, place = self._store()
-            store.set(f"{_world(place)}.failed/{self.rank}", text)
-
-    def failure_elsewhere(self) -> tuple[int, str] | None:
-        """Another rank that has told that it failed, by its number in the default group, and how; None if none has.
-
-        Not one that failed as this one did: exceptions that end forward on purpose are raised on all ranks.
-        """
-        with contextlib.suppress(*NO_STORE):
-            number = f"{_world(self._store()[1])}.failed"
-            for rank in range(self.size):
-                if rank != self.rank and (text := self.posted_by(rank, number)) and text != self._told:
-                    return self.global_rank(rank), text
-        return None
-
     def global_rank(self, rank: int) -> int:
         """Number of ``rank`` in the default group."""
         return dist.get_global_rank(self.group, rank)
@@ -297,16 +242,6 @@ class Comm:
         with contextlib.suppress(*NO_STORE):
             return self.global_rank(rank)
         return None
-
-    def _store(self) -> tuple[PrefixStore, str]:
-        """Where these ranks post, and no others, and what that is called."""
-        group, store = self.group, dist.distributed_c10d._get_default_store()
-        if _is_deleted(store):
-            raise StateError("the file by which the ranks have met is gone")
-        # Other ranks may have had a group of this name, in another world.
-        described = f"{group.group_name} {dist.get_process_group_ranks(group)}"
-        place = hashlib.sha1(described.encode(), usedforsecurity=False).hexdigest()
-        return PrefixStore(f"shardwise/{place}", store), place
 
     def gather_objects(self, value: Any) -> list[Any]:
         """What every rank passed, in rank order; pickled, so for small things."""
@@ -506,20 +441,6 @@ class PythonComm(Comm):
         return self.all_reduce(tensor, mean=False)  # the group for threads has no other sum
 
 
-def _world(place: str) -> int:
-    """The number of the default group among those in which this process has posted, or will, in ``place``."""
-    assert dist.group.WORLD is not None
-    return _worlds[place] + (place not in _posts.get(dist.group.WORLD, ()))
-
-
-def _is_deleted(store: Any) -> bool:
-    """Whether ``store`` is a file that is gone: it would wait for that, as if a rank had yet to come."""
-    while (wrapped := getattr(store, "underlying_store", None)) is not None:
-        store = wrapped
-    path = getattr(store, "path", None)
-    return path is not None and not os.path.exists(path)
-
-
 @functools.cache
 def _digest(*described: object) -> int:
     return zlib.crc32(repr(described).encode()) % 2**16
@@ -673,10 +594,15 @@ def connect(world: dist.ProcessGroup) -> dist.ProcessGroupGloo:
     """gloo connections between the ranks of a process group, which outlive it; with its time limit. A collective."""
     name = [uuid.uuid4().hex]
     dist.broadcast_object_list(name, group=world, group_src=0)
-    store = PrefixStore(name[0], dist.distributed_c10d._get_default_store())
+    store = PrefixStore(name[0], default_store())
     _let_gloo_finish_before_exit()
     timeout = _time_limit(world) or dist.constants.default_pg_timeout
     return dist.ProcessGroupGloo(store, world.rank(), world.size(), timeout)
+
+
+def default_store() -> Store:
+    """That by which the ranks of the default group have met."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def _time_limit(group: dist.ProcessGroup) -> timedelta | None:
