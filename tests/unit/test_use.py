@@ -25,8 +25,9 @@ from torch.distributed.tensor import DTensor, Shard
 import shardwise
 from shardwise import FSDPCommContext, Placements, fully_shard
 from shardwise.adapters.wrapping import show_shards
+from shardwise.core import posts
 from shardwise.core.agreement import explain_failure
-from shardwise.core.comm import Comm, _Message, comm_for, failed_peer
+from shardwise.core.comm import _Message, comm_for, failed_peer
 from shardwise.core.errors import StateError
 from shardwise.core.lanes import current_world
 from shardwise.core.module import unit_of
@@ -510,7 +511,7 @@ class EveryKeyWithoutValues:
 
 
 def test_what_nobody_posted_is_no_difference(fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Comm, "_store", lambda comm: (EveryKeyWithoutValues(), "here"))
+    monkeypatch.setattr(posts, "_store", lambda comm: (EveryKeyWithoutValues(), "here"))
     model = MLP()
     fully_shard(model, mesh=fake_mesh(2, 2))
     model(inputs_for(model, 0)).sum().backward()
