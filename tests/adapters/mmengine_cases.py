@@ -29,6 +29,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 
+from bench.contenders import IS_NEWER
 from shardwise import clip_grad_norm_
 from shardwise.core.errors import StateError
 from shardwise.core.module import unit_of
@@ -851,7 +852,7 @@ TWO = (
     freezes_when_initialized,
     keeps_its_structure_when_initialized,
     initializes_after_a_failure,
-    initializes_as_a_part,
+    *((initializes_as_a_part,) if IS_NEWER else ()),  # MMEngine compares DTensors, which those of torch 2.11 cannot
     compiles,
     frozen_units,
     augments_tests,
