@@ -21,7 +21,7 @@ import torch
 from .comm import Comm, failed_peer
 from .device import local_of
 from .errors import StateError, explain
-from .posts import failure_elsewhere, post, post_failure, posted_by
+from .posts import failure_elsewhere, post, post_failure, posted_by, told_failures
 
 if TYPE_CHECKING:
     from .group import ParamGroup
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 
 _posted: weakref.WeakKeyDictionary[Comm, tuple[str, Counter[str], dict[str, str]]] = weakref.WeakKeyDictionary()
 """What was posted last over these ranks: its number, signatures, and what to call a unit with such a signature."""
-
-_failed: weakref.WeakSet[Comm] = weakref.WeakSet()
-"""Over which this rank has told a failure that others may wait because of."""
 
 _verb: ContextVar[tuple[object, ...]] = ContextVar("_verb", default=())
 """What `doing` was given."""
@@ -123,7 +120,7 @@ def explain_failure(error: RuntimeError, what: str, *comms: Comm, rule: str = UN
     causes = (cause(comm) for cause in (_difference, _failure_elsewhere) for comm in comms)
     found = next(filter(None, causes), "")
     if not found:
-        untold = [comm for comm in comms if comm not in _failed]
+        untold = [comm for comm in comms if comm not in told_failures]
         tell_failure(f"while {what}: {rule}", untold)
         # Of ranks that wait for each other, and so fail together, the last to tell finds the first.
         found = next(filter(None, (_failure_elsewhere(comm, "at the same time") for comm in comms)), "")
@@ -153,15 +150,12 @@ def tell_failure(text: str, comms: Iterable[Comm]) -> None:
     for comm in comms:
         if comm.size > 1:
             post_failure(comm, text)
-            _failed.add(comm)
 
 
 def forget_failures(comms: Iterable[Comm]) -> None:
     """The ranks of ``comms`` have communicated since this one failed, if it did: none of them waits because of that."""
-    for comm in comms if _failed else ():
-        if comm in _failed:
-            _failed.discard(comm)
-            post_failure(comm, "")
+    for comm in comms if told_failures else ():
+        post_failure(comm, "")
 
 
 def _failure_elsewhere(comm: Comm, when: str = "before that") -> str:

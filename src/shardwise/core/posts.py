@@ -21,8 +21,8 @@ again may have the name of the one before, and one with two backends has a `Comm
 _worlds: Counter[str] = Counter()
 """In how many default groups this process has posted in each place: the store of the next may be that of the last, and
 have its posts still."""
-_told: weakref.WeakKeyDictionary[Comm, str] = weakref.WeakKeyDictionary()
-"""How this rank failed, as far as `post_failure` knows."""
+told_failures: weakref.WeakKeyDictionary[Comm, str] = weakref.WeakKeyDictionary()
+"""How this rank failed, by the ranks that it has told so and that may wait because of it."""
 
 
 def post(comm: Comm, text: str) -> str:
@@ -54,9 +54,12 @@ def post_failure(comm: Comm, text: str) -> None:
     """Let `failure_elsewhere` of the other ranks find that this one failed, how ``text`` says; empty once it is
     over."""
     text = text.encode(errors="replace").decode()  # messages have names of files, which need not be text
-    if text == _told.get(comm, ""):
+    if text == told_failures.get(comm, ""):
         return
-    _told[comm] = text
+    if text:
+        told_failures[comm] = text
+    else:
+        del told_failures[comm]
     with contextlib.suppress(*NO_STORE):
         store, place = _store(comm)
         store.set(f"{_world(place)}.failed/{comm.rank}", text)
@@ -67,7 +70,7 @@ def failure_elsewhere(comm: Comm) -> tuple[int, str] | None:
 
     Not one that failed as this one did: exceptions that end forward on purpose are raised on all ranks.
     """
-    told = _told.get(comm, "")
+    told = told_failures.get(comm, "")
     with contextlib.suppress(*NO_STORE):
         number = f"{_world(_store(comm)[1])}.failed"
         for rank in range(comm.size):
