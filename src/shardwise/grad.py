@@ -7,6 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -72,13 +73,14 @@ def clip_grad_norm_(
         pipeline, on meshes of their own, each have their own.
 
     Raises:
+        TypeError: if ``parameters`` are something else, such as a module or pairs with names.
         ValueError: if a gradient is still a partial sum; naming two parameters, if they lie on different meshes and no
             mesh has the ranks of all.
         RuntimeError: if ``error_if_nonfinite`` and the norm is not finite.
     """
     # Strings too, as torch takes them: "inf", and what YAML makes of 1e-3. Before ranks communicate.
     max_norm, norm_type = float(max_norm), float(norm_type)
-    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    parameters = _listed(parameters)
     refuse_flat(parameters, "clip_grad_norm_")
     with without_torch_function():
         sharded = [*map(_sharded_of, parameters)]
@@ -97,6 +99,18 @@ def clip_grad_norm_(
         )
     scale_to_norm(gradients, norm, max_norm, foreach=foreach is not False)
     return norm
+
+
+def _listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    is_one = isinstance(parameters, torch.Tensor) or not isinstance(parameters, Iterable)
+    listed: list[Any] = [parameters] if is_one else [*parameters]
+    for one in listed:
+        if not isinstance(one, torch.Tensor):
+            raise TypeError(
+                "clip_grad_norm_: parameters must be a tensor or several, such as model.parameters(), and a "
+                f"{type(one).__name__} is none"
+            )
+    return listed
 
 
 def _sharded_of(parameter: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import register_fsdp_forward_method as torch_register_forward_method
 from torch.distributed.tensor import DTensor, Shard
@@ -27,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise.core import comm as comm_module
+from shardwise.core.errors import StateError
 
 from ..models import MLP, Stack, Transformer, wrap
 from ..needs import needs_compiled_steps
@@ -585,6 +587,49 @@ def input_gradient(model: nn.Module, step: int, rank: int) -> torch.Tensor:
 @on_ranks(2, reshard=[True, False])
 def test_torch_autograd_grad(reshard: bool) -> None:
     check(lambda: stack(Layer(), Layer()), input_gradient, reshard_after_forward=reshard)
+
+
+def onto_some(taken: str) -> Iteration:
+    """Leaves gradients at other parameters in each step, of which some are the root's; ``taken`` from the model before
+    forward or after it."""
+
+    def run(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        parameters = list(model.parameters())
+        loss = model(batch(step, rank, 4, WIDTH)).square().mean()
+        if taken == "after":
+            parameters = list(model.parameters())
+        loss.backward(inputs=parameters if step == 0 else parameters[step % 2 :: 3])
+        return loss
+
+    return run
+
+
+@on_ranks(1, 2, 3, preset=["zero3", "zero2", "zero1", "ddp"], taken=["before", "after"])
+def test_backward_onto_parameters_that_are_named(preset: str, taken: str) -> None:
+    """FSDP2 leaves none at sharded ones."""
+    check(lambda: stack(Layer(), Layer()), onto_some(taken), steps=4, against_torch=False, placements=preset)
+
+
+@on_ranks(2, offload=[True, False])
+def test_backward_onto_parameters_that_stay_gathered(offload: bool) -> None:
+    options: Any = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload else {}
+    check(lambda: stack(Layer(), Layer()), onto_some("after"), steps=4, reshard_after_forward=False, **options)
+
+
+@on_ranks(2)
+def test_backward_onto_what_forward_does_not_compute_with() -> None:
+    plain = Layer()
+    model = shardwise.fully_shard(copy.deepcopy(plain))
+    (model.linear.weight.square().sum() + model.gate.sum()).backward(inputs=[model.linear.weight])
+    assert model.gate.grad is None
+    torch.testing.assert_close(whole(model.linear.weight.grad), 2 * plain.linear.weight.detach())
+    model.gate.requires_grad_(False)
+    frozen = model.gate
+    with pytest.raises(RuntimeError, match="not require grad"):
+        model(torch.ones(2, WIDTH)).sum().backward(inputs=[frozen])
+    replaced = plain.gate
+    with pytest.raises(StateError, match="'gate' as it was before fully_shard"):
+        shardwise.fully_shard(plain)(torch.ones(2, WIDTH)).sum().backward(inputs=[replaced])
 
 
 class ChecksPlainParameters(nn.Module):

@@ -8,7 +8,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 from torch.distributed.tensor import DTensor
 
 import shardwise
@@ -36,14 +42,16 @@ def train(verb: Any, schedule_class: Any, *, shares: bool = False) -> tuple[list
     """Losses (on the rank of the last stage) and whole parameters of this rank's stages after three steps."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     group = mesh["pp"].get_group()
-    per_rank = 2 if schedule_class is ScheduleInterleaved1F1B else 1
+    per_rank = 2 if schedule_class in (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble) else 1
+    # It takes the gradients of weights apart, from the parameters that are registered where backward begins.
+    options = {"reshard_after_forward": False} if schedule_class is ScheduleInterleavedZeroBubble else {}
     stages, stage_count = [], 2 * per_rank
     for index in range(mesh["pp"].get_local_rank(), stage_count, 2):
         torch.manual_seed(index)
         part = Part()
         for layer in part.layers:
-            verb(layer, mesh=mesh["dp"])
-        verb(part, mesh=mesh["dp"])
+            verb(layer, mesh=mesh["dp"], **options)
+        verb(part, mesh=mesh["dp"], **options)
         stages.append(PipelineStage(part, index, stage_count, torch.device("cpu"), group=group))
     if shares:
         shardwise.share_comm_ctx([stage.submod for stage in stages])
@@ -63,13 +71,22 @@ def train(verb: Any, schedule_class: Any, *, shares: bool = False) -> tuple[list
     return losses, [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in parameters]
 
 
-@on_ranks(4, schedule_class=[ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B])
+@on_ranks(4, schedule_class=[ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble])
 def test_stages_train_as_with_torch(schedule_class: Any) -> None:
     theirs, ours = train(torch_fully_shard, schedule_class), train(shardwise.fully_shard, schedule_class)
     for expected, found in zip(theirs, ours, strict=True):
         assert len(expected) == len(found)
         for one, other in zip(expected, found, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@on_ranks(4)
+def test_a_schedule_that_takes_gradients_of_weights_apart() -> None:
+    """All stages train, as with gradients that are taken at once."""
+    each = [train(shardwise.fully_shard, one) for one in (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble)]
+    for expected, found in zip(*each, strict=True):
+        for one, other in zip(expected, found, strict=True):
+            torch.testing.assert_close(one, other)
 
 
 @on_ranks(4)

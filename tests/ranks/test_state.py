@@ -396,6 +396,55 @@ def test_what_cannot_replace_a_parameter_is_named() -> None:
         model(x)
 
 
+@on_ranks(2, preset=["zero3", "zero2", "zero1", "ddp"])
+def test_functional_call_while_gathered(preset: str) -> None:
+    """With other weights, as of an average: they are used each time, and stay what they are."""
+    plain, call, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.func.functional_call, torch.ones(1, 4)
+    model: Any = shardwise.fully_shard(copy.deepcopy(plain), placements=preset)
+    for step in range(2):
+        given = {name: torch.full_like(value, 0.1 + step) for name, value in plain.named_parameters()}
+        own, trained = dict(given), {name: value.clone().requires_grad_() for name, value in given.items()}
+        with torch.no_grad():
+            model.unshard()
+            for _ in range(3):
+                torch.testing.assert_close(call(model, given, x), call(plain, given, x))
+                assert all(given[name] is value for name, value in own.items())
+            torch.testing.assert_close(model(x), plain(x))
+        model.unshard()
+        loss = model(x).square().sum()
+        model.unshard()
+        found = [torch.autograd.grad(call(one, trained, x).sum(), [*trained.values()]) for one in (model, plain)]
+        for ours, truth in zip(*found, strict=True):
+            torch.testing.assert_close(ours, truth)
+        loss.backward()
+        plain(x).square().sum().backward()
+        for one in (model, plain):
+            torch.optim.SGD(one.parameters(), lr=0.1).step()
+            one.zero_grad()
+        model.reshard()
+        for name, value in state_of(model).items():
+            torch.testing.assert_close(value, plain.get_parameter(name).detach())
+
+
+@on_ranks(2)
+def test_what_replaces_a_gathered_parameter_is_used_or_named() -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for one in (*model, model):
+        shardwise.fully_shard(one, reshard_after_forward=False)
+    x, own = torch.ones(1, 4), list(model.parameters())
+    with torch.no_grad():
+        model(x)
+        model[1].weight, model[1].bias = nn.Parameter(torch.zeros(4, 4)), nn.Parameter(torch.ones(4))
+        assert torch.equal(model(x), x)
+    with pytest.raises(StateError, match=r"'1\.weight' .* was replaced by a Parameter while it was gathered"):
+        model(x).sum().backward()
+    model.reset_iter_state()
+    with torch.no_grad():
+        own[-1].zero_()
+        with pytest.raises(StateError, match=r"'1\.weight' .* was replaced by a Parameter while it was gathered"):
+            model(x)
+
+
 @on_ranks(2)
 def test_modules_may_go() -> None:
     mesh = init_device_mesh("cpu", (2,))

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import shardwise
 from shardwise import CheckpointError, fully_shard
+from shardwise.optim import flat
 
 from ..models import MLP, inputs_for, wrap
 from ..needs import needs_named_axes
@@ -55,6 +56,42 @@ def test_a_stream_for_the_hook_of_what_is_replicated(fake_mesh: Mesh) -> None:
     model: Any = fully_shard(MLP(), mesh=fake_mesh(2, 2))
     with pytest.raises(ValueError, match=r"unit .* all-reduces by itself: the hook runs in that stream"):
         model.set_all_reduce_hook(lambda tensor: None, stream=SimpleNamespace(device=torch.device("cpu")))
+
+
+def test_the_norm_of_what_are_no_tensors(fake_mesh: Mesh) -> None:
+    model = fully_shard(MLP(), mesh=fake_mesh(2))
+    kinds = {"str": dict(model.named_parameters()), "tuple": model.named_parameters(), "NoneType": None}
+    for kind, given in {**kinds, type(model).__name__: model}.items():
+        with pytest.raises(TypeError, match=rf"parameters must be a tensor or several, .* and a {kind} is none"):
+            shardwise.clip_grad_norm_(given, 1.0)  # type: ignore[arg-type]
+
+
+def test_a_flat_optimizer_of_a_parameter_that_is_there_twice(fake_mesh: Mesh) -> None:
+    model = fully_shard(MLP(), mesh=fake_mesh(2))
+    first, *rest = model.parameters()
+    with pytest.warns(UserWarning, match="duplicate"), pytest.raises(ValueError, match=r"'layers\.0\.weight' is twice"):
+        flat(torch.optim.SGD, [first, *rest, first])
+    optimizer = flat(torch.optim.SGD, [first, *rest], lr=0.1)
+    optimizer.param_groups[0]["params"].append(first)
+    model(torch.ones(1, first.shape[1])).sum().backward()
+    with pytest.raises(ValueError, match=r"'layers\.0\.weight' is twice"):
+        optimizer.step()
+    del optimizer.param_groups[0]["params"][-1]
+    optimizer.step()
+    with pytest.raises(TypeError, match=r"flat\(elementwise='yes'\)"):
+        flat(torch.optim.SGD, rest, elementwise="yes")  # type: ignore[arg-type]
+
+
+def test_a_gathered_parameter_that_a_sharded_one_is_written_to(fake_mesh: Mesh) -> None:
+    mesh = fake_mesh(2)
+    teacher, student = (fully_shard(nn.Linear(4, 4), mesh=mesh) for _ in range(2))
+    teacher.unshard()
+    with torch.no_grad():
+        for write in (lambda to, by: to.lerp_(by, 0.5), lambda to, by: to.copy_(by)):
+            with pytest.raises(RuntimeError, match=r"writes to parameter 'weight' of unit .* while it is gathered"):
+                write(teacher.weight, student.weight)
+        teacher.reshard()
+        teacher.weight.lerp_(student.weight, 0.5)  # type: ignore[arg-type]
 
 
 def test_the_norm_of_gradients_that_are_not_reduced(fake_mesh: Mesh) -> None:

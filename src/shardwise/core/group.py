@@ -25,6 +25,7 @@ from .device import (
     unwrapped,
     without_torch_function,
 )
+from .errors import StateError
 from .lanes import Lane, Lease, Ticket, Waitable
 from .mesh import DataParallelMesh, DataParallelRanks
 from .parameter import make_sharded_parameter, mark_replaced, remember_successor
@@ -188,6 +189,7 @@ class ParamGroup:
                 return
             # Kept since before the optimizer changed the shards.
             self.reshard()
+            self.refuse_replaced()
         elif self.state is ShardState.RESHARDED and not for_backward and self._may_differ(lane):
             self.reshard()  # cut from what was gathered before
         if self.state is ShardState.SHARDED and not for_backward and not self.shards.is_adopted:
@@ -199,6 +201,21 @@ class ParamGroup:
             self._drop_resharded()
         self.shards.check_materialized()
         self._submit_gather(lane, ahead)
+
+    def refuse_replaced(self, by: type[torch.Tensor] = torch.Tensor) -> None:
+        """
+        Raises:
+            StateError: if the unsharded parameters could not be resharded, since others are registered in their place,
+                of class ``by``.
+        """
+        if self.is_unsharded and (found := self.shards.replaced()) is not None and isinstance(found[1], by):
+            name, other = found
+            raise StateError(
+                f"parameter {name!r} of unit {self.name!r} was replaced by a {type(other).__name__} while it was "
+                "gathered, which is neither gathered nor reduced: replace it before fully_shard, or write its values "
+                "into the sharded one (for torch.func.functional_call, which replaces for one forward, call unshard() "
+                "after the optimizer's step)"
+            )
 
     def has_to_gather(self, lane: Lane) -> bool:
         """Whether the next forward gathers, on ``lane``."""
@@ -338,10 +355,14 @@ class ParamGroup:
             after_forward: reshard to the smaller world, where the policy has one.
             keep: do not free the gathered ones, nor what was cut over the smaller world; the next `unshard` gathers
                 from the shards only if those were written. Frees them all the same where writes may go unnoticed.
+
+        Does nothing while others have registered something in place of the unsharded parameters.
         """
         keep = keep and self.shards.sees_writes
         if self._gather is not None:
             self.wait_for_unshard()
+        if self.is_unsharded and self.shards.replaced() is not None:
+            return  # by `torch.func.functional_call`, which gives its caller what is registered, and puts these back
         if after_forward and self.policy.reshard_to is not None and self.is_unsharded:
             self._reshard_to(self.policy.reshard_to)
             return

@@ -538,6 +538,8 @@ class Unit:
     def _reshard_after_backward(self, group: ParamGroup) -> None:
         if group.options.reshard_after_backward:
             group.reshard()
+            if not self.runs_forward:  # where it does, `torch.func.functional_call` may have yet to put them back
+                group.refuse_replaced(by=nn.Parameter)
 
     def _reduce_group(self, group: ParamGroup) -> None:
         if not self.reduces(group):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
@@ -133,6 +134,8 @@ class ShardedParameter(TracedParameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (effect := _effects.get(func)) is None:
             effect = _effects[func] = _effect_of(func)
+        if effect is _Effect.TRAINS and _sharded_in(inputs := kwargs["inputs"] or ()):
+            return func(*args, **{**kwargs, "inputs": [leaf for one in inputs for leaf in _leaves_of(one)]})
         if effect is _Effect.WRITES:
             # Optimizers write parameter by parameter.
             alone = bool(args) and isinstance(args[0], ShardedParameter)
@@ -155,6 +158,8 @@ class ShardedParameter(TracedParameter):
                 raise StateError(_not_in_graph(_sharded_in((args, kwargs)))) from error
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
+            if args and (message := _writes_gathered(func.__name__, args[0])) is not None:
+                raise StateError(message) from error
             writes_sharded = bool(args) and bool(_sharded_in(args[0]))
             message = _used_while_sharded(func.__name__, writes_sharded, _sharded_in((args, kwargs)))
             raise StateError(message) from error
@@ -207,6 +212,8 @@ class _Effect(Enum):
     ALIASES = auto()
     REPLACES = auto()
     VIEWS = auto()
+    TRAINS = auto()
+    """Leaves gradients at some of its arguments."""
 
 
 _VIEWS = {
@@ -224,6 +231,8 @@ def _effect_of(func: Any) -> _Effect:
         return _Effect.ALIASES
     if func == _SET_DATA:
         return _Effect.REPLACES
+    if func is torch.autograd.backward:
+        return _Effect.TRAINS
     name: str = func.__name__
     if name in _VIEWS or func in _TRANSPOSES:
         return _Effect.VIEWS
@@ -254,6 +263,24 @@ def _sharded_in(value: Any) -> list[ShardedParameter]:
     return [tensor for tensor in tensors_in(value) if isinstance(tensor, ShardedParameter)]
 
 
+def _leaves_of(value: Any) -> list[Any]:
+    """Where a backward that is asked for the gradient of ``value`` leaves it: for a sharded parameter also at the
+    unsharded one that forward computes with, whose gradients are reduced."""
+    if not isinstance(value, ShardedParameter):
+        return [value]
+    faces = [face for face in _faces_of(value) if face.requires_grad]
+    # Edges, which have no class that would be asked again.
+    return [*map(get_gradient_edge, faces), get_gradient_edge(value)]
+
+
+def _faces_of(parameter: torch.Tensor) -> Sequence[torch.Tensor]:
+    if (owner := owner_of(parameter)) is None:
+        return ()
+    slots: list[Any] = [slot for slot in owner.slots if slot.sharded is parameter]
+    _, cut_anew = _owner_and_slot_of(parameter)  # over a smaller world
+    return [face for slot in slots or [cut_anew] if slot is not None for face in slot.faces]
+
+
 def _used_while_sharded(operator: str, writes_sharded: bool, parameters: Sequence[ShardedParameter]) -> str:
     for parameter in parameters:
         if (owner := owner_of(parameter)) is None:
@@ -277,6 +304,20 @@ def _used_while_sharded(operator: str, writes_sharded: bool, parameters: Sequenc
             )
         return message
     return "a sharded parameter, whose unit no longer exists, was mixed with plain tensors"
+
+
+def _writes_gathered(operator: str, target: Any) -> str | None:
+    """What is wrong where ``operator``, which is given a sharded parameter, writes to an unsharded one."""
+    if operator[-1] != "_" or operator[-2:] == "__":
+        return None
+    for one in tensors_in(target):
+        owner, slot = _owner_and_slot_of(one)
+        if slot is not None and any(face is one for face in slot.faces):
+            return (
+                f"{operator} writes to parameter {slot.name!r} of unit {owner.unit_name!r} while it is gathered, and "
+                "is given a sharded parameter: call reshard() on that unit before, and write to its sharded parameters"
+            )
+    return None
 
 
 def _not_in_graph(parameters: Sequence[ShardedParameter]) -> str:
@@ -421,6 +462,8 @@ class ReplacedParameter(nn.Parameter):
     @classmethod
     @untraced
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _effect_of(func) is _Effect.TRAINS:
+            _refuse_to_train(tensors_in((kwargs or {})["inputs"]))
         if func.__name__ not in _WITHOUT_VALUES and (func.__name__ != "__get__" or func == _DATA):
             for parameter in tensors_in((args, kwargs)):
                 _refuse_outdated(parameter, func.__name__)
@@ -449,6 +492,15 @@ def _refuse_outdated(parameter: torch.Tensor, operator: str) -> None:
             "sharded one has been written since: take the parameters from the model after fully_shard, or clone "
             "this one before if its old values are meant"
         )
+
+
+def _refuse_to_train(parameters: Iterable[torch.Tensor]) -> None:
+    for parameter in parameters:
+        if type(parameter) is ReplacedParameter and (name := name_of_replaced(parameter)) is not None:
+            raise StateError(
+                f"backward was asked for the gradient of parameter {name!r} as it was before fully_shard replaced it: "
+                "take the parameters from the model after fully_shard"
+            )
 
 
 def retire(original: nn.Parameter) -> None:

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from itertools import repeat
 from operator import attrgetter, is_
+from typing import Any
 
 import torch
 from torch import nn
@@ -119,6 +120,10 @@ class Shards(ABC):
     @abstractmethod
     def put_unsharded(self) -> None:
         """Register the unsharded faces, which require gradients where the sharded ones do."""
+
+    def replaced(self) -> tuple[str, Any] | None:
+        """While the unsharded faces are registered: the name of one in whose place something else is, and that."""
+        return None
 
     @abstractmethod
     def agree_on_gradients(self) -> None:
@@ -422,6 +427,14 @@ class ParameterShards(Shards):
         for registry, name, _, unsharded in self._faces:
             registry[name] = unsharded
 
+    def replaced(self) -> tuple[str, Any] | None:
+        for registry, name, sharded, unsharded in self._faces:
+            now = registry.get(name)
+            # `torch.func.functional_call` of the own ones puts those back. Who removes a parameter gets it back.
+            if now is not unsharded and now is not sharded and now is not None:
+                return next(slot.name for slot in self.slots if slot.unsharded is unsharded), now
+        return None
+
     def agree_on_gradients(self) -> None:
         """See `Shards.agree_on_gradients`; also the other way round, where users froze or thawed unsharded ones."""
         self._note_required()
@@ -559,7 +572,8 @@ class ParameterShards(Shards):
             if not isinstance(parameter, DTensor):
                 raise StateError(
                     f"parameter {slot.name!r} of unit {self.unit_name!r} was replaced by a {type(parameter).__name__} "
-                    "that is not sharded: replace it before fully_shard, or write its values into the sharded one"
+                    "that is not sharded: replace it before fully_shard, or write its values into the sharded one "
+                    "(torch.func.functional_call replaces for one forward: call unshard() before)"
                 )
             if parameter is slot.sharded:
                 continue

@@ -11,10 +11,11 @@ from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 import torch
 from torch.optim import Optimizer
 
+from ..arguments import check_flag
 from ..core.device import step_without_hooks, trace_by, untraced, without_torch_function
 from ..core.parameter import note_writes
 from ..core.step import ELEMENTWISE
-from .members import Member, local_gradients, members_of
+from .members import Member, local_gradients, members_of, refuse_repeated
 from .pieces import Gradients, Piece
 from .runs import Bundle, bundles_of
 
@@ -52,12 +53,13 @@ def flat(
         An instance of a subclass of ``optimizer_class`` and of `FlatOptimizer`.
 
     Raises:
-        TypeError: if ``optimizer_class`` is not a class of optimizers.
+        TypeError: if ``optimizer_class`` is not a class of optimizers, or ``elementwise`` neither True nor False.
         ValueError: if it is not element-wise, or neither torch's own nor declared ``elementwise``; or for
-            ``differentiable=True``.
+            ``differentiable=True``; or naming a parameter that a param group has twice.
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise TypeError(f"optimizer_class must be a class of optimizers, not {optimizer_class!r}")
+    check_flag("flat", "elementwise", elementwise)
     made = _flat_class(_checked(optimizer_class, elementwise))
     return cast(AnyOptimizer, made(params, **settings))
 
@@ -143,10 +145,11 @@ class FlatOptimizer(Optimizer):
         """As the optimizer's own.
 
         Raises:
-            ValueError: for ``differentiable=True``.
+            ValueError: for ``differentiable=True``, and for a parameter that the group has twice.
         """
         self._put_back_what_is_left()
         super().add_param_group(param_group)
+        refuse_repeated(self.param_groups[-1]["params"])
         if self.param_groups[-1].get("differentiable"):
             raise ValueError("differentiable=True: flat shards have no history; use the optimizer as it is")
 

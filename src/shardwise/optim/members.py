@@ -114,9 +114,29 @@ def position_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.itemsize
 
 
+def refuse_repeated(parameters: Sequence[torch.Tensor]) -> None:
+    """
+    Raises:
+        ValueError: naming a parameter that is there twice.
+    """
+    seen: set[int] = set()
+    for parameter in parameters:
+        if id(parameter) in seen:
+            raise ValueError(
+                f"{name_of(parameter)} is twice in one param group, and torch would step it twice with one state, "
+                "which one step of flat shards does not: list each parameter once"
+            )
+        seen.add(id(parameter))
+
+
 def members_of(parameters: Sequence[torch.Tensor]) -> tuple[list[Member], list[torch.Tensor]]:
     """Those of ``parameters`` of which this rank has a part, and those that are whole, or whose parts are tensors of
-    classes of their own."""
+    classes of their own.
+
+    Raises:
+        ValueError: as of `refuse_repeated`.
+    """
+    refuse_repeated(parameters)
     members: list[Member] = []
     others: list[torch.Tensor] = []
     reserved: dict[int, int] = {}
