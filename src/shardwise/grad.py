@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections import defaultdict
@@ -102,8 +103,10 @@ def clip_grad_norm_(
 
 
 def _listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    is_one = isinstance(parameters, torch.Tensor) or not isinstance(parameters, Iterable)
-    listed: list[Any] = [parameters] if is_one else [*parameters]
+    listed: list[Any] = [parameters]
+    if not isinstance(parameters, torch.Tensor):
+        with contextlib.suppress(TypeError):
+            listed = [*iter(parameters)]
     for one in listed:
         if not isinstance(one, torch.Tensor):
             raise TypeError(

@@ -616,6 +616,11 @@ def test_backward_onto_parameters_that_stay_gathered(offload: bool) -> None:
     check(lambda: stack(Layer(), Layer()), onto_some("after"), steps=4, reshard_after_forward=False, **options)
 
 
+@on_ranks(4)
+def test_backward_onto_parameters_cut_over_a_smaller_world() -> None:
+    check(lambda: stack(Layer(), Layer()), onto_some("after"), against_torch=False, reshard_after_forward=2)
+
+
 @on_ranks(2)
 def test_backward_onto_what_forward_does_not_compute_with() -> None:
     plain = Layer()
@@ -627,6 +632,12 @@ def test_backward_onto_what_forward_does_not_compute_with() -> None:
     frozen = model.gate
     with pytest.raises(RuntimeError, match="not require grad"):
         model(torch.ones(2, WIDTH)).sum().backward(inputs=[frozen])
+    model.reshard()
+    old = model.linear.weight
+    old.grad = None
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    model(torch.ones(2, WIDTH)).sum().backward(inputs=[old])
+    assert all(one.grad is None for one in (old, *model.parameters()))
     replaced = plain.gate
     with pytest.raises(StateError, match="'gate' as it was before fully_shard"):
         shardwise.fully_shard(plain)(torch.ones(2, WIDTH)).sum().backward(inputs=[replaced])

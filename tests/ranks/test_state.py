@@ -426,23 +426,106 @@ def test_functional_call_while_gathered(preset: str) -> None:
             torch.testing.assert_close(value, plain.get_parameter(name).detach())
 
 
+class Forces(nn.Module):
+    """The derivative of a layer by its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(self.layer(x).sum(), x, create_graph=torch.is_grad_enabled())[0]
+
+
+@on_ranks(2, keeps=[True, False])
+def test_functional_call_of_a_derivative_while_gathered(keeps: bool) -> None:
+    """With parameters, of another model; backward is over inside of the call."""
+    plain, call, x = Forces(), torch.func.functional_call, torch.ones(1, 4)
+    teacher = copy.deepcopy(plain)
+    nn.init.ones_(teacher.layer[0].weight)  # type: ignore[arg-type]
+    model = copy.deepcopy(plain)
+    units: list[Any] = [shardwise.fully_shard(one, reshard_after_forward=not keeps) for one in (model.layer, model)]
+    given = dict(teacher.named_parameters())
+    for _ in range(2):
+        for unit in units:
+            unit.unshard()
+        torch.testing.assert_close(call(model, given, x), teacher(x))
+        assert all(given[name] is value for name, value in teacher.named_parameters())
+        torch.testing.assert_close(model(x), plain(x))
+
+
+@on_ranks(2)
+@torch.no_grad()
+def test_functional_call_with_what_was_detached_before_a_write() -> None:
+    plain, call, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.func.functional_call, torch.ones(1, 4)
+    model = shardwise.fully_shard(copy.deepcopy(plain))
+    own = dict(model.named_parameters())
+    model(x)  # the root stays gathered
+    for parameters in (plain.parameters(), own.values()):
+        for parameter in parameters:
+            parameter.mul_(2)
+    torch.testing.assert_close(call(model, {name: one.detach() for name, one in own.items()}, x), plain(x))
+
+
 @on_ranks(2)
 def test_what_replaces_a_gathered_parameter_is_used_or_named() -> None:
-    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model: Any = copy.deepcopy(plain)
     for one in (*model, model):
         shardwise.fully_shard(one, reshard_after_forward=False)
-    x, own = torch.ones(1, 4), list(model.parameters())
-    with torch.no_grad():
-        model(x)
-        model[1].weight, model[1].bias = nn.Parameter(torch.zeros(4, 4)), nn.Parameter(torch.ones(4))
-        assert torch.equal(model(x), x)
-    with pytest.raises(StateError, match=r"'1\.weight' .* was replaced by a Parameter while it was gathered"):
-        model(x).sum().backward()
-    model.reset_iter_state()
+    x, own, saved = torch.ones(1, 4), list(model.parameters()), model.state_dict()
+
+    def replace() -> None:
+        with torch.no_grad():
+            model(x)
+            model[1].weight, model[1].bias = nn.Parameter(torch.zeros(4, 4)), nn.Parameter(torch.ones(4))
+            assert torch.equal(model(x), x)
+
+    replace()
+    model(x).sum().backward()
     with torch.no_grad():
         own[-1].zero_()
+        plain[1].bias.zero_()
         with pytest.raises(StateError, match=r"'1\.weight' .* was replaced by a Parameter while it was gathered"):
             model(x)
+    model.reset_iter_state()
+    undone = (
+        model.reset_iter_state,
+        lambda: [unit.reshard() for unit in (*model, model)],
+        lambda: model.to(torch.float32),
+        lambda: model.load_state_dict(saved),
+        lambda: model.load_state_dict(saved, assign=True),
+    )
+    for undo in undone:
+        replace()
+        undo()
+        assert [type(parameter) for parameter in model.parameters()] == [type(parameter) for parameter in own]
+        torch.testing.assert_close(model(x), plain(x))
+    replace()
+    for name, value in shardwise.full_state_dict(model, rank0_only=False).items():
+        torch.testing.assert_close(value, plain.get_parameter(name).detach())
+
+
+@on_ranks(2, keeps=[True, False])
+def test_what_is_tied_may_be_tied_again_while_gathered(keeps: bool) -> None:
+    plain = Tied()
+    model: Any = copy.deepcopy(plain)
+    for one in (model.embed, model.head, model):
+        shardwise.fully_shard(one, reshard_after_forward=not keeps)
+    batch = torch.arange(4)
+    for one in (model, plain):
+        one.tie(True)
+    for _ in range(2):
+        with torch.no_grad():
+            model(batch)
+        if keeps:
+            model.tie(True)
+        for one in (model, plain):
+            one.zero_grad()
+            one(batch).square().mean().backward(inputs=list(one.parameters()))
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(whole(model.get_parameter(name).grad), parameter.grad)
 
 
 @on_ranks(2)

@@ -188,8 +188,8 @@ class ParamGroup:
                 self.shards.agree_on_gradients()
                 return
             # Kept since before the optimizer changed the shards.
+            self._refuse_replaced()
             self.reshard()
-            self.refuse_replaced()
         elif self.state is ShardState.RESHARDED and not for_backward and self._may_differ(lane):
             self.reshard()  # cut from what was gathered before
         if self.state is ShardState.SHARDED and not for_backward and not self.shards.is_adopted:
@@ -202,19 +202,18 @@ class ParamGroup:
         self.shards.check_materialized()
         self._submit_gather(lane, ahead)
 
-    def refuse_replaced(self, by: type[torch.Tensor] = torch.Tensor) -> None:
+    def _refuse_replaced(self) -> None:
         """
         Raises:
-            StateError: if the unsharded parameters could not be resharded, since others are registered in their place,
-                of class ``by``.
+            StateError: if others are registered in place of the unsharded parameters.
         """
-        if self.is_unsharded and (found := self.shards.replaced()) is not None and isinstance(found[1], by):
+        if (found := self.shards.replaced()) is not None:
             name, other = found
             raise StateError(
                 f"parameter {name!r} of unit {self.name!r} was replaced by a {type(other).__name__} while it was "
-                "gathered, which is neither gathered nor reduced: replace it before fully_shard, or write its values "
-                "into the sharded one (for torch.func.functional_call, which replaces for one forward, call unshard() "
-                "after the optimizer's step)"
+                "gathered, and has to be gathered again: call reshard() before it is replaced, and see that it is "
+                "sharded, or write values into the sharded one (for torch.func.functional_call, which replaces for one "
+                "forward, call unshard() after the optimizer's step)"
             )
 
     def has_to_gather(self, lane: Lane) -> bool:
@@ -355,14 +354,10 @@ class ParamGroup:
             after_forward: reshard to the smaller world, where the policy has one.
             keep: do not free the gathered ones, nor what was cut over the smaller world; the next `unshard` gathers
                 from the shards only if those were written. Frees them all the same where writes may go unnoticed.
-
-        Does nothing while others have registered something in place of the unsharded parameters.
         """
         keep = keep and self.shards.sees_writes
         if self._gather is not None:
             self.wait_for_unshard()
-        if self.is_unsharded and self.shards.replaced() is not None:
-            return  # by `torch.func.functional_call`, which gives its caller what is registered, and puts these back
         if after_forward and self.policy.reshard_to is not None and self.is_unsharded:
             self._reshard_to(self.policy.reshard_to)
             return
@@ -379,6 +374,12 @@ class ParamGroup:
             self.shards.watch()
         if not (self._is_kept or self.options.keeps_memory):
             self._free()
+
+    def reshard_after_use(self, *, after_forward: bool = False, keep: bool = False) -> None:
+        """`reshard`, unless others are registered in place of the unsharded parameters: `torch.func.functional_call`
+        gives its caller what it finds there after forward, and puts these back."""
+        if not (self.is_unsharded and self.shards.replaced() is not None):
+            self.reshard(after_forward=after_forward, keep=keep)
 
     @outside_transforms
     def _reshard_to(self, smaller: DataParallelMesh) -> None:

@@ -333,7 +333,7 @@ class Unit:
         output = self.lasting(output)
         for group in self.groups:
             if group.options.reshard_after_forward and not self._recomputes:
-                group.reshard(after_forward=True)
+                group.reshard_after_use(after_forward=True)
         output, announces = announce_begin(self, output, call)
         if announces and not self._recomputes:
             self._positions.append(self.context.order.record_for_backward(self.reference))
@@ -342,7 +342,7 @@ class Unit:
         for group in () if announces else self.groups:
             # The root kept its parameters for a backward that will not come: they serve the next forward.
             if self.reshards_unless_root or not group.shards.sees_writes:
-                group.reshard(keep=not group.options.reshard_after_forward)
+                group.reshard_after_use(keep=not group.options.reshard_after_forward)
         self.phase = Phase.IDLE
         return output
 
@@ -408,7 +408,7 @@ class Unit:
         self._forget_forward()
         if not in_backward():
             for group in self.groups:
-                group.reshard()
+                group.reshard_after_use()
         if self.context.forward_root is self:
             self.context.forward_root = None
             self.context.drop_prefetched()
@@ -537,9 +537,7 @@ class Unit:
     @labelled("FSDP::post_backward_reshard ({name})")
     def _reshard_after_backward(self, group: ParamGroup) -> None:
         if group.options.reshard_after_backward:
-            group.reshard()
-            if not self.runs_forward:  # where it does, `torch.func.functional_call` may have yet to put them back
-                group.refuse_replaced(by=nn.Parameter)
+            group.reshard_after_use()
 
     def _reduce_group(self, group: ParamGroup) -> None:
         if not self.reduces(group):
@@ -577,7 +575,7 @@ class Unit:
         else:
             for group in self.groups:
                 if group.options.reshard_after_backward and not (group.is_gathering and group.is_asked_for):
-                    group.reshard()
+                    group.reshard_after_use()
                 # An earlier forward may have made something of a parameter that this one used again, as autocast caches
                 # casts. It is older than the inputs of this one, so its gradient comes after theirs.
                 if took_part and group.gradients.has_any():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from enum import Enum, auto
+from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -135,7 +137,7 @@ class ShardedParameter(TracedParameter):
         if (effect := _effects.get(func)) is None:
             effect = _effects[func] = _effect_of(func)
         if effect is _Effect.TRAINS and _sharded_in(inputs := kwargs["inputs"] or ()):
-            return func(*args, **{**kwargs, "inputs": [leaf for one in inputs for leaf in _leaves_of(one)]})
+            return func(*args, **{**kwargs, "inputs": _leaves_of(inputs)})
         if effect is _Effect.WRITES:
             # Optimizers write parameter by parameter.
             alone = bool(args) and isinstance(args[0], ShardedParameter)
@@ -263,22 +265,29 @@ def _sharded_in(value: Any) -> list[ShardedParameter]:
     return [tensor for tensor in tensors_in(value) if isinstance(tensor, ShardedParameter)]
 
 
-def _leaves_of(value: Any) -> list[Any]:
-    """Where a backward that is asked for the gradient of ``value`` leaves it: for a sharded parameter also at the
-    unsharded one that forward computes with, whose gradients are reduced."""
-    if not isinstance(value, ShardedParameter):
-        return [value]
-    faces = [face for face in _faces_of(value) if face.requires_grad]
-    # Edges, which have no class that would be asked again.
-    return [*map(get_gradient_edge, faces), get_gradient_edge(value)]
+def _leaves_of(inputs: Sequence[Any]) -> list[Any]:
+    """Where a backward that is asked for gradients of ``inputs`` leaves them: for a sharded parameter also at the
+    unsharded ones that forward computes with, whose gradients are reduced."""
+    owners = {owner for one in _sharded_in(inputs) if (owner := owner_of(one)) is not None}
+    faces: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+    for slot in chain(*(owner.slots for owner in owners), *(one.borrowed for one in borrowers if one not in owners)):
+        faces[id(slot.sharded)] += slot.faces
+    leaves: list[Any] = []
+    for one in inputs:
+        if isinstance(one, ShardedParameter):
+            # Edges, which have no class that would be asked again.
+            own = faces.get(id(one)) or _faces_of_cut_anew(one)
+            leaves += [get_gradient_edge(leaf) for leaf in (*own, one) if leaf is one or leaf.requires_grad]
+        else:
+            leaves.append(one)
+    return leaves
 
 
-def _faces_of(parameter: torch.Tensor) -> Sequence[torch.Tensor]:
-    if (owner := owner_of(parameter)) is None:
-        return ()
-    slots: list[Any] = [slot for slot in owner.slots if slot.sharded is parameter]
-    _, cut_anew = _owner_and_slot_of(parameter)  # over a smaller world
-    return [face for slot in slots or [cut_anew] if slot is not None for face in slot.faces]
+def _faces_of_cut_anew(parameter: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The unsharded ones of a parameter that was resharded to a smaller world; none of one that was replaced."""
+    _, slot = _owner_and_slot_of(parameter)
+    is_cut_anew = slot is not None and spec_of(slot.sharded).mesh != spec_of(parameter).mesh
+    return slot.faces if is_cut_anew else ()
 
 
 def _used_while_sharded(operator: str, writes_sharded: bool, parameters: Sequence[ShardedParameter]) -> str:
@@ -417,6 +426,9 @@ def release_class(parameters: Iterable[torch.Tensor]) -> None:
         if type(parameter) is ShardedParameter:
             cast(Any, parameter).__class__ = DTensor
 
+
+borrowers: weakref.WeakSet[Shards] = weakref.WeakSet()
+"""Those with slots whose sharded parameters are other slots', tied after both were sharded."""
 
 _successors: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """From each original parameter that still exists, and each unsharded one, to the owner and index of its slot, so that

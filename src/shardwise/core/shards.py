@@ -41,12 +41,15 @@ from .parameter import (
     Place,
     Registry,
     adopt_parameter,
+    borrowers,
+    is_alias,
     make_sharded_parameter,
     mark_replaced,
     marks_of,
     owner_of,
     remember_successor,
     retire,
+    successor_of,
 )
 from .slot import GroupPolicy, ManagedParameter, Slot
 from .step import watch_steps
@@ -430,8 +433,7 @@ class ParameterShards(Shards):
     def replaced(self) -> tuple[str, Any] | None:
         for registry, name, sharded, unsharded in self._faces:
             now = registry.get(name)
-            # `torch.func.functional_call` of the own ones puts those back. Who removes a parameter gets it back.
-            if now is not unsharded and now is not sharded and now is not None:
+            if now is not unsharded and not _is_another_face(now, sharded):
                 return next(slot.name for slot in self.slots if slot.unsharded is unsharded), now
         return None
 
@@ -564,6 +566,8 @@ class ParameterShards(Shards):
                 for place in slot.places:  # `assign=True` gives each name of a tied parameter a tensor of its own
                     place.put(parameter)
         self.borrowed = [slot for slot in self.slots if slot.is_borrowed]
+        if self.borrowed:
+            borrowers.add(self)
         self._note_registered()
         return rebuilt
 
@@ -641,6 +645,15 @@ class ParameterShards(Shards):
             slot.buffer, slot.has_values = buffer, slot.has_values or (slot.face_is_meta and not meta)
             slot.face_is_meta = slot.face_is_meta and meta
             slot.forget_unsharded()
+
+
+def _is_another_face(tensor: torch.Tensor | None, sharded: nn.Parameter) -> bool:
+    """Whether ``tensor``, which is registered, stands for a parameter all the same: the sharded one, that one detached,
+    or the unsharded one of another slot that it is tied to. So does nothing: who removes a parameter gets it back."""
+    if tensor is None or tensor is sharded:
+        return True
+    with without_torch_function():
+        return is_alias(tensor, sharded) or successor_of(tensor) is sharded
 
 
 def _is_in_place(slot: Slot, registered: nn.Parameter, local: torch.Tensor) -> bool:

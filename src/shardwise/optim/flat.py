@@ -149,9 +149,13 @@ class FlatOptimizer(Optimizer):
         """
         self._put_back_what_is_left()
         super().add_param_group(param_group)
-        refuse_repeated(self.param_groups[-1]["params"])
-        if self.param_groups[-1].get("differentiable"):
-            raise ValueError("differentiable=True: flat shards have no history; use the optimizer as it is")
+        try:
+            if self.param_groups[-1].get("differentiable"):
+                raise ValueError("differentiable=True: flat shards have no history; use the optimizer as it is")
+            refuse_repeated(self.param_groups[-1]["params"])
+        except ValueError:
+            del self.param_groups[-1]
+            raise
 
     @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
