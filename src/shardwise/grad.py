@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections import defaultdict
@@ -103,10 +102,13 @@ def clip_grad_norm_(
 
 
 def _listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    listed: list[Any] = [parameters]
-    if not isinstance(parameters, torch.Tensor):
-        with contextlib.suppress(TypeError):
-            listed = [*iter(parameters)]
+    if isinstance(parameters, torch.Tensor):
+        return [parameters]
+    try:
+        each: Iterator[Any] = iter(parameters)
+    except TypeError:
+        each = iter([parameters])
+    listed = [*each]
     for one in listed:
         if not isinstance(one, torch.Tensor):
             raise TypeError(
