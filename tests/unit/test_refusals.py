@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import operator
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -87,7 +88,7 @@ def test_a_gathered_parameter_that_a_sharded_one_is_written_to(fake_mesh: Mesh) 
     teacher, student = (fully_shard(nn.Linear(4, 4), mesh=mesh) for _ in range(2))
     teacher.unshard()
     with torch.no_grad():
-        for write in (lambda to, by: to.lerp_(by, 0.5), lambda to, by: to.copy_(by)):
+        for write in (lambda to, by: to.lerp_(by, 0.5), lambda to, by: to.copy_(by), operator.iadd):
             with pytest.raises(RuntimeError, match=r"writes to parameter 'weight' of unit .* while it is gathered"):
                 write(teacher.weight, student.weight)
         teacher.reshard()

@@ -160,7 +160,7 @@ class ShardedParameter(TracedParameter):
                 raise StateError(_not_in_graph(_sharded_in((args, kwargs)))) from error
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
-            if args and (message := _writes_gathered(func.__name__, args[0])) is not None:
+            if effect is _Effect.WRITES and (message := _writes_gathered(func.__name__, args[:1])) is not None:
                 raise StateError(message) from error
             writes_sharded = bool(args) and bool(_sharded_in(args[0]))
             message = _used_while_sharded(func.__name__, writes_sharded, _sharded_in((args, kwargs)))
@@ -317,8 +317,6 @@ def _used_while_sharded(operator: str, writes_sharded: bool, parameters: Sequenc
 
 def _writes_gathered(operator: str, target: Any) -> str | None:
     """What is wrong where ``operator``, which is given a sharded parameter, writes to an unsharded one."""
-    if operator[-1] != "_" or operator[-2:] == "__":
-        return None
     for one in tensors_in(target):
         owner, slot = _owner_and_slot_of(one)
         if slot is not None and any(face is one for face in slot.faces):
@@ -474,8 +472,8 @@ class ReplacedParameter(nn.Parameter):
     @classmethod
     @untraced
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _effect_of(func) is _Effect.TRAINS:
-            _refuse_to_train(tensors_in((kwargs or {})["inputs"]))
+        if func is torch.autograd.backward:
+            _refuse_to_train(tensors_in(kwargs["inputs"]))
         if func.__name__ not in _WITHOUT_VALUES and (func.__name__ != "__get__" or func == _DATA):
             for parameter in tensors_in((args, kwargs)):
                 _refuse_outdated(parameter, func.__name__)

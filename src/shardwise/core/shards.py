@@ -42,7 +42,6 @@ from .parameter import (
     Registry,
     adopt_parameter,
     borrowers,
-    is_alias,
     make_sharded_parameter,
     mark_replaced,
     marks_of,
@@ -431,10 +430,14 @@ class ParameterShards(Shards):
             registry[name] = unsharded
 
     def replaced(self) -> tuple[str, Any] | None:
-        for registry, name, sharded, unsharded in self._faces:
-            now = registry.get(name)
-            if now is not unsharded and not _is_another_face(now, sharded):
-                return next(slot.name for slot in self.slots if slot.unsharded is unsharded), now
+        for registry, name, _, unsharded in self._faces:
+            if (now := registry.get(name)) is unsharded or now is None:  # who removes a parameter gets it back
+                continue
+            slot = next(slot for slot in self.slots if slot.unsharded is unsharded)
+            with without_torch_function():
+                # The unsharded face of another slot that it is tied to is no other parameter.
+                if slot.is_another(now) and successor_of(now) is not slot.sharded:
+                    return slot.name, now
         return None
 
     def agree_on_gradients(self) -> None:
@@ -645,15 +648,6 @@ class ParameterShards(Shards):
             slot.buffer, slot.has_values = buffer, slot.has_values or (slot.face_is_meta and not meta)
             slot.face_is_meta = slot.face_is_meta and meta
             slot.forget_unsharded()
-
-
-def _is_another_face(tensor: torch.Tensor | None, sharded: nn.Parameter) -> bool:
-    """Whether ``tensor``, which is registered, stands for a parameter all the same: the sharded one, that one detached,
-    or the unsharded one of another slot that it is tied to. So does nothing: who removes a parameter gets it back."""
-    if tensor is None or tensor is sharded:
-        return True
-    with without_torch_function():
-        return is_alias(tensor, sharded) or successor_of(tensor) is sharded
 
 
 def _is_in_place(slot: Slot, registered: nn.Parameter, local: torch.Tensor) -> bool:

@@ -185,9 +185,10 @@ class Slot:
     def registered(self) -> nn.Parameter:
         """What is registered: of a tied parameter, the one that was replaced last."""
         found = [place.get() for place in self.places if place.exists]
-        return next(filter(self._is_another, reversed(found)), self.sharded)
+        return next(filter(self.is_another, reversed(found)), self.sharded)
 
-    def _is_another(self, parameter: nn.Parameter) -> bool:
+    def is_another(self, parameter: nn.Parameter) -> bool:
+        """Whether ``parameter``, which is registered, is neither the sharded face nor that one detached."""
         return parameter is not self.sharded and not is_alias(parameter, self.sharded)
 
     def refuse_untied(self) -> None:
@@ -196,7 +197,7 @@ class Slot:
             StateError: if it is tied, and was replaced under some of its names, of which the others then had the value.
         """
         places = [place for place in self.sharded_places if place.exists]
-        replaced = [place for place in places if self._is_another(place.get())]
+        replaced = [place for place in places if self.is_another(place.get())]
         if replaced and len(replaced) < len(places):
             raise StateError(
                 f"parameter {self.name!r} is tied, and was replaced as {replaced[0].name!r} of a "
