@@ -689,6 +689,60 @@ def test_flat_parameter() -> None:
 # -- Behaviour
 
 
+@on_ranks(1, 2, 3, flat=FLAT, nested=(True, False))
+def test_backward_for_given_parameters(flat: bool, nested: bool) -> None:
+    """All of them; then those of one instance, or one that is not joined; then in two parts under `no_sync`."""
+    rank, exact = dist.get_rank(), dist.get_world_size() <= 2
+    usual, asked = (wrapped(made(MLP), nested, flatten_parameters=flat) for _ in range(2))
+    steppers = [OPTIMIZERS["adamw"](model.parameters()) for model in (usual, asked)]
+    count = len(list(usual.parameters()))
+    assert count > 1 or (flat and not nested)
+    for step, chosen in enumerate([range(count), range(count - 1, count), range(count)]):
+        pairs = [list(model.parameters()) for model in (usual, asked)]
+        if step == 2:
+            with usual.no_sync(), asked.no_sync():
+                loss_of(usual, inputs_for(usual.module, rank)).backward()
+                loss_of(asked, inputs_for(asked.module, rank)).backward(inputs=pairs[1])
+        losses = [loss_of(model, inputs_for(model.module, 10 * step + rank)) for model in (usual, asked)]
+        losses[0].backward()
+        losses[1].backward(inputs=[pairs[1][index] for index in chosen])
+        for index, (expected, actual) in enumerate(zip(*pairs, strict=True)):
+            if index not in chosen:
+                assert actual.grad is None and expected.grad is not None
+                actual.grad = expected.grad.clone()
+            assert_same(actual.grad, expected.grad, exact)
+        for stepper in steppers:
+            stepper.step()
+            stepper.zero_grad()
+    assert_same([*asked.parameters()], [*usual.parameters()], exact)
+
+
+@needs_fairscale
+@on_ranks(2, flat=FLAT)
+def test_backward_for_given_parameters_like_fairscale(flat: bool) -> None:
+    rank, options = dist.get_rank(), {"flatten_parameters": flat}
+    with fairscale_fsdp() as theirs:
+        models = [FSDP(made(MLP), **options), theirs(made(MLP), bucket_cap_mb=0, **options)]
+        for listed_first in (True, False):
+            for model in models:
+                before = list(model.parameters())
+                loss = loss_of(model, inputs_for(model.module, rank))
+                loss.backward(inputs=before if listed_first else list(model.parameters()))
+            for ours, other in zip(*(model.parameters() for model in models), strict=True):
+                assert_same(ours.grad, other.grad[: ours.numel()].view_as(ours), exact=True)
+                ours.grad = other.grad = None
+
+
+@on_ranks(2, flat=FLAT)
+def test_gradients_of_shards_by_torch_are_refused_by_name(flat: bool) -> None:
+    model = FSDP(MLP(), flatten_parameters=flat)
+    name = "flat_param_0" if flat else next(name for name, _ in model.named_parameters())
+    loss = loss_of(model, inputs_for(model.module, 0))
+    with pytest.raises(StateError, match=f"'{name}' of unit .*: call backward"):
+        torch.autograd.grad(loss, list(model.parameters()))
+    assert torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)[0] is None
+
+
 @on_ranks(1, 2, 3, flat=FLAT)
 def test_accumulates(flat: bool) -> None:
     rank = dist.get_rank()

@@ -136,7 +136,7 @@ class ShardedParameter(TracedParameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (effect := _effects.get(func)) is None:
             effect = _effects[func] = _effect_of(func)
-        if effect is _Effect.TRAINS and _sharded_in(inputs := kwargs["inputs"] or ()):
+        if effect is _Effect.TRAINS and _registered_in(inputs := kwargs["inputs"] or ()):
             return func(*args, **{**kwargs, "inputs": _leaves_of(inputs)})
         if effect is _Effect.WRITES:
             # Optimizers write parameter by parameter.
@@ -157,7 +157,7 @@ class ShardedParameter(TracedParameter):
             return result
         except RuntimeError as error:
             if func is torch.autograd.grad and "not have been used in the graph" in str(error):
-                raise StateError(_not_in_graph(_sharded_in((args, kwargs)))) from error
+                raise StateError(_not_in_graph(_registered_in((args, kwargs)))) from error
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
             if effect is _Effect.WRITES and (message := _writes_gathered(func.__name__, args[:1])) is not None:
@@ -165,6 +165,25 @@ class ShardedParameter(TracedParameter):
             writes_sharded = bool(args) and bool(_sharded_in(args[0]))
             message = _used_while_sharded(func.__name__, writes_sharded, _sharded_in((args, kwargs)))
             raise StateError(message) from error
+
+
+class FlatShard(nn.Parameter):
+    """The registered parameter of a flat run at all times: a plain tensor that stands for those forward computes with
+    where backward is asked for its gradient."""
+
+    grad = ShardedParameter.grad
+
+    @classmethod
+    @untraced
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.autograd.backward and _registered_in(inputs := kwargs["inputs"] or ()):
+            return func(*args, **{**kwargs, "inputs": _leaves_of(inputs)})
+        try:
+            return call_without_torch_function(func, types, args, kwargs or {})
+        except RuntimeError as error:
+            if func is torch.autograd.grad and "not have been used in the graph" in str(error):
+                raise StateError(_not_in_graph(_registered_in((args, kwargs)))) from error
+            raise
 
 
 class ShardedView(DTensor):
@@ -202,7 +221,7 @@ def _viewed_by(tensor: torch.Tensor) -> ShardedParameter | None:
     return viewed() if viewed is not None else None
 
 
-for _kind in (TracedParameter, SteppedParameter, ShardedParameter, ShardedView):
+for _kind in (TracedParameter, SteppedParameter, ShardedParameter, ShardedView, FlatShard):
     step_by_foreach(_kind)
 
 
@@ -265,16 +284,20 @@ def _sharded_in(value: Any) -> list[ShardedParameter]:
     return [tensor for tensor in tensors_in(value) if isinstance(tensor, ShardedParameter)]
 
 
+def _registered_in(value: Any) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors_in(value) if isinstance(tensor, (ShardedParameter, FlatShard))]
+
+
 def _leaves_of(inputs: Sequence[Any]) -> list[Any]:
-    """Where a backward that is asked for gradients of ``inputs`` leaves them: for a sharded parameter also at the
+    """Where a backward that is asked for gradients of ``inputs`` leaves them: for a registered parameter also at the
     unsharded ones that forward computes with, whose gradients are reduced."""
-    owners = {owner for one in _sharded_in(inputs) if (owner := owner_of(one)) is not None}
+    owners = {owner for one in _registered_in(inputs) if (owner := owner_of(one)) is not None}
     faces: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
     for slot in chain(*(owner.slots for owner in owners), *(one.borrowed for one in borrowers if one not in owners)):
         faces[id(slot.sharded)] += slot.faces
     leaves: list[Any] = []
     for one in inputs:
-        if isinstance(one, ShardedParameter):
+        if isinstance(one, (ShardedParameter, FlatShard)):
             # Edges, which have no class that would be asked again.
             own = faces.get(id(one)) or _faces_of_cut_anew(one)
             leaves += [get_gradient_edge(leaf) for leaf in (*own, one) if leaf is one or leaf.requires_grad]
@@ -286,8 +309,9 @@ def _leaves_of(inputs: Sequence[Any]) -> list[Any]:
 def _faces_of_cut_anew(parameter: torch.Tensor) -> Sequence[torch.Tensor]:
     """The unsharded ones of a parameter that was resharded to a smaller world; none of one that was replaced."""
     _, slot = _owner_and_slot_of(parameter)
-    is_cut_anew = slot is not None and spec_of(slot.sharded).mesh != spec_of(parameter).mesh
-    return slot.faces if is_cut_anew else ()
+    if slot is None or not isinstance(parameter, DTensor):
+        return ()
+    return slot.faces if spec_of(slot.sharded).mesh != spec_of(parameter).mesh else ()
 
 
 def _used_while_sharded(operator: str, writes_sharded: bool, parameters: Sequence[ShardedParameter]) -> str:
@@ -327,12 +351,17 @@ def _writes_gathered(operator: str, target: Any) -> str | None:
     return None
 
 
-def _not_in_graph(parameters: Sequence[ShardedParameter]) -> str:
+def _not_in_graph(parameters: Sequence[torch.Tensor]) -> str:
     names = [owner.name_of(one) for one in parameters if (owner := owner_of(one)) is not None]
     named = ", ".join([f"{name!r} of unit {unit!r}" for name, unit in names[:3]] + ["…"] * (len(names) > 3))
-    return (
+    message = (
         f"torch.autograd.grad was asked for gradients of sharded parameters ({named}), which forward does not compute "
-        "with: call backward() on the loss, or take gradients of what model.parameters() gives between forward and "
+        "with: call backward() on the loss"
+    )
+    if any(isinstance(one, FlatShard) for one in parameters):
+        return message
+    return (
+        f"{message}, or take gradients of what model.parameters() gives between forward and "
         "backward where fully_shard(..., reshard_after_forward=False) keeps the unsharded parameters"
     )
 
@@ -408,6 +437,13 @@ def is_alias(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
         return False
     local, own = local_of(tensor), local_of(parameter)
     return local.data_ptr() == own.data_ptr() and shares_storage(local, own)
+
+
+def adopt_flat(parameter: nn.Parameter, owner: weakref.ref[Any]) -> None:
+    """Make ``parameter``, whose data are this rank's part of a flat run, the registered one of ``owner``."""
+    if type(parameter) is nn.Parameter:
+        parameter.__class__ = FlatShard
+    set_owner(parameter, owner)
 
 
 def adopt_parameter(parameter: nn.Parameter, owner: weakref.ref[Any] | None) -> None:

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+
+from ..core.parameter import FlatShard
 
 
-class FlatParameter(nn.Parameter):
+class FlatParameter(FlatShard):
     """Parameters of one dtype, one after the other.
 
     Args:
