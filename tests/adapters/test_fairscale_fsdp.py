@@ -708,7 +708,8 @@ def test_backward_for_given_parameters(flat: bool, nested: bool) -> None:
         losses[1].backward(inputs=[pairs[1][index] for index in chosen])
         for index, (expected, actual) in enumerate(zip(*pairs, strict=True)):
             if index not in chosen:
-                assert actual.grad is None and expected.grad is not None
+                assert actual.grad is None
+                assert expected.grad is not None
                 actual.grad = expected.grad.clone()
             assert_same(actual.grad, expected.grad, exact)
         for stepper in steppers:
