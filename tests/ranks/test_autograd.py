@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise
 from shardwise.core import comm as comm_module
 from shardwise.core.errors import StateError
+from shardwise.fairscale import FSDP
 
 from ..models import MLP, Stack, Transformer, wrap
 from ..needs import needs_compiled_steps
@@ -641,6 +642,34 @@ def test_backward_onto_what_forward_does_not_compute_with() -> None:
     replaced = plain.gate
     with pytest.raises(StateError, match="'gate' as it was before fully_shard"):
         shardwise.fully_shard(plain)(torch.ones(2, WIDTH)).sum().backward(inputs=[replaced])
+
+
+@on_ranks(2, kind=["fully_shard", "joined", "by itself"])
+def test_backward_onto_parameters_in_any_container(kind: str) -> None:
+    torch.manual_seed(1)
+    if kind == "fully_shard":
+        model: nn.Module = shardwise.fully_shard(Layer())
+    else:
+        model = FSDP(Layer(), flatten_parameters=kind == "joined")
+
+    def gradients(inputs: Any) -> list[torch.Tensor | None]:
+        model(torch.ones(2, WIDTH)).square().mean().backward(inputs=inputs)
+        found = [None if one.grad is None else whole(one.grad) for one in registered]
+        for one in registered:
+            one.grad = None
+        if isinstance(model, shardwise.FSDPModule):
+            model.reshard()
+        return found
+
+    registered = list(model.parameters())
+    expected = gradients(registered)
+    assert all(one is not None for one in expected)
+    torch.testing.assert_close(gradients(registered[-1]), [*([None] * (len(registered) - 1)), expected[-1]])
+    if torch.__version__ < "2.13":
+        with pytest.raises(TypeError, match="takes a list"):
+            gradients(iter(registered))
+    else:
+        torch.testing.assert_close(gradients(iter(registered)), expected)
 
 
 class ChecksPlainParameters(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum, auto
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
@@ -136,7 +136,7 @@ class ShardedParameter(TracedParameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (effect := _effects.get(func)) is None:
             effect = _effects[func] = _effect_of(func)
-        if effect is _Effect.TRAINS and _registered_in(inputs := kwargs["inputs"] or ()):
+        if effect is _Effect.TRAINS and _registered_in(inputs := _inputs_of(kwargs)):
             return func(*args, **{**kwargs, "inputs": _leaves_of(inputs)})
         if effect is _Effect.WRITES:
             # Optimizers write parameter by parameter.
@@ -176,7 +176,7 @@ class FlatShard(nn.Parameter):
     @classmethod
     @untraced
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.autograd.backward and _registered_in(inputs := kwargs["inputs"] or ()):
+        if func is torch.autograd.backward and _registered_in(inputs := _inputs_of(kwargs)):
             return func(*args, **{**kwargs, "inputs": _leaves_of(inputs)})
         try:
             return call_without_torch_function(func, types, args, kwargs or {})
@@ -286,6 +286,18 @@ def _sharded_in(value: Any) -> list[ShardedParameter]:
 
 def _registered_in(value: Any) -> list[torch.Tensor]:
     return [tensor for tensor in tensors_in(value) if isinstance(tensor, (ShardedParameter, FlatShard))]
+
+
+def _inputs_of(backward: dict[str, Any]) -> Sequence[Any]:
+    """What a call of ``torch.autograd.backward``, of these arguments, is asked for the gradients of.
+
+    Raises:
+        TypeError: where torch has read them from an iterator, which then gives them to nobody else.
+    """
+    asked = backward["inputs"]
+    if isinstance(asked, Iterator):  # torch 2.11 and 2.12, which also pass on a tensor by itself as it is
+        raise TypeError("backward(inputs=...) of sharded parameters takes a list of them here, not an iterator")
+    return (asked,) if isinstance(asked, torch.Tensor) else asked or ()
 
 
 def _leaves_of(inputs: Sequence[Any]) -> list[Any]:
