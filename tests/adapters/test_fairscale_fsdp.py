@@ -933,6 +933,43 @@ def test_shares_parameters_between_instances() -> None:
         FSDP(flattened)
 
 
+class Projected(nn.Module):
+    """Computes with the weight of a module that it has not registered."""
+
+    def __init__(self, other: nn.Module):
+        super().__init__()
+        self.scale, self.others = nn.Linear(5, 5), [other]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale(x) @ self.others[0].weight.t()
+
+
+@on_ranks(1, 2, 3)
+def test_shares_a_parameter_that_is_registered_elsewhere_alone() -> None:
+    def model_of() -> Any:
+        torch.manual_seed(3)
+        first = nn.Linear(5, 5)
+        return nn.Sequential(first, nn.Tanh(), Projected(first))
+
+    expected, model = DistributedDataParallel(model_of()), model_of()
+    model[0] = FSDP(model[0], flatten_parameters=False)
+    model[2] = FSDP(model[2], flatten_parameters=False)
+    model[2].append_shared_param(model[0].module.weight)
+    model = FSDP(model)
+    steppers = [SGD(each.parameters(), lr=0.2) for each in (expected, model)]
+    for step in range(3):
+        inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        for each, stepper in zip((expected, model), steppers, strict=True):
+            _closure(each, stepper, inputs)()
+            stepper.step()
+    everything: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everything, (dict(model.local_state_dict()), model.local_metadata_dict()))
+    weights, metadata = zip(*everything, strict=True)
+    whole = FSDP.consolidate_shard_weights(list(weights), list(metadata))
+    for state in (model.state_dict(), whole):
+        torch.testing.assert_close(dict(state), dict(expected.module.state_dict()))
+
+
 @on_ranks(2)
 def test_consolidates_ties_of_every_instance() -> None:
     """Not only those of the last instance."""

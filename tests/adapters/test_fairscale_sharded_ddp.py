@@ -736,6 +736,38 @@ def test_gradient_penalty() -> None:
     assert_gradients(sharded, oss, mean_gradients(model_of(), run), bitwise=False)
 
 
+@on_ranks(1, 2)
+def test_gradients_that_keep_a_graph() -> None:
+    """With one rank nothing is reduced; otherwise their graph would be lost."""
+    model, truth = model_of(), model_of()
+    sharded, optimizer = shard(model)
+    first = dict(model.named_parameters())
+
+    def penalized(one: nn.Module) -> None:
+        loss_of(one, 0, truth).backward(create_graph=True)
+        gradients = [parameter.grad for parameter in one.parameters()]
+        for parameter in one.parameters():
+            parameter.grad = None
+        sum(gradient.square().sum() for gradient in gradients).backward()
+
+    penalized(truth)
+    if dist.get_world_size() == 1:
+        penalized(sharded)
+        assert_gradients(sharded, optimizer, truth)
+    else:
+        with pytest.raises(RuntimeError, match="create_graph=True"):
+            loss_of(sharded, 0, truth).backward(create_graph=True)
+    name, parameter = next(iter(first.items()))
+    parameter.grad = torch.zeros_like(parameter, requires_grad=True)
+    with pytest.raises(RuntimeError, match=f"gradient of parameter '{name}' requires a gradient"):
+        sharded(inputs_for(truth, 0))
+    sharded.zero_grad(set_to_none=True)
+    truth.zero_grad()
+    backward(sharded, 0)
+    mean_gradients(truth, lambda one, rank: one(inputs_for(one, rank)).square().mean().backward())
+    assert_gradients(sharded, optimizer, truth)
+
+
 @on_ranks(2)
 def test_parts_of_a_graph_one_after_the_other() -> None:
     def run(model: nn.Module, rank: int) -> None:

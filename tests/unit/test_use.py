@@ -17,8 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
@@ -28,6 +31,7 @@ from shardwise.adapters.wrapping import show_shards
 from shardwise.core import posts
 from shardwise.core.agreement import explain_failure
 from shardwise.core.comm import _Message, comm_for, failed_peer
+from shardwise.core.device import is_fake, local_of, unfaked
 from shardwise.core.errors import StateError
 from shardwise.core.lanes import current_world
 from shardwise.core.module import unit_of
@@ -37,6 +41,70 @@ from ..needs import needs_results
 from .test_memory import Collectives, build
 
 Mesh = Callable[..., DeviceMesh]
+
+
+FAKE: list[dict[str, Any]] = [
+    {},
+    {"reshard_after_forward": 2},
+    {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+    {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    *({"placements": preset} for preset in ("zero2", "zero1", "ddp")),
+]
+
+
+@pytest.mark.parametrize("options", FAKE)
+def test_trains_with_fake_tensors(fake_mesh: Mesh, options: dict[str, Any]) -> None:
+    """As one does to find out how much memory a model would take."""
+    mesh = fake_mesh(8)
+    with warnings.catch_warnings(), FakeTensorMode():
+        warnings.simplefilter("error")
+        # Large enough to be sent each by itself, and a cut that is not even.
+        model = nn.Sequential(nn.Linear(1024, 1020), nn.Linear(1020, 1024), nn.Linear(1024, 3))
+        for unit in (*model, model):
+            fully_shard(unit, mesh=mesh, **options)
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(2):
+            model(torch.randn(2, 1024)).sum().backward()
+            shardwise.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    assert shapes == {name: tuple(value.shape) for name, value in model.named_parameters()}
+    assert all(is_fake(local_of(parameter)) for parameter in model.parameters())
+
+
+def test_memory_is_told_with_fake_tensors(fake_mesh: Mesh) -> None:
+    mesh = fake_mesh(8)
+
+    def peak(shard: Any) -> int:
+        with FakeTensorMode():
+            model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(4)])
+            for unit in (*model, model):
+                shard(unit, mesh=mesh)
+            optimizer, tracker = torch.optim.SGD(model.parameters(), momentum=0.9), MemTracker()
+            tracker.track_external(model, optimizer)
+            with tracker:
+                for _ in range(2):
+                    tracker.reset_mod_stats()
+                    model(torch.randn(2, 1024)).sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            found = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
+        return sum(found.values())
+
+    told = 4096  # what ranks tell each other with the gradients
+    assert 0 < peak(fully_shard) <= peak(torch_fully_shard) + told
+
+
+def test_meshes_tell_their_ranks_beside_fake_tensors(fake_mesh: Mesh) -> None:
+    mesh = fake_mesh(4)
+    with FakeTensorMode():
+        with pytest.raises(AssertionError, match="FakeTensorMode"):
+            mesh.mesh.tolist()
+        with unfaked():
+            assert mesh.mesh.tolist() == [0, 1, 2, 3]
+            assert not is_fake(torch.empty(1))
+        assert is_fake(torch.empty(1))
 
 
 def test_state_dict_can_be_saved_and_copied(fake_mesh: Mesh) -> None:

@@ -33,7 +33,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from .device import unrecorded
+from .device import is_fake, unrecorded
 from .errors import StateError
 from .lanes import Waitable, abandon, current_world
 
@@ -179,10 +179,14 @@ class Comm:
         Ranks that name another ``purpose`` do not take these for theirs, where the backend can tell.
         """
         outputs, inputs = _reals(outputs), _reals(inputs)
-        if len(inputs) > 1 and self.coalesces:
+        if self._sends_together(inputs):
             options = _options(AllgatherOptions, asynchronous=self.is_asynchronous)
             return _started(self.group.allgather_into_tensor_coalesced(outputs, inputs, options))
         return _started(*(self._gather(*pair) for pair in zip(outputs, inputs, strict=True)))
+
+    def _sends_together(self, tensors: Sequence[torch.Tensor]) -> bool:
+        # torch has no such call for fake tensors.
+        return len(tensors) > 1 and self.coalesces and not is_fake(tensors[0])
 
     def _gather(self, output: torch.Tensor, input_: torch.Tensor) -> Waitable | None:
         return _all_gather_single(output, input_, self.group, self.is_asynchronous)
@@ -193,7 +197,7 @@ class Comm:
         """Fill ``outputs[i]`` (n_i elements) with the sum (``mean``: the mean) over ranks of their part of
         ``inputs[i]`` (size x n_i elements); ``purpose`` as of `all_gather`."""
         outputs, inputs, op = _reals(outputs), _reals(inputs), reduce_op(mean)
-        if len(inputs) > 1 and self.coalesces:
+        if self._sends_together(inputs):
             options = _options(dist.ReduceScatterOptions, op, self.is_asynchronous)
             return _started(self.group.reduce_scatter_tensor_coalesced(outputs, inputs, options))
         return _started(*(self._scatter(*pair, op) for pair in zip(outputs, inputs, strict=True)))

@@ -21,6 +21,7 @@ from torch._C._dynamo.eval_frame import (
     set_code_exec_strategy,
     set_eval_frame,
 )
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.autograd import Variable, forward_ad
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -130,6 +131,15 @@ def _ordinary() -> Iterator[None]:
     is_on = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(is_on):
         yield
+
+
+unfaked: Callable[[], contextlib.AbstractContextManager[object]] = unset_fake_temporarily
+"""Inside, tensors have values under ``FakeTensorMode`` too, in which a `DeviceMesh` does not tell its ranks."""
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether it was made under ``FakeTensorMode`` and has a shape alone."""
+    return type(tensor) is FakeTensor
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from ..placements import Placements
 from .comm import Comm, GrouplessComm, comm_for, new_group_of
-from .device import flatten_axes, join_meshes
+from .device import flatten_axes, join_meshes, unfaked
 from .errors import UnsupportedShardError
 from .lanes import current_device
 
@@ -137,7 +137,7 @@ def data_parallel_mesh(
         )
     if strategy.mesh_ndim not in (None, mesh.ndim):
         raise ValueError(f"{strategy} needs a {strategy.mesh_ndim}-D mesh, not {mesh}")
-    if strategy.shards_optimizer and not bool((mesh.mesh.diff() > 0).all()):
+    if strategy.shards_optimizer and any(row != sorted(row) for row in _rows(mesh, mesh.size(mesh.ndim - 1))):
         # A rank would hold another part than its DTensors say, and replicas would add up gradients of different parts.
         raise ValueError(
             f"the ranks of {mesh} do not ascend along the axis that shards, as they do in its process groups: make the "
@@ -199,15 +199,24 @@ def smaller_mesh(mesh: DataParallelMesh, size: int) -> DataParallelMesh | None:
         return None
     known = _smaller.setdefault(mesh.mesh, {})
     if size not in known:
-        known[size] = data_parallel_mesh(_rows(mesh.mesh, size), Placements.zero3)
+        known[size] = data_parallel_mesh(_reshaped(mesh.mesh, size), Placements.zero3)
     return known[size]
 
 
-def _rows(mesh: DeviceMesh, size: int) -> DeviceMesh:
+def _rows(mesh: DeviceMesh, size: int) -> list[list[int]]:
     """The ranks of ``mesh`` in rows of ``size``."""
-    ranks = mesh.mesh.view(-1, size)
-    row, column = (ranks == dist.get_rank()).nonzero()[0].tolist()
+    with unfaked():
+        rows: list[list[int]] = mesh.mesh.view(-1, size).tolist()
+    return rows
+
+
+def _reshaped(mesh: DeviceMesh, size: int) -> DeviceMesh:
+    """The ranks of ``mesh`` as rows of ``size``."""
+    rows, own = _rows(mesh, size), dist.get_rank()
+    row = next(row for row in rows if own in row)
+    column = [ranks[row.index(own)] for ranks in rows]
     # Not by DeviceMesh itself, which asks all ranks of the default group to make the same groups: other ranks may have
     # a mesh of their own, one stage of a pipeline each, and torch would take the groups of both for the same.
-    groups = [new_group_of(ranks[:, column].tolist(), "columns"), new_group_of(ranks[row].tolist(), "rows")]
-    return DeviceMesh.from_group(groups, mesh.device_type, ranks, mesh_dim_names=("replicate", "shard"))
+    groups = [new_group_of(column, "columns"), new_group_of(row, "rows")]
+    with unfaked():
+        return DeviceMesh.from_group(groups, mesh.device_type, rows, mesh_dim_names=("replicate", "shard"))

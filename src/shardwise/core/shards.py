@@ -659,8 +659,8 @@ def _is_in_place(slot: Slot, registered: nn.Parameter, local: torch.Tensor) -> b
         return False
     if slot.is_borrowed:
         return True
-    # Empty shards have no address, and all ranks have to agree.
-    is_there = local.data_ptr() == slot.local.data_ptr() and shares_storage(local, own)
+    # By offsets: empty shards have no address, and all ranks have to agree; fake tensors have none either.
+    is_there = local.storage_offset() == slot.local.storage_offset() and shares_storage(local, own)
     return registered is slot.sharded and is_there
 
 

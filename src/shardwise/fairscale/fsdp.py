@@ -229,7 +229,8 @@ class FullyShardedDataParallel(Settings):
         forwards to the last.
 
         Args:
-            p: registered in the wrapped module too; neither instance flattens its parameters.
+            p: of the other instance, whether it is registered in this one's module too or used through the other's;
+                neither instance flattens its parameters.
 
         Raises:
             ValueError: if it is not such a parameter, or this instance has run already, or has no parameter of its own.

@@ -31,8 +31,6 @@ def share_parameter(parameter: nn.Parameter, borrower: FullyShardedDataParallel)
         raise ValueError(f"append_shared_param: this instance has no parameter of its own beside {slot.name!r}")
     modules = own_modules(borrower.module)
     places = [Place(m, name) for _, m in modules for name, value in m._parameters.items() if value is parameter]
-    if not places:
-        raise ValueError(f"append_shared_param: {slot.name!r} is not registered in the module of this instance")
     slot.parts[0].places.extend(places)
     slot.places.extend(places)
     borrower._appended.append(parameter)
@@ -57,7 +55,7 @@ def _share_unit(borrower: FullyShardedDataParallel, lender: FullyShardedDataPara
 
 
 def borrowed(instance: FullyShardedDataParallel) -> list[tuple[str, FlatSlot]]:
-    """Parameters of other instances that are registered in ``instance``, by their names there."""
+    """Parameters of other instances that are registered in ``instance`` too, by their names there."""
     slots = {id(slot.sharded): slot for slot in instance._flat_slots()}
     names = {id(p): name for name, p in instance.module.named_parameters(remove_duplicate=False)}
-    return [(clean(names[id(p)]), slots[id(p)]) for p in instance._appended]
+    return [(clean(names[id(p)]), slots[id(p)]) for p in instance._appended if id(p) in names]

@@ -168,6 +168,7 @@ class ShardedDataParallel(nn.Module):
     def _prepare(self) -> None:
         if self._gradient_hooks is not None:
             self._gradient_hooks.recover()
+        self._refuse_differentiable_gradients()
         if self._lost and torch.is_grad_enabled():
             self._lost.clear()
             self.refresh_trainable()
@@ -176,6 +177,18 @@ class ShardedDataParallel(nn.Module):
         self._wait_for_buffers()
         if self._broadcasts_buffers and not self._keeps_local:
             self._broadcast_buffers()
+
+    def _refuse_differentiable_gradients(self) -> None:
+        """
+        Raises:
+            StateError: naming a parameter whose gradient has a graph of its own, as FairScale does.
+        """
+        for name, parameter in self._watched:
+            if (gradient := parameter.grad) is not None and gradient.requires_grad:
+                raise StateError(
+                    f"ShardedDataParallel: the gradient of parameter {name!r} requires a gradient, and would be "
+                    "reduced without its graph: drop it by zero_grad(set_to_none=True) before forward, or detach it"
+                )
 
     def _broadcast_buffers(self) -> None:
         buffers = list(self.module.buffers())
@@ -491,7 +504,17 @@ class GradientHooks:
         self.begin()
 
     def begin(self) -> None:
-        """Note that a backward runs in this thread. Unless gradients stay local, it ends with a complete reduction."""
+        """Note that a backward runs in this thread. Unless gradients stay local, it ends with a complete reduction.
+
+        Raises:
+            StateError: if it makes a graph.
+        """
+        if torch.is_grad_enabled():
+            raise StateError(
+                "ShardedDataParallel: backward(create_graph=True) reached its parameters, whose gradients are reduced "
+                "without their graph: take the gradients that a penalty is made of by torch.autograd.grad(outputs, "
+                "inputs, create_graph=True), and call backward() on a loss that is made of them"
+            )
         if self._backward is not None and self._end_of_backward() is None:  # that one failed
             self.recover()
         if self.keeps_local:
