@@ -1393,3 +1393,23 @@ def test_loads_fairscales_shards_of_one_rank() -> None:
     model = FSDP(nn.Linear(4, 3), **options)
     model.load_local_state_dict(state)
     torch.testing.assert_close(dict(model.state_dict()), dict(state), rtol=0, atol=0)
+
+
+@on_ranks(1, 2)
+def test_copying_a_joined_parameter() -> None:
+    model = FSDP(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)))
+    copied = copy.deepcopy(model.module[0].weight)
+    assert copied.shape == (7, 5)
+    assert copied.dtype == torch.float32
+    with pytest.raises(StateError, match="weight"):
+        copied + 1
+
+
+@on_ranks(1)
+def test_consolidating_needs_metadata_of_every_rank() -> None:
+    model = FSDP(nn.Linear(3, 2))
+    weights, metadata = model.local_state_dict(), model.local_metadata_dict()
+    with pytest.raises(ValueError, match="every rank, and got 2 and 1 of them"):
+        FSDP.consolidate_shard_weights([weights, weights], [metadata])
+    with pytest.raises(ValueError, match="every rank, and got 1 and 2 of them"):
+        FSDP.consolidate_shard_weights([weights], [metadata, metadata])

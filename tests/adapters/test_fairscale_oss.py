@@ -1113,3 +1113,19 @@ def test_parameters_of_a_wrapper_for_one_rank() -> None:
     for parameter, value in zip(model.parameters(), before, strict=True):
         assert parameter.grad is not None
         assert torch.equal(parameter, value - 0.5 * parameter.grad)
+
+
+@on_ranks(2, 3)
+def test_one_rank_gets_all_state() -> None:
+    """Small tensors and large ones, of itself and of others."""
+    shapes = ((60, 60), (50, 50), (3,), (2,))
+    parameters, copies = ([nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
+    oss, optimizer = OSS(parameters, optim=Adam), Adam(copies)
+    for own in (parameters, copies):
+        give_gradients(own, 0)
+    oss.step()
+    optimizer.step()
+    for recipient in range(dist.get_world_size()):
+        oss.consolidate_state_dict(recipient)
+        if dist.get_rank() == recipient:
+            assert_same_state(oss.state_dict(), optimizer.state_dict())

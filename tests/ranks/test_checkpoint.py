@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -50,7 +50,7 @@ from shardwise.checkpoint.asynchronous import background
 from shardwise.checkpoint.integrity import SummingStream
 from shardwise.checkpoint.ranks import SavingRanks
 
-from ..models import Transformer, inputs_for, wrap
+from ..models import MLP, Transformer, inputs_for, wrap
 from .harness import on_ranks
 from .shared import shared_directory
 from .truth import batch, whole
@@ -1444,3 +1444,64 @@ def test_the_others_see_a_rank_die(tmp_path: Path) -> None:
     assert newest is not None
     assert newest.name == "checkpoint-000001"
     load(tmp_path, model=Net())
+
+
+@on_ranks(2)
+def test_sharded_tensors_whose_names_join_alike() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+
+    def cut(values: torch.Tensor) -> DTensor:
+        return distribute_tensor(values, mesh, [Shard(0)])
+
+    class Own:
+        def __init__(self, by: float):
+            self.values: dict[str, Any] = {
+                "a.b": cut(torch.arange(4.0) * by),
+                "a": {"b": cut(torch.arange(4.0) + 10 * by)},
+            }
+
+        def state_dict(self) -> dict[str, Any]:
+            return dict(self.values)
+
+        def load_state_dict(self, values: dict[str, Any]) -> None:
+            self.values = values
+
+    one, two, model = Own(1), Own(0), wrap(MLP((8, 16, 4)), shardwise.fully_shard, mesh=mesh)
+    with shared_directory() as directory:
+        save(directory, model=model, extra={"own": one})
+        load(directory, model=model, extra={"own": two})
+    assert torch.equal(two.values["a.b"].full_tensor(), torch.arange(4.0))
+    assert torch.equal(two.values["a"]["b"].full_tensor(), torch.arange(4.0) + 10)
+
+
+@on_ranks(2)
+def test_parameters_assigned_since_forward_are_saved() -> None:
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    shardwise.fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    old = model[0].weight
+    like = {"shape": old.shape, "stride": old.stride(), "run_check": False}
+    local = torch.full_like(old.to_local(), 3.0)
+    model[0].weight = nn.Parameter(DTensor.from_local(local, old.device_mesh, old.placements, **like))
+    with shared_directory() as directory:
+        save(directory, model=model)
+        with torch.no_grad():
+            model[0].weight.zero_()
+        load(directory, model=model)
+    for _ in range(2):
+        assert torch.equal(whole(model[0].weight), torch.full((7, 5), 3.0))
+        model(torch.ones(2, 5)).sum().backward()
+
+
+@on_ranks(4)
+def test_only_the_first_rank_warns_of_experts() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "shard"))
+    torch.manual_seed(dist.get_rank() // 2)
+    model = nn.ModuleDict({"shared": nn.Linear(4, 4), "expert": nn.Linear(4, 3)})
+    shardwise.fully_shard(model["expert"], mesh=mesh["shard"])
+    shardwise.fully_shard(model["shared"], mesh=init_device_mesh("cpu", (4,)))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        shardwise.full_state_dict(model)
+    told = [str(one.message) for one in found if "names of their own" in str(one.message)]
+    assert len(told) == (1 if dist.get_rank() == 0 else 0)
+    assert all("expert.weight' (and 1 more) is on ranks [0, 1] and on ranks [2, 3] " in one for one in told)

@@ -676,3 +676,16 @@ def test_a_compiled_step_with_a_closure() -> None:
 def _update(optimizer: Optimizer, closure: Any = None) -> None:
     optimizer.step(closure)
     optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_clipping_one_by_one() -> None:
+    model = MLP((8, 16, 4))
+    wrap(model, shardwise.fully_shard, mesh=init_device_mesh("cpu", (2,)))
+    model(torch.ones(3, 8)).sum().backward()
+    before = [parameter.grad.to_local().clone() for parameter in model.parameters()]
+    norm = shardwise.clip_grad_norm_(model.parameters(), 0.5, foreach=False)
+    scale = (0.5 / (norm + 1e-6)).clamp(max=1.0)
+    assert scale < 1
+    for parameter, was in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter.grad.to_local(), was * scale)

@@ -482,3 +482,25 @@ def test_annotated_by_spmd_types_in_mixed_precision(last_bias: str) -> None:
     output, spmd = model(inputs_for(model, 0)), model.spmd
     assert output.dtype == torch.float64
     assert spmd.get_local_type(output)[spmd.MeshAxis.of(mesh.get_group("tp"))] is spmd.I
+
+
+@on_ranks(4)
+def test_repointing_state_of_tensor_parallelism() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(3, 8)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    state = [optimizer.state[parameter]["momentum_buffer"].full_tensor() for parameter in model.parameters()]
+    shardwise.fully_shard(model, mesh=mesh["dp"])
+    shardwise.repoint(optimizer)
+    for parameter, was in zip(model.parameters(), state, strict=True):
+        now = optimizer.state[parameter]["momentum_buffer"]
+        assert now.placements == parameter.placements
+        assert now.device_mesh == parameter.device_mesh
+        assert torch.equal(now.full_tensor(), was)
+    model(torch.ones(3, 8)).square().sum().backward()
+    optimizer.step()

@@ -8,6 +8,7 @@ import os
 import resource
 import struct
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -738,3 +739,19 @@ def test_extra_state() -> None:
         assert_raises_alike(ValueError, "0._extra_state", lambda: save_safetensors(model, directory / "b"))
         model = shard_plainly(nn.Sequential(nn.Linear(3, 3).to(torch.complex128)))
         assert_raises_alike(ValueError, "'0.weight'.*complex128", lambda: save_safetensors(model, directory / "b"))
+
+
+@on_ranks(2)
+def test_abandoned_files_are_removed() -> None:
+    with shared_directory() as directory:
+        old, new = (directory / f".model.safetensors.{name}.partial" for name in "ab")
+        if dist.get_rank() == 0:
+            old.touch()
+            new.touch()
+            os.utime(old, (time.time() - 1e7,) * 2)
+        dist.barrier()
+        save_safetensors(wrap(MLP((8, 16, 4)), shardwise.fully_shard, mesh=mesh_of_all()), directory)
+        dist.barrier()
+        assert not old.exists()
+        assert new.exists()
+        dist.barrier()

@@ -1457,3 +1457,50 @@ def test_arrays_that_numpy_of_another_version_pickled() -> None:
     loaded = unpickled(stream, "x", weights_only=True)
     assert loaded["a"].tolist() == [0, 1, 2]
     assert loaded["b"] == 2
+
+
+class Versioned(nn.Linear):
+    """Adds a value to its state dict by itself, and takes it back."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(3, 2)
+        self.version = version
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "version"] = self.version
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        self.version = state_dict.pop(prefix + "version", None)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def test_values_that_modules_add_themselves() -> None:
+    one, two = nn.Sequential(Versioned(3)), nn.Sequential(Versioned(0))
+    load_full_state_dict(two, full_state_dict(one))
+    assert two[0].version == 3
+    assert torch.equal(one[0].weight, two[0].weight)
+
+
+@pytest.mark.parametrize("is_tensor", [True, False])
+def test_a_rate_that_was_a_tensor_or_is_one(tmp_path: Path, is_tensor: bool) -> None:
+    model = nn.Linear(2, 2)
+
+    def made(is_tensor: bool, rate: float) -> AdamW:
+        return AdamW(model.parameters(), lr=torch.tensor(rate) if is_tensor else rate)
+
+    save(tmp_path, model=model, optimizer=made(is_tensor, 0.25))
+    other = made(not is_tensor, 0.5)
+    load(tmp_path, model=model, optimizer=other)
+    assert float(other.param_groups[0]["lr"]) == 0.25
+
+
+@pytest.mark.parametrize("name", [".unfinished-000002", ".deleted-checkpoint-000002", "checkpoint-000002"])
+def test_what_an_interrupted_save_left_is_not_loaded(tmp_path: Path, name: str) -> None:
+    model = nn.Linear(2, 2)
+    save(tmp_path, model=model)
+    (complete,) = tmp_path.glob("checkpoint-*")
+    shutil.copytree(complete, tmp_path / name)
+    (tmp_path / name / "shardwise.json").unlink()
+    with pytest.raises(CheckpointError, match="is not a complete checkpoint"):
+        load(tmp_path / name, model=model)

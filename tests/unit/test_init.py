@@ -1238,3 +1238,141 @@ def test_fast_gives_random_buffers_too() -> None:
     model = materialize(on_meta(lambda: Built(buffers), seed=1), seed=3, fast=True)
     again = materialize(on_meta(lambda: Built(buffers), seed=2), seed=3, fast=True)
     assert_same(model, again)
+
+
+class Halves(nn.Module):
+    """Its parameter is a part of memory of which the other part is written too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        base = torch.empty(2, 12)
+        self.weight = nn.Parameter(base[0])
+        with torch.no_grad():
+            base[0].normal_()
+            base[1].fill_(3)
+
+
+def test_fast_values_of_a_part_of_memory() -> None:
+    with init_on_meta():
+        model = Halves()
+    materialize(model, seed=3, fast=True)
+    assert not (model.weight == 3).any()
+
+
+class InDefaultDtype(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(40, 50))
+        self.other = nn.Parameter(torch.full((40,), 0.1) * 3)
+
+
+def test_fast_values_in_the_default_dtype_of_the_constructor() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        with init_on_meta():
+            model = InDefaultDtype()
+        truth = InDefaultDtype()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    materialize(model, seed=3, fast=True)
+    assert model.weight.dtype == torch.float64
+    assert torch.equal(model.other, truth.other)
+    assert (model.weight != model.weight.float().double()).any()
+
+
+class Product(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 5) @ torch.randn(5, 4))
+
+
+def test_materializing_under_autocast() -> None:
+    torch.manual_seed(3)
+    truth = Product()
+    torch.manual_seed(3)
+    with init_on_meta():
+        model = Product()
+    with torch.autocast("cpu", torch.bfloat16):
+        materialize(model)
+    assert torch.equal(model.weight, truth.weight)
+
+
+class Noise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+        self.register_buffer("noise", torch.randn(4))
+
+
+def test_a_random_buffer_on_the_meta_device_again() -> None:
+    with init_on_meta():
+        model = Noise()
+    model.to("meta")
+    torch.manual_seed(7)
+    truth = Noise()
+    materialize(model, seed=7)
+    assert torch.equal(model.weight, truth.weight)
+    assert torch.equal(model.noise, truth.noise)
+
+
+def test_a_random_buffer_that_was_replaced_by_one_of_another_shape() -> None:
+    with init_on_meta():
+        model = Noise()
+    model.noise = torch.zeros(2)
+    materialize(model, seed=7)
+    assert torch.equal(model.noise, torch.zeros(2))
+
+
+class Truncated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(6, 5))
+        nn.init.trunc_normal_(self.weight, std=0.02)
+        self.other = nn.Parameter(torch.randn(3))
+
+
+def test_truncated_normal_inside_another_mode() -> None:
+    with init_on_meta(), torch.device("cpu"):
+        model = Truncated()
+    materialize(model, seed=5)
+    torch.manual_seed(5)
+    truth = Truncated()
+    assert torch.equal(model.weight, truth.weight)
+    assert torch.equal(model.other, truth.other)
+
+
+class Direct(nn.Module):
+    """Calls an operator itself, without a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ops.aten.randn.default([3, 4]))
+        self.other = nn.Parameter(torch.randn(3))
+
+
+def test_an_operator_without_a_device() -> None:
+    torch.manual_seed(3)
+    truth = Direct()
+    torch.manual_seed(3)
+    with init_on_meta():
+        model = Direct()
+    materialize(model)
+    assert torch.equal(model.weight, truth.weight)
+    assert torch.equal(model.other, truth.other)
+
+
+class Looks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+        self.scale = self.weight[0].item()
+
+
+def test_a_seed_after_an_earlier_constructor_and_values_were_used() -> None:
+    with init_on_meta():
+        first = nn.Linear(3, 3)
+    with init_on_meta():
+        second = Looks()
+    with pytest.raises(RuntimeError, match="right only for the seed"):
+        materialize(second, seed=5)
+    materialize(nn.ModuleList([first, second]))

@@ -652,3 +652,47 @@ def test_compiled(fake_mesh: MakeMesh) -> None:
     for parameter, own in zip(pair.parameters, pair.copies, strict=True):
         torch.testing.assert_close(local(parameter).detach(), own.detach())
     pair.step()
+
+
+class Forgets(torch.optim.SGD):
+    """Drops its momentum after each other step."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.steps = getattr(self, "steps", 0) + 1
+        if self.steps % 2 == 0:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self.state[parameter].pop("momentum_buffer", None)
+        return loss
+
+
+def test_state_that_the_optimizer_drops(fake_mesh: MakeMesh) -> None:
+    pair = Pair(sharded(fake_mesh(2)), Forgets, lr=0.1, momentum=0.9, elementwise=True)
+    for _ in range(4):
+        pair.step()
+        pair.check()
+        for parameter, own in zip(pair.parameters, pair.copies, strict=True):
+            assert set(pair.optimizer.state[parameter]) == set(pair.truth.state[own])
+
+
+class Asks(Optimizer):
+    """Looks at its own state dict in the middle of a step, as for logging."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state_dict()
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-group["lr"])
+
+
+def test_a_step_that_asks_for_the_state_dict(fake_mesh: MakeMesh) -> None:
+    pair = Pair(sharded(fake_mesh(2)), Asks, elementwise=True)
+    for _ in range(2):
+        pair.step()
+        pair.check()

@@ -489,3 +489,15 @@ def test_progress(monkeypatch: pytest.MonkeyPatch, shown: bool, patience: float,
         for _ in range(3):
             progress.advance(100)
     assert ("loading" in terminal.text) == appears
+
+
+def test_a_dtype_that_torch_does_not_have(tmp_path: Path) -> None:
+    tensors = {
+        "weight": {"dtype": "F6_E2M3", "shape": [2, 2], "data_offsets": [0, 3]},
+        "bias": {"dtype": "F32", "shape": [2], "data_offsets": [3, 11]},
+    }
+    head = json.dumps(tensors).encode()
+    head += b" " * (-len(head) % 8)
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(head)) + head + bytes(11))
+    with pytest.raises(ValueError, match="'weight' is of a dtype that torch does not have"):
+        load_safetensors(nn.Linear(2, 2), tmp_path)

@@ -252,9 +252,7 @@ class Record:
         while todo:
             index = -heapq.heappop(todo)
             op = self.ops[index]
-            if not live & {*op.writes, *op.creates}:
-                seen.discard(index)
-                continue
+            # It is the last that wrote something live, which nothing after it has overwritten, or it would not be here.
             chosen.append(index)
             live -= op.creates
             for written in op.writes:
@@ -346,7 +344,7 @@ class Origin:
     def has_values_of(self, buffer: torch.Tensor) -> bool:
         """Whether ``buffer`` (maybe a copy, or converted) still has the values that the constructor gave it."""
         local = local_of(buffer)
-        if self.values is None or local.is_meta or tuple(local.shape) != self.view.size:
+        if self.values is None or local.is_meta:
             return False
         return self.values.is_intact() and torch.equal(self.values.value().to(local), local)
 

@@ -52,12 +52,14 @@ class Member:
         """
         if not isinstance(value, torch.Tensor) or value.shape != self.parameter.shape or name == "step":
             return False
-        if self.spec is not None and not isinstance(value, DTensor):
+        if self.spec is None:
+            return True
+        if not isinstance(value, DTensor):
             raise ValueError(
                 f"state {name!r} of {name_of(self.parameter)} is a whole tensor, and the parameter is sharded: load it "
                 "by shardwise.load or torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which cut it"
             )
-        if self.spec is not None and isinstance(value, DTensor) and value.placements != self.spec.placements:
+        if value.placements != self.spec.placements:
             raise ValueError(
                 f"state {name!r} of {name_of(self.parameter)} has placements {value.placements}, and the parameter "
                 f"{self.spec.placements}: redistribute the state before it is loaded"
