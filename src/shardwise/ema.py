@@ -23,8 +23,9 @@ from .core.shards import is_cut_alike
 class EMA:
     """Keeps ``average = decay * average + (1 - decay) * parameter`` of a model's trainable parameters.
 
-    Each rank averages its shards: no communication, and memory of one more set of shards. Parameters that are frozen
-    at construction, and buffers, are not averaged: a swapped model uses them as they are.
+    Each rank averages its shards: no communication, and memory of one more set of shards. Frozen parameters, and
+    buffers, are not averaged: a swapped model uses them as they are. The average of a parameter that is unfrozen later
+    starts at the next update.
 
         ema = shardwise.EMA(model, 0.999)
         ...
@@ -57,15 +58,10 @@ class EMA:
             raise TypeError(f"dtype must be a torch.dtype or None, not {dtype!r}")
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"dtype={dtype}: an average needs a floating-point dtype")
-        self._model = model
-        _register_sharded(model)
+        self._model, self._dtype = model, dtype
         self._averages: dict[str, torch.Tensor] = {}
         self._kept: list[torch.Tensor] | None = None
-        with torch.no_grad(), not_inference():
-            for parameter, names in parameter_names(model).items():
-                if parameter.requires_grad:
-                    kind = parameter.dtype if dtype is None or parameter.is_complex() else dtype
-                    self._averages[names[0]] = _copy_of(names[0], parameter, kind)
+        self._start_averages(self._named())
 
     @property
     def decay(self) -> float:
@@ -84,6 +80,23 @@ class EMA:
 
     # -- Averaging
 
+    def _named(self) -> dict[torch.Tensor, list[str]]:
+        """The parameters as they are registered now, with their names."""
+        _register_sharded(self._model)
+        return parameter_names(self._model)
+
+    def _start_averages(self, named: Mapping[torch.Tensor, list[str]]) -> None:
+        """Start those of trainable parameters that have none yet."""
+        averaged = self._averages.keys()
+        with torch.no_grad(), not_inference():
+            for parameter, names in named.items():
+                if parameter.requires_grad and averaged.isdisjoint(names):
+                    self._averages[names[0]] = self._first_average(names[0], parameter)
+
+    def _first_average(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
+        dtype = parameter.dtype if self._dtype is None or parameter.is_complex() else self._dtype
+        return _copy_of(name, parameter, dtype)
+
     @torch.no_grad()
     def update(self) -> None:
         """Move the average towards the parameters as they are now; call it after each optimizer step.
@@ -93,7 +106,9 @@ class EMA:
             StateError: if the model does not have the parameters any more that the average was made of.
         """
         self._check_not_swapped("update()")
-        parameters = self._parameters()
+        named = self._named()
+        self._start_averages(named)
+        parameters = self._averaged(named)
         averages = self._locals(self._averages.values())
         values = [
             local if local.dtype == a.dtype else local.to(a.dtype)
@@ -113,7 +128,7 @@ class EMA:
         Raises:
             StateError: if the model does not have the parameters any more that the average was made of.
         """
-        parameters = self._parameters()
+        parameters = self._averaged(self._named())
         locals_ = self._locals(parameters)
         # Before the write, which must not overtake copies of offloaded shards to the device.
         note_writes(parameters)
@@ -142,10 +157,9 @@ class EMA:
         if self.is_swapped:
             raise RuntimeError(f"EMA.{action} was called while the model has the averages: swap() back first")
 
-    def _parameters(self) -> list[torch.Tensor]:
-        """The averaged parameters as they are registered now, in the order of the averages."""
-        _register_sharded(self._model)
-        by_name = {name: p for p, names in parameter_names(self._model).items() for name in names}
+    def _averaged(self, named: Mapping[torch.Tensor, list[str]]) -> list[torch.Tensor]:
+        """Of all parameters those that are averaged, in the order of the averages."""
+        by_name = {name: parameter for parameter, names in named.items() for name in names}
         found = []
         for name, average in self._averages.items():
             parameter = by_name.get(name)
@@ -181,12 +195,17 @@ class EMA:
         Raises:
             RuntimeError: while they are swapped.
             TypeError: if it, or something in it, is of a wrong type.
-            ValueError: if it is no such state dict, its decay or updates are out of range, or it has other parameters
-                than this average, or of other shapes. After an error nothing has been loaded.
+            ValueError: if it is no such state dict, its decay or updates are out of range, or it has not all parameters
+                of this average, or others than the model, or of other shapes. After an error nothing has been loaded.
         """
         refuse_flat(self._model, "EMA.load_state_dict")
         self._check_not_swapped("load_state_dict()")
         given = self._fitting(state)
+        if given.keys() != self._averages.keys():  # some were trained when it was saved, and are not yet
+            others = self._without_average()
+            with not_inference():
+                for name in (name for name in given if name in others):
+                    self._averages[name] = self._first_average(name, others[name])
         for name, average in self._averages.items():
             value = given[name]
             if isinstance(value, DTensor) and not _is_cut_alike(value, average):
@@ -195,6 +214,11 @@ class EMA:
                 value = shard_like(value, average)
             local_of(average).copy_(local_of(value))
         self.decay, self.updates = state["decay"], state["updates"]
+
+    def _without_average(self) -> dict[str, torch.Tensor]:
+        """The parameters that are not averaged, by their first names."""
+        averaged = self._averages.keys()
+        return {names[0]: parameter for parameter, names in self._named().items() if averaged.isdisjoint(names)}
 
     def _fitting(self, state: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
         """The averages of a state dict that can be loaded; raises as `load_state_dict`."""
@@ -210,18 +234,21 @@ class EMA:
             raise ValueError(f"updates must be at least 0, not {updates}")
         if not isinstance(given, Mapping):
             raise TypeError(f"averages must be a dict of tensors by parameter name, not {type(given).__name__}")
-        if given.keys() != self._averages.keys():
-            own = self._averages.keys()
-            missing, unknown = sorted(own - given.keys()), sorted(map(str, given.keys() - own))
-            raise ValueError(f"the saved average does not fit: it lacks {missing[:5]} and also has {unknown[:5]}")
-        for name, average in self._averages.items():
-            value = given[name]
+        own = dict(self._averages)
+        missing = sorted(own.keys() - given.keys())
+        if given.keys() - own.keys():
+            own.update(self._without_average())
+        unknown = sorted(map(str, given.keys() - own.keys()))
+        if missing or unknown:
+            raise ValueError(
+                f"the saved average does not fit: it lacks {missing[:5]} and also has {unknown[:5]}; an EMA has the "
+                "parameters that were trainable at some update of it"
+            )
+        for name, value in given.items():
             if not isinstance(value, torch.Tensor):
                 raise TypeError(f"the saved average of {name!r} must be a tensor, not {type(value).__name__}")
-            if value.shape != average.shape:
-                raise ValueError(
-                    f"the saved average of {name!r} has shape {tuple(value.shape)}, not {tuple(average.shape)}"
-                )
+            if value.shape != (shape := own[name].shape):
+                raise ValueError(f"the saved average of {name!r} has shape {tuple(value.shape)}, not {tuple(shape)}")
         return given
 
 

@@ -1505,3 +1505,26 @@ def test_only_the_first_rank_warns_of_experts() -> None:
     told = [str(one.message) for one in found if "names of their own" in str(one.message)]
     assert len(told) == (1 if dist.get_rank() == 0 else 0)
     assert all("expert.weight' (and 1 more) is on ranks [0, 1] and on ranks [2, 3] " in one for one in told)
+
+
+@on_ranks(1, 2, 3)
+def test_a_checkpoint_of_other_ties() -> None:
+    """Of a tied weight that is stored with two values neither is taken for the other."""
+
+    def made(tied: bool, seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return wrap(Transformer(layers=1, tied=tied), shardwise.fully_shard)
+
+    saved, model = made(False, 1), made(True, 2)
+    before = {name: whole(value).clone() for name, value in model.state_dict().items()}
+    with shared_directory() as directory:
+        save(directory, model=saved)
+        with pytest.raises(ValueError, match="have different values in the checkpoint, and the model ties them"):
+            load(directory, model=model)
+        for name, value in model.state_dict().items():
+            assert torch.equal(whole(value), before[name])
+        for source, target in ((model, made(False, 3)), (model, made(True, 3))):
+            save(directory, model=source)
+            load(directory, model=target)
+            for name, value in target.state_dict().items():
+                assert torch.equal(whole(value), before[name])

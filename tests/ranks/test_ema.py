@@ -293,3 +293,39 @@ def test_parameters_that_are_conjugates_or_negatives_of_their_memory() -> None:
     with ema.swap():
         torch.testing.assert_close([*map(torch.Tensor.detach, model.parameters())], [2 * value for value in before])
     torch.testing.assert_close([*map(torch.Tensor.detach, model.parameters())], [3 * value for value in before])
+
+
+@on_ranks(1, 2, 3)
+def test_parameters_that_are_unfrozen_later() -> None:
+    """Their average starts at the next update; a state that has it is loaded before they are unfrozen too."""
+
+    def mostly_frozen(seed: int = 1) -> nn.Module:
+        model = sharded(seed)
+        for parameter in list(model.parameters())[1:]:
+            parameter.requires_grad_(False)
+        return model
+
+    def averages(ema: EMA) -> dict[str, torch.Tensor]:
+        return {name: whole(value).clone() for name, value in ema.state_dict()["averages"].items()}
+
+    model = mostly_frozen()
+    ema = EMA(model, DECAY)
+    train(model, ema, 2)
+    first, *others = (name for name, _ in model.named_parameters())
+    assert list(averages(ema)) == [first]
+    model.requires_grad_(True)
+    ema.update()
+    before = averages(ema)
+    assert list(before) == [first, *others]
+    for name, value in model.named_parameters():
+        assert torch.equal(before[name], whole(value)) == (name != first)
+    train(model, ema, 1)
+    after = averages(ema)
+    for name, value in model.named_parameters():
+        torch.testing.assert_close(after[name], before[name].lerp(whole(value), 1 - DECAY))
+    resumed = EMA(mostly_frozen(seed=2), DECAY)
+    with pytest.raises(ValueError, match="trainable at some update"):
+        ema.load_state_dict(resumed.state_dict())
+    resumed.load_state_dict(ema.state_dict())
+    for name, value in averages(resumed).items():
+        assert torch.equal(value, after[name])

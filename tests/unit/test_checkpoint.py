@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import datetime
 import errno
 import functools
@@ -369,6 +370,38 @@ def test_state_of_another_optimizer(tmp_path: Path) -> None:
     save(tmp_path, model=model, optimizer=optimizer)
     with pytest.raises(ValueError, match="does not fit AdamW"):
         load(tmp_path, model=model, optimizer=AdamW(model.parameters()))
+
+
+@pytest.mark.parametrize("kind", [SGD, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.NAdam])
+@pytest.mark.parametrize("has_stepped", [True, False])
+def test_another_kind_of_optimizer_loads_nothing(tmp_path: Path, kind: Any, has_stepped: bool) -> None:
+    model = make()
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    train(model, optimizer)
+    save(tmp_path, model=model, optimizer=optimizer)
+    train(model, optimizer)
+    other = kind(model.parameters(), lr=0.3)
+    if has_stepped:
+        train(model, other)
+    before = copy.deepcopy((model.state_dict(), other.state_dict()))
+    with pytest.raises(ValueError, match=f"does not fit {kind.__name__}: another kind of optimizer saved it, with"):
+        load(tmp_path, model=model, optimizer=other)
+    torch.testing.assert_close((model.state_dict(), other.state_dict()), before, rtol=0, atol=0)
+    train(model, other)
+
+
+def test_settings_that_a_scheduler_or_a_newer_version_adds(tmp_path: Path) -> None:
+    model = make()
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=9)
+    train(model, optimizer)
+    del optimizer.param_groups[0]["fused"]
+    save(tmp_path, model=model, optimizer=optimizer)
+    other = AdamW(model.parameters(), lr=0.3)
+    lr_scheduler.OneCycleLR(other, 0.4, total_steps=9)
+    load(tmp_path, model=model, optimizer=other)
+    assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    train(model, other)
 
 
 # -- Names

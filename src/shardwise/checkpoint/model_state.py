@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
+from ..core.device import local_of, spec_of, wrap_local
 from .matching import convertible
 from .names import listed
 from .objects import tree_of
@@ -91,7 +93,8 @@ class SavedModel:
 
     def __init__(self, stored: StoredData, model: nn.Module, preferred: str, *, is_given: bool = False):
         loading = weights_of(model, asked_by="load", plain_names=True)
-        self._model, self._kinds = loading.with_extra_as_objects(), stored.kinds
+        self._stored, self._kinds = stored, stored.kinds
+        self._model = loading.with_extra_as_objects()
         names = list(self._model.tensors) or self._model.names
         is_found = is_given and any(preferred + name in self._kinds for name in names)
         self.prefix = preferred if is_found else _best_prefix(names, stored, preferred)
@@ -121,7 +124,7 @@ class SavedModel:
         return [key for name in self.names for key in self._split.get(name, [self.prefix + name])]
 
     def misfit(self, own: Callable[[str], str] = str) -> Misfit:
-        """Where the checkpoint differs from the model.
+        """Where the checkpoint differs from the model. Reads what is stored under several names of one weight.
 
         Args:
             own: from a key to that of this rank's own value, which may have another shape.
@@ -131,7 +134,29 @@ class SavedModel:
         unexpected = [name for name in self._saved if name not in self._model.keys]
         both = [name for name in self.names if name in tensors]
         texts = (_misfit(name, tensors[name], self._kinds[own(self.prefix + name)]) for name in both)
-        return Misfit(missing, unexpected, [text for text in texts if text])
+        problems = [text for text in texts if text]
+        return Misfit(missing, unexpected, problems or [*self._differing_ties({*both}, own)])
+
+    def _differing_ties(self, names: Collection[str], own: Callable[[str], str]) -> Iterator[str]:
+        """Messages about weights that are stored under several of ``names`` with different values."""
+        for weight in self._loaded():
+            found = [name for name in weight.names if name in names]
+            if len(found) > 1:
+                first, *values = (self._read_apart(weight, own(self.prefix + name)) for name in found)
+                for name, value in zip(found[1:], values, strict=True):
+                    if not torch.equal(first, value):
+                        yield (
+                            f"{found[0]!r} and {name!r} have different values in the checkpoint, and the model ties "
+                            "them: untie them before fully_shard"
+                        )
+
+    def _read_apart(self, weight: Weight, key: str) -> torch.Tensor:
+        """The bytes of this rank's part of what is stored for ``weight`` under ``key``, in memory of their own."""
+        local = local_of(weight.value)
+        values = torch.empty(local.shape, dtype=local.dtype, device=self.device if local.is_meta else local.device)
+        is_sharded = isinstance(weight.value, DTensor)
+        self._stored.read({key: wrap_local(values, spec_of(weight.value)) if is_sharded else values})
+        return values.reshape(-1).view(torch.uint8)
 
     def lacks(self, name: str) -> bool:
         """Whether the checkpoint's model has ``name``, and the model, or the part of it on this rank, does not."""

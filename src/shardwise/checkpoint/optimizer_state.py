@@ -277,7 +277,7 @@ class SavedOptimizer:
 
         Raises:
             ValueError: if a group has other parameters than every saved one, or than several together, or those of
-                several that have different settings.
+                several that have different settings, or settings of another kind of optimizer.
         """
         saved = list(self._saved_groups(values))
         by_parameters: dict[frozenset[torch.Tensor], list[dict[str, Any]]] = {}
@@ -295,6 +295,7 @@ class SavedOptimizer:
                 fitting = by_parameters.get(parameters) or self._joined(by_parameters, optimizer, index)
                 if not fitting:
                     raise ValueError(self._mismatch(optimizer, index, saved))
+                _refuse_other_kind(optimizer, group, fitting[0])
                 # Groups without parameters all look alike: they are taken in their order.
                 found[-1].append(fitting.pop(0) if len(fitting) > 1 else fitting[0])
         return found
@@ -383,6 +384,24 @@ class SavedOptimizer:
             _load(optimizer, groups, by_parameter, others)
 
 
+def _refuse_other_kind(optimizer: Optimizer, group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: if ``saved`` lacks settings of a ``group`` of ``optimizer``, and has some that this does not know.
+            Versions of one optimizer add settings, and schedulers do.
+    """
+    lacking, unknown = optimizer.defaults.keys() - saved.keys(), saved.keys() - group.keys() - _OF_ANY_KIND
+    if lacking and unknown:
+        raise ValueError(
+            f"the saved state of the optimizer does not fit {type(optimizer).__name__}: another kind of optimizer "
+            f"saved it, with {listed(sorted(unknown))} and without {listed(sorted(lacking))}"
+        )
+
+
+_OF_ANY_KIND = {PARAMETERS, NAMES, "initial_lr"}
+"""Keys of a group that are no settings of its optimizer."""
+
+
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """The settings in which two saved groups differ; their parameters, and the names of these, are none."""
     keys = dict.fromkeys([*one, *other])
@@ -435,9 +454,11 @@ def _load(
                 packed_state[index] = state[parameter]
         position += count
     others = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
+    before = {name: value for name, value in vars(optimizer).items() if name in (STATE, GROUPS)}
     try:
         optimizer.load_state_dict({STATE: {**packed_state, **others}, GROUPS: packed_groups, **more})
     except (KeyError, TypeError, AttributeError) as error:  # as when another optimizer's state lacks what it looks up
+        vars(optimizer).update(before)
         raise ValueError(
             f"the saved state of the optimizer does not fit {type(optimizer).__name__}: {error!r}"
         ) from error

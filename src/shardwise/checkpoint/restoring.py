@@ -68,7 +68,6 @@ class Restoring:
         self._read_objects()
         self._optimizer = self._saved_optimizer()
 
-    @property
     def misfit(self) -> Misfit:
         """Where the model differs from the saved one."""
         return self._model.misfit(self._own) if self._model is not None else Misfit()

@@ -224,7 +224,8 @@ def _restore(stored: StoredData, wanted: Wanted, ranks: SavingRanks, strict: boo
     """Fill what is wanted with what is stored; return the saved extra."""
     with ranks.together():
         restoring = Restoring(stored, ranks.position, ranks.size, wanted)
-    check_fit(ranks, stored.directory, restoring.misfit, strict)
+        misfit = restoring.misfit()
+    check_fit(ranks, stored.directory, misfit, strict)
     with ranks.together():
         restoring.read(progress.advance)
     with ranks.together():

@@ -237,7 +237,8 @@ class SavedDirectory:
         """
         with self._ranks.together():
             saved = self._model(name, model)
-        check_fit(self._ranks, self._path, saved.misfit(), strict)
+            misfit = saved.misfit()
+        check_fit(self._ranks, self._path, misfit, strict)
         return saved
 
     def _model(self, name: str, model: nn.Module) -> SavedModel:
