@@ -22,7 +22,7 @@ ARGUMENTS = {
     "compute_dtype": Argument("dtype of the whole parameters; float16 with mixed_precision, float32 without"),
     "buffer_dtype": Argument("dtype of floating-point buffers; compute_dtype by default"),
     "move_grads_to_cpu": Argument(
-        "must equal move_params_to_cpu, since torch wants parameters and gradients on one device"
+        "on an accelerator it must equal move_params_to_cpu, since torch wants parameters and gradients on one device"
     ),
     "bucket_cap_mb": Argument("an instance's gradients are one collective anyway", Support.ACCEPTED),
     "compute_device": Argument("where whole parameters are; by default where process_group communicates"),
