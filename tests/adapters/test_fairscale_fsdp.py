@@ -689,14 +689,14 @@ def test_flat_parameter() -> None:
 # -- Behaviour
 
 
-@on_ranks(1, 2, 3, flat=FLAT, nested=(True, False))
-def test_backward_for_given_parameters(flat: bool, nested: bool) -> None:
-    """All of them; then those of one instance, or one that is not joined; then in two parts under `no_sync`."""
+@on_ranks(1, 2, 3, nested=(True, False))
+def test_backward_for_given_parameters(nested: bool) -> None:
+    """All of them; then those of one instance; then in two parts under `no_sync`."""
     rank, exact = dist.get_rank(), dist.get_world_size() <= 2
-    usual, asked = (wrapped(made(MLP), nested, flatten_parameters=flat) for _ in range(2))
+    usual, asked = (wrapped(made(MLP), nested) for _ in range(2))
     steppers = [OPTIMIZERS["adamw"](model.parameters()) for model in (usual, asked)]
     count = len(list(usual.parameters()))
-    assert count > 1 or (flat and not nested)
+    assert (count > 1) == nested
     for step, chosen in enumerate([range(count), range(count - 1, count), range(count)]):
         pairs = [list(model.parameters()) for model in (usual, asked)]
         if step == 2:
@@ -719,11 +719,11 @@ def test_backward_for_given_parameters(flat: bool, nested: bool) -> None:
 
 
 @needs_fairscale
-@on_ranks(2, flat=FLAT)
-def test_backward_for_given_parameters_like_fairscale(flat: bool) -> None:
-    rank, options = dist.get_rank(), {"flatten_parameters": flat}
+@on_ranks(2)
+def test_backward_for_given_parameters_like_fairscale() -> None:
+    rank = dist.get_rank()
     with fairscale_fsdp() as theirs:
-        models = [FSDP(made(MLP), **options), theirs(made(MLP), bucket_cap_mb=0, **options)]
+        models = [FSDP(made(MLP)), theirs(made(MLP), bucket_cap_mb=0)]
         for listed_first in (True, False):
             for model in models:
                 before = list(model.parameters())
@@ -734,14 +734,26 @@ def test_backward_for_given_parameters_like_fairscale(flat: bool) -> None:
                 ours.grad = other.grad = None
 
 
-@on_ranks(2, flat=FLAT)
-def test_gradients_of_shards_by_torch_are_refused_by_name(flat: bool) -> None:
-    model = FSDP(MLP(), flatten_parameters=flat)
-    name = "flat_param_0" if flat else next(name for name, _ in model.named_parameters())
-    loss = loss_of(model, inputs_for(model.module, 0))
-    with pytest.raises(StateError, match=f"'{name}' of unit .*: call backward"):
-        torch.autograd.grad(loss, list(model.parameters()))
-    assert torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)[0] is None
+@on_ranks(2)
+def test_gradients_of_shards_by_torch_are_refused_by_name() -> None:
+    model, x = FSDP(MLP()), torch.ones((), requires_grad=True)
+    loss, (flat,) = loss_of(model, inputs_for(model.module, 0)), model.parameters()
+    with pytest.raises(StateError, match=r"'flat_param_0' of unit .*: call backward"):
+        torch.autograd.grad(loss, [flat])
+    assert torch.autograd.grad(loss, [flat], allow_unused=True)[0] is None
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):  # and not that of a shard
+        torch.autograd.grad(loss, [copy.deepcopy(flat)])
+    if torch.__version__ >= "2.13":
+        with pytest.raises(RuntimeError, match="index 1 appears to not have been used"):
+            torch.autograd.grad(flat.sum(), [flat, x])
+
+
+@on_ranks(1, 2)
+def test_parameters_that_are_not_joined_are_plain_ones() -> None:
+    model = FSDP(MLP(), flatten_parameters=False)
+    for parameter in model.parameters():
+        assert type(parameter) is type(copy.deepcopy(parameter)) is nn.Parameter
+        assert torch.equal(nn.Parameter(parameter), parameter)
 
 
 @on_ranks(1, 2, 3, flat=FLAT)

@@ -741,31 +741,35 @@ def test_gradients_that_keep_a_graph() -> None:
     """With one rank nothing is reduced; otherwise their graph would be lost."""
     model, truth = model_of(), model_of()
     sharded, optimizer = shard(model)
-    first = dict(model.named_parameters())
+    name, parameter = next(model.named_parameters())
 
-    def penalized(one: nn.Module) -> None:
-        loss_of(one, 0, truth).backward(create_graph=True)
-        gradients = [parameter.grad for parameter in one.parameters()]
-        for parameter in one.parameters():
-            parameter.grad = None
+    def by_backward(one: nn.Module, rank: int) -> None:
+        one(inputs_for(truth, rank)).square().mean().backward(create_graph=True)
+        gradients = [own.grad for own in one.parameters()]
+        for own in one.parameters():
+            own.grad = None
         sum(gradient.square().sum() for gradient in gradients).backward()
 
-    penalized(truth)
-    if dist.get_world_size() == 1:
-        penalized(sharded)
-        assert_gradients(sharded, optimizer, truth)
-    else:
-        with pytest.raises(RuntimeError, match="create_graph=True"):
-            loss_of(sharded, 0, truth).backward(create_graph=True)
-    name, parameter = next(iter(first.items()))
+    def by_grad(one: nn.Module, rank: int) -> None:
+        loss = one(inputs_for(truth, rank)).square().mean()
+        gradients = torch.autograd.grad(loss, list(one.parameters()), create_graph=True)
+        sum(gradient.square().sum() for gradient in gradients).backward()
+
     parameter.grad = torch.zeros_like(parameter, requires_grad=True)
     with pytest.raises(RuntimeError, match=f"gradient of parameter '{name}' requires a gradient"):
         sharded(inputs_for(truth, 0))
     sharded.zero_grad(set_to_none=True)
-    truth.zero_grad()
-    backward(sharded, 0)
-    mean_gradients(truth, lambda one, rank: one(inputs_for(one, rank)).square().mean().backward())
-    assert_gradients(sharded, optimizer, truth)
+    rank = dist.get_rank()
+    if dist.get_world_size() == 1:
+        by_backward(sharded, rank)
+    else:
+        with pytest.raises(RuntimeError, match="create_graph=True"):
+            by_backward(sharded, rank)
+        sharded.zero_grad(set_to_none=True)
+        with sharded.no_sync():
+            by_backward(sharded, rank)
+        sharded.reduce()
+    assert_gradients(sharded, optimizer, mean_gradients(truth, by_grad))
 
 
 @on_ranks(2)

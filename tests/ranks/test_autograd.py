@@ -644,13 +644,10 @@ def test_backward_onto_what_forward_does_not_compute_with() -> None:
         shardwise.fully_shard(plain)(torch.ones(2, WIDTH)).sum().backward(inputs=[replaced])
 
 
-@on_ranks(2, kind=["fully_shard", "joined", "by itself"])
+@on_ranks(2, kind=["fully_shard", "joined"])
 def test_backward_onto_parameters_in_any_container(kind: str) -> None:
     torch.manual_seed(1)
-    if kind == "fully_shard":
-        model: nn.Module = shardwise.fully_shard(Layer())
-    else:
-        model = FSDP(Layer(), flatten_parameters=kind == "joined")
+    model: nn.Module = shardwise.fully_shard(Layer()) if kind == "fully_shard" else FSDP(Layer())
 
     def gradients(inputs: Any) -> list[torch.Tensor | None]:
         model(torch.ones(2, WIDTH)).square().mean().backward(inputs=inputs)
@@ -664,6 +661,8 @@ def test_backward_onto_parameters_in_any_container(kind: str) -> None:
     registered = list(model.parameters())
     expected = gradients(registered)
     assert all(one is not None for one in expected)
+    for container in (tuple(registered), set(registered), dict(enumerate(registered)).values()):
+        torch.testing.assert_close(gradients(container), expected)
     torch.testing.assert_close(gradients(registered[-1]), [*([None] * (len(registered) - 1)), expected[-1]])
     if torch.__version__ < "2.13":
         with pytest.raises(TypeError, match="takes a list"):

@@ -22,7 +22,7 @@ from .errors import StateError
 from .gradient import refuse_sparse
 from .layout import flat
 from .mesh import DataParallelRanks
-from .parameter import METADATA_METHODS, Place, adopt_flat, owner_of, remember_successor, retire, successor_of
+from .parameter import METADATA_METHODS, Place, owner_of, remember_successor, retire, set_owner, successor_of
 from .shards import Shards
 from .slot import GroupPolicy, Slot
 from .tree import tensors_in
@@ -467,7 +467,7 @@ class FlatShards(Shards):
                     chunk[first - start : end - start].copy_(piece)
                 position += value.numel()
         run.sharded.data = chunk.view(run.local_shape(buffer.comm.size))
-        adopt_flat(run.sharded, self.reference)
+        set_owner(run.sharded, self.reference)
 
     def _remember(self, runs: Sequence[FlatRun]) -> None:
         for position, run in enumerate(runs):
@@ -576,7 +576,7 @@ class FlatShards(Shards):
                 slot.buffer = buffer
                 slot.local.copy_(slot.sharded)
                 slot.sharded.data = slot.local
-                adopt_flat(slot.sharded, self.reference)
+                set_owner(slot.sharded, self.reference)
                 slot.address = slot.sharded.data_ptr()
                 slot.forget_unsharded()
                 slot._register_sharded()

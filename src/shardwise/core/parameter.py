@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -156,8 +157,8 @@ class ShardedParameter(TracedParameter):
                 _note_view(result, args[0])
             return result
         except RuntimeError as error:
-            if func is torch.autograd.grad and "not have been used in the graph" in str(error):
-                raise StateError(_not_in_graph(_registered_in((args, kwargs)))) from error
+            if func is torch.autograd.grad and (unused := _not_in_graph(error, args[1])):
+                raise StateError(unused) from error
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
             if effect is _Effect.WRITES and (message := _writes_gathered(func.__name__, args[:1])) is not None:
@@ -168,8 +169,11 @@ class ShardedParameter(TracedParameter):
 
 
 class FlatShard(nn.Parameter):
-    """The registered parameter of a flat run at all times: a plain tensor that stands for those forward computes with
-    where backward is asked for its gradient."""
+    """A registered parameter of several that are joined: a plain tensor that stands for those forward computes with
+    where backward is asked for its gradient.
+
+    Not of what is sharded by itself, whose class is the user's: each operator would take longer.
+    """
 
     grad = ShardedParameter.grad
 
@@ -181,8 +185,8 @@ class FlatShard(nn.Parameter):
         try:
             return call_without_torch_function(func, types, args, kwargs or {})
         except RuntimeError as error:
-            if func is torch.autograd.grad and "not have been used in the graph" in str(error):
-                raise StateError(_not_in_graph(_registered_in((args, kwargs)))) from error
+            if func is torch.autograd.grad and (message := _not_in_graph(error, args[1])):
+                raise StateError(message) from error
             raise
 
 
@@ -284,8 +288,13 @@ def _sharded_in(value: Any) -> list[ShardedParameter]:
     return [tensor for tensor in tensors_in(value) if isinstance(tensor, ShardedParameter)]
 
 
-def _registered_in(value: Any) -> list[torch.Tensor]:
-    return [tensor for tensor in tensors_in(value) if isinstance(tensor, (ShardedParameter, FlatShard))]
+def _is_registered(value: Any) -> bool:
+    """Whether it is the registered parameter of a slot, or was."""
+    return isinstance(value, torch.Tensor) and "_shardwise_owner" in value.__dict__
+
+
+def _registered_in(values: Iterable[Any]) -> list[torch.Tensor]:
+    return [value for value in values if _is_registered(value)]
 
 
 def _inputs_of(backward: dict[str, Any]) -> Sequence[Any]:
@@ -297,7 +306,7 @@ def _inputs_of(backward: dict[str, Any]) -> Sequence[Any]:
     asked = backward["inputs"]
     if isinstance(asked, Iterator):  # torch 2.11 and 2.12, which also pass on a tensor by itself as it is
         raise TypeError("backward(inputs=...) of sharded parameters takes a list of them here, not an iterator")
-    return (asked,) if isinstance(asked, torch.Tensor) else asked or ()
+    return [asked] if isinstance(asked, torch.Tensor) else list(asked or ())
 
 
 def _leaves_of(inputs: Sequence[Any]) -> list[Any]:
@@ -309,7 +318,7 @@ def _leaves_of(inputs: Sequence[Any]) -> list[Any]:
         faces[id(slot.sharded)] += slot.faces
     leaves: list[Any] = []
     for one in inputs:
-        if isinstance(one, (ShardedParameter, FlatShard)):
+        if _is_registered(one):
             # Edges, which have no class that would be asked again.
             own = faces.get(id(one)) or _faces_of_cut_anew(one)
             leaves += [get_gradient_edge(leaf) for leaf in (*own, one) if leaf is one or leaf.requires_grad]
@@ -363,8 +372,17 @@ def _writes_gathered(operator: str, target: Any) -> str | None:
     return None
 
 
-def _not_in_graph(parameters: Sequence[torch.Tensor]) -> str:
+def _not_in_graph(error: RuntimeError, inputs: Sequence[Any]) -> str:
+    """What is wrong where torch does not find ``inputs`` of `torch.autograd.grad` in the graph; empty if it means none
+    that is sharded."""
+    if "not have been used in the graph" not in str(error):
+        return ""
+    if (index := re.search(r"at index (\d+)", str(error))) is not None:  # torch 2.11 and 2.12 do not tell which
+        inputs = inputs[int(index[1]) :][:1]
+    parameters = _registered_in(inputs)
     names = [owner.name_of(one) for one in parameters if (owner := owner_of(one)) is not None]
+    if not names:
+        return ""
     named = ", ".join([f"{name!r} of unit {unit!r}" for name, unit in names[:3]] + ["…"] * (len(names) > 3))
     message = (
         f"torch.autograd.grad was asked for gradients of sharded parameters ({named}), which forward does not compute "
@@ -373,8 +391,8 @@ def _not_in_graph(parameters: Sequence[torch.Tensor]) -> str:
     if any(isinstance(one, FlatShard) for one in parameters):
         return message
     return (
-        f"{message}, or take gradients of what model.parameters() gives between forward and "
-        "backward where fully_shard(..., reshard_after_forward=False) keeps the unsharded parameters"
+        f"{message}, or take gradients of what model.parameters() gives between forward and backward where "
+        "fully_shard(..., reshard_after_forward=False) keeps the unsharded parameters"
     )
 
 
@@ -449,13 +467,6 @@ def is_alias(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
         return False
     local, own = local_of(tensor), local_of(parameter)
     return local.data_ptr() == own.data_ptr() and shares_storage(local, own)
-
-
-def adopt_flat(parameter: nn.Parameter, owner: weakref.ref[Any]) -> None:
-    """Make ``parameter``, whose data are this rank's part of a flat run, the registered one of ``owner``."""
-    if type(parameter) is nn.Parameter:
-        parameter.__class__ = FlatShard
-    set_owner(parameter, owner)
 
 
 def adopt_parameter(parameter: nn.Parameter, owner: weakref.ref[Any] | None) -> None:

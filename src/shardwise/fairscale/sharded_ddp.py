@@ -139,7 +139,7 @@ class ShardedDataParallel(nn.Module):
         """Set up what belongs to this process."""
         self._size = dist.get_world_size(self._group)
         self._gradient_hooks: GradientHooks | None = None
-        self._keeps_local = False
+        self._keeps_local = self._has_run = False
         self._watched: list[tuple[str, torch.Tensor]] = []
         self._seen: list[tuple[bool, torch.dtype, torch.device]] = []
         self._dealt = 0
@@ -168,12 +168,15 @@ class ShardedDataParallel(nn.Module):
     def _prepare(self) -> None:
         if self._gradient_hooks is not None:
             self._gradient_hooks.recover()
-        self._refuse_differentiable_gradients()
         if self._lost and torch.is_grad_enabled():
             self._lost.clear()
             self.refresh_trainable()
         elif self._refreshes:
             self._refresh_if_changed()
+        reduces = self._size > 1 and torch.is_grad_enabled() and not self._keeps_local
+        if self.training and (reduces or not self._has_run):
+            self._refuse_differentiable_gradients()
+            self._has_run = True
         self._wait_for_buffers()
         if self._broadcasts_buffers and not self._keeps_local:
             self._broadcast_buffers()
@@ -181,10 +184,11 @@ class ShardedDataParallel(nn.Module):
     def _refuse_differentiable_gradients(self) -> None:
         """
         Raises:
-            StateError: naming a parameter whose gradient has a graph of its own, as FairScale does.
+            StateError: naming a parameter whose gradient has a graph of its own. FairScale looks in the first training
+                forward, also where nothing is reduced.
         """
         for name, parameter in self._watched:
-            if (gradient := parameter.grad) is not None and gradient.requires_grad:
+            if parameter.requires_grad and (gradient := parameter.grad) is not None and gradient.requires_grad:
                 raise StateError(
                     f"ShardedDataParallel: the gradient of parameter {name!r} requires a gradient, and would be "
                     "reduced without its graph: drop it by zero_grad(set_to_none=True) before forward, or detach it"
@@ -507,9 +511,9 @@ class GradientHooks:
         """Note that a backward runs in this thread. Unless gradients stay local, it ends with a complete reduction.
 
         Raises:
-            StateError: if it makes a graph.
+            StateError: if it makes a graph, which reduced gradients would lose.
         """
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not self.keeps_local:
             raise StateError(
                 "ShardedDataParallel: backward(create_graph=True) reached its parameters, whose gradients are reduced "
                 "without their graph: take the gradients that a penalty is made of by torch.autograd.grad(outputs, "
