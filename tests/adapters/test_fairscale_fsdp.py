@@ -73,6 +73,14 @@ def whole_gradients(model: Any) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
+def consolidated(model: Any) -> dict[str, torch.Tensor]:
+    """Whole weights from all ranks' shards."""
+    everything: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everything, (dict(model.local_state_dict()), model.local_metadata_dict()))
+    weights, metadata = zip(*everything, strict=True)
+    return FSDP.consolidate_shard_weights(list(weights), list(metadata))
+
+
 def assert_same(actual: Any, expected: Any, exact: bool, summed_in: torch.dtype | None = None) -> None:
     """Equal bits, or close; three ranks' numbers that were ``summed_in`` a narrow dtype, in any order, in that one."""
     if summed_in is not None and not exact:
@@ -928,10 +936,7 @@ def test_shares_parameters_between_instances() -> None:
         torch.testing.assert_close(values[name], value)
     with pytest.raises(ValueError, match="before the first forward"):
         model.module.last.append_shared_param(weight)
-    everything: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everything, (dict(model.local_state_dict()), model.local_metadata_dict()))
-    weights, metadata = zip(*everything, strict=True)
-    whole = FSDP.consolidate_shard_weights(list(weights), list(metadata))
+    whole = consolidated(model)
     for name, value in truth.items():
         torch.testing.assert_close(whole[name], value)
     model.load_state_dict(truth)
@@ -974,10 +979,7 @@ def test_shares_a_parameter_that_is_registered_elsewhere_alone() -> None:
         for each, stepper in zip((expected, model), steppers, strict=True):
             _closure(each, stepper, inputs)()
             stepper.step()
-    everything: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everything, (dict(model.local_state_dict()), model.local_metadata_dict()))
-    weights, metadata = zip(*everything, strict=True)
-    whole = FSDP.consolidate_shard_weights(list(weights), list(metadata))
+    whole = consolidated(model)
     for state in (model.state_dict(), whole):
         torch.testing.assert_close(dict(state), dict(expected.module.state_dict()))
 
