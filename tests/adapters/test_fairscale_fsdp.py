@@ -900,6 +900,15 @@ def test_after_an_exception(flat: bool) -> None:
         assert torch.equal(value, expected.module.state_dict()[name])
 
 
+def train_both(expected: nn.Module, model: nn.Module) -> None:
+    steppers = [SGD(each.parameters(), lr=0.2) for each in (expected, model)]
+    for step in range(3):
+        inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        for each, stepper in zip((expected, model), steppers, strict=True):
+            _closure(each, stepper, inputs)()
+            stepper.step()
+
+
 class Sharing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -924,12 +933,7 @@ def test_shares_parameters_between_instances() -> None:
         model.last.append_shared_param(nn.Parameter(torch.zeros(2)))
     model.last.append_shared_param(weight)
     model = FSDP(model)
-    steppers = [SGD(each.parameters(), lr=0.2) for each in (expected, model)]
-    for step in range(3):
-        inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-        for each, stepper in zip((expected, model), steppers, strict=True):
-            _closure(each, stepper, inputs)()
-            stepper.step()
+    train_both(expected, model)
     values, truth = model.state_dict(), expected.module.state_dict()
     assert set(values) == set(truth)
     for name, value in truth.items():
@@ -973,12 +977,7 @@ def test_shares_a_parameter_that_is_registered_elsewhere_alone() -> None:
     model[2] = FSDP(model[2], flatten_parameters=False)
     model[2].append_shared_param(model[0].module.weight)
     model = FSDP(model)
-    steppers = [SGD(each.parameters(), lr=0.2) for each in (expected, model)]
-    for step in range(3):
-        inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-        for each, stepper in zip((expected, model), steppers, strict=True):
-            _closure(each, stepper, inputs)()
-            stepper.step()
+    train_both(expected, model)
     whole = consolidated(model)
     for state in (model.state_dict(), whole):
         torch.testing.assert_close(dict(state), dict(expected.module.state_dict()))

@@ -29,6 +29,7 @@ from shardwise.fairscale import FSDP, DummyProcessGroup, ShardedGradScaler, Trai
 
 from ..extensions import SentInBfloat16, extend
 from ..ranks.harness import on_ranks
+from .test_fairscale_fsdp import consolidated
 
 FLAT = (True, False)
 INPUTS = [torch.randn(2, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
@@ -72,14 +73,6 @@ def assert_state(model: nn.Module, plain: nn.Module, hint: str = "") -> None:
     assert list(state) == list(expected), hint
     for name, value in expected.items():
         torch.testing.assert_close(state[name], value, msg=lambda text, name=name: f"{hint} {name}: {text}")
-
-
-def gathered(model: Any) -> dict[str, torch.Tensor]:
-    """Whole weights from all ranks' shards."""
-    everything: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everything, (dict(model.local_state_dict()), model.local_metadata_dict()))
-    weights, metadata = zip(*everything, strict=True)
-    return FSDP.consolidate_shard_weights(list(weights), list(metadata))
 
 
 # -- Orders of calls
@@ -318,7 +311,7 @@ def test_odd_shapes(flat: bool) -> None:
         before = copy.deepcopy(steppers[1].state_dict())
         part = model.get_shard_from_optim_state_dict(full)
         torch.testing.assert_close(part["state"], before["state"], rtol=0, atol=0)
-    whole = gathered(model)
+    whole = consolidated(model)
     assert set(whole) == set(plain.state_dict())
     for name, value in model.state_dict().items():
         assert torch.equal(whole[name], value)
@@ -392,7 +385,7 @@ def test_modules_in_several_places(flat: bool, inside: bool) -> None:
         stepper.step()
     assert_state(model, plain)
     assert model.gather_full_optim_state_dict(stepper, recipient_rank=None)["state"].keys() == {0, 1, 2, 3}
-    whole = gathered(model)
+    whole = consolidated(model)
     assert set(whole) == set(plain.state_dict())
     model.load_state_dict(whole)
     model.load_local_state_dict(model.local_state_dict())
@@ -411,7 +404,7 @@ def test_instances_without_parameters() -> None:
     stepper.step()
     model.gather_full_optim_state_dict(stepper)
     model.load_local_state_dict(model.local_state_dict())
-    assert set(gathered(model)) == {"0.weight", "0.bias"}
+    assert set(consolidated(model)) == {"0.weight", "0.bias"}
     assert torch.equal(copy.deepcopy(model).state_dict()["0.bias"], model.state_dict()["0.bias"])
     nothing = FSDP(nn.ReLU())
     assert nothing(INPUTS[0]).shape == (2, 4)

@@ -107,6 +107,23 @@ def match(
     return loaded, IncompatibleKeys(missing, unexpected)
 
 
+def differing_ties(
+    stored: Iterable[tuple[Weight, Sequence[str]]], differ: Callable[[Weight, str, str], bool]
+) -> list[str]:
+    """Pairs of names, as messages show them, of one weight that are stored with different values.
+
+    Args:
+        stored: weights with the names that each is stored under.
+        differ: as of `check_ties`.
+    """
+    return [
+        f"{names[0]!r} and {other!r}"
+        for weight, names in stored
+        for other in names[1:]
+        if differ(weight, names[0], other)
+    ]
+
+
 def check_ties(matches: Iterable[Match], source: object, differ: Callable[[Weight, str, str], bool]) -> None:
     """
     Args:
@@ -117,11 +134,7 @@ def check_ties(matches: Iterable[Match], source: object, differ: Callable[[Weigh
     Raises:
         WeightsError: naming tied weights that are stored under several names with different values.
     """
-    different = []
-    for found in matches:
-        first, *others = found.stored
-        different += [f"{first!r} and {other!r}" for other in others if differ(found.weight, first, other)]
-    if different:
+    if different := differing_ties(((found.weight, found.stored) for found in matches), differ):
         raise WeightsError(
             f"{source} does not fit the model, which ties what has different values there: {', '.join(different)}; "
             "untie them before fully_shard, or leave one out"

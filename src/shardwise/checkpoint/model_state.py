@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from ..core.device import local_of, spec_of, wrap_local
-from .matching import convertible
+from .matching import convertible, differing_ties
 from .names import listed
 from .objects import tree_of
 from .peers import Peers
@@ -135,20 +135,20 @@ class SavedModel:
         both = [name for name in self.names if name in tensors]
         texts = (_misfit(name, tensors[name], self._kinds[own(self.prefix + name)]) for name in both)
         problems = [text for text in texts if text]
-        return Misfit(missing, unexpected, problems or [*self._differing_ties({*both}, own)])
+        return Misfit(missing, unexpected, problems or self._differing_ties({*both}, own))
 
-    def _differing_ties(self, names: Collection[str], own: Callable[[str], str]) -> Iterator[str]:
+    def _differing_ties(self, names: Collection[str], own: Callable[[str], str]) -> list[str]:
         """Messages about weights that are stored under several of ``names`` with different values."""
-        for weight in self._loaded():
-            found = [name for name in weight.names if name in names]
-            if len(found) > 1:
-                first, *values = (self._read_apart(weight, own(self.prefix + name)) for name in found)
-                for name, value in zip(found[1:], values, strict=True):
-                    if not torch.equal(first, value):
-                        yield (
-                            f"{found[0]!r} and {name!r} have different values in the checkpoint, and the model ties "
-                            "them: untie them before fully_shard"
-                        )
+
+        def differ(weight: Weight, one: str, other: str) -> bool:
+            first, second = (self._read_apart(weight, own(self.prefix + name)) for name in (one, other))
+            return not torch.equal(first, second)
+
+        stored = ((weight, [name for name in weight.names if name in names]) for weight in self._loaded())
+        return [
+            f"{pair} have different values in the checkpoint, and the model ties them: untie them before fully_shard"
+            for pair in differing_ties(stored, differ)
+        ]
 
     def _read_apart(self, weight: Weight, key: str) -> torch.Tensor:
         """The bytes of this rank's part of what is stored for ``weight`` under ``key``, in memory of their own."""
