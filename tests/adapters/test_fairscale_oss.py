@@ -297,6 +297,41 @@ def test_a_frozen_parameter_with_a_gradient_moves_on_all_ranks() -> None:
     assert all(torch.equal(parameter.detach(), torch.zeros(2)) for parameter in parameters)
 
 
+@on_ranks(2, has_all=[False, True])  # whether all ranks have gradients, as with DDP, or owners alone
+def test_a_parameter_frozen_again_before_the_step_moves_on_all_ranks(has_all: bool) -> None:
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(4)]
+    oss = OSS(parameters, optim=SGD, lr=1.0)
+    for expected in (1.0, 0.0, 0.0, -1.0):
+        for parameter, owner in oss.owners().items():
+            parameter.requires_grad_(False)
+            has_gradient = expected != parameter[0] and (has_all or owner == dist.get_rank())
+            parameter.grad = torch.ones(2) if has_gradient else None
+        oss.step()
+        assert all(torch.equal(parameter.detach(), torch.full((2,), expected)) for parameter in parameters)
+
+
+@on_ranks(2)
+def test_freezing_between_backward_and_step_with_sharded_ddp() -> None:
+    def inputs(step: int, rank: int) -> torch.Tensor:
+        return torch.randn(4, 4, generator=torch.Generator().manual_seed(2 * step + rank))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    plain = copy.deepcopy(model)
+    oss, optimizer = OSS(model.parameters(), optim=SGD, lr=0.1), SGD(plain.parameters(), lr=0.1)
+    sharded = ShardedDDP(model, oss)
+    for step in range(4):
+        for trained, run, stepped, rank in ((model, sharded, oss, dist.get_rank()), (plain, plain, optimizer, None)):
+            trained[0].requires_grad_(step % 2 == 1)
+            rows = torch.cat([inputs(step, one) for one in range(2)]) if rank is None else inputs(step, rank)
+            run(rows).square().mean().backward()
+            trained[0].requires_grad_(False)
+            stepped.step()
+            stepped.zero_grad()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one, other)
+
+
 @on_ranks(2)
 def test_refresh_trainable_may_be_called() -> None:
     mine, oss, plain, optimizer = pair(SGD, {"lr": 0.1})

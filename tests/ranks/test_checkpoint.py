@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import errno
+import io
 import itertools
 import math
 import multiprocessing
@@ -49,6 +50,7 @@ from shardwise.checkpoint import sharded as sharded_files
 from shardwise.checkpoint.asynchronous import background
 from shardwise.checkpoint.integrity import SummingStream
 from shardwise.checkpoint.ranks import SavingRanks
+from shardwise.optim import flat
 
 from ..models import MLP, Transformer, inputs_for, wrap
 from .harness import on_ranks
@@ -298,6 +300,25 @@ def parallel_model(shard: bool, seed: int) -> nn.Module:
         parallelize_module(layer, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     wrap(model, shardwise.fully_shard, mesh=mesh["data"])
     return model
+
+
+@on_ranks(2)
+def test_state_of_flat_optimizers_can_be_copied_and_saved_once_it_is_loaded() -> None:
+    """Its tensors lie in one memory, at offsets, with which torch copies no DTensor."""
+    model = sharded()
+    optimizer = flat(torch.optim.AdamW, [p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    model(batch(0, dist.get_rank(), 4, WIDTH)).square().mean().backward()
+    optimizer.step()
+    with shared_directory() as directory:
+        path = save(directory / "run", model=model, optimizer=optimizer, extra=optimizer.state_dict())
+        before = copy.deepcopy(optimizer.state_dict())
+        extra = load(path, model=model, optimizer=optimizer, extra=optimizer.state_dict())
+    torch.save(optimizer.state_dict(), io.BytesIO())
+    for state in (copy.deepcopy(optimizer.state_dict()), copy.deepcopy(optimizer).state_dict(), copy.deepcopy(extra)):
+        assert {*state["state"]} == {*before["state"]}
+        for key, values in state["state"].items():
+            for name, value in values.items():
+                assert torch.equal(whole(value), whole(before["state"][key][name]))
 
 
 @on_ranks(4, first=[True, False])

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.optim import Optimizer
 
-from ..core.device import local_of, make_spec, region_of, shard_inside, spec_of, wrap_local
+from ..core.device import detached, local_of, make_spec, region_of, shard_inside, spec_of, wrap_local
 from ..core.step import parameters_of
 from .names import listed
 from .objects import Path, is_sum, tree_of
@@ -420,7 +420,7 @@ def _target(
         existing = None  # what is stored is no term of it
     fits = isinstance(existing, torch.Tensor) and existing.dtype == dtype and existing.shape == size
     if fits and not existing.is_meta:  # Adagrad makes such state for parameters on the meta device
-        return existing.detach()  # type: ignore[no-any-return]
+        return detached(existing)
     like = existing if isinstance(existing, DTensor) and existing.shape == size else parameter
     if like is None or like.shape != size or not size:
         if cut is None or not isinstance(parameter, DTensor):

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ..core.device import detached
 from .contents import EXTRA, EXTRA_TENSORS, MODEL, OPTIMIZER, RANKS, RNG, SCHEDULER
 from .model_state import Misfit, SavedModel
 from .names import listed, parameter_names
@@ -154,7 +155,7 @@ class Restoring:
                 if (kind := tensors.get(self._own(key))) is not None:
                     like, size = held.get(key.removeprefix(f"{EXTRA_TENSORS}.")), kind.size
                     empty = torch.empty(size, dtype=kind.properties.dtype, device="cpu")
-                    targets[key] = like.detach() if like is not None and like.shape == size else empty
+                    targets[key] = detached(like) if like is not None and like.shape == size else empty
         self._stored.read({self._own(key): tensor for key, tensor in targets.items()}, advance)
         self._values.update(targets)
 

@@ -297,6 +297,12 @@ def wrap_local(
         return _wrap_each([local], [spec], kind, requires_grad)[0]
 
 
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` in the same memory, without a graph. What torch's own gives of a DTensor takes over its local tensor's
+    offset, and torch can neither save nor copy such a one."""
+    return wrap_local(local_of(tensor).detach(), spec_of(tensor)) if isinstance(tensor, DTensor) else tensor.detach()
+
+
 def _wrap_each(
     locals_: Sequence[torch.Tensor], specs: Iterable[DTensorSpec], kind: type[DTensor], requires_grad: bool
 ) -> list[DTensor]:

@@ -237,7 +237,7 @@ class OSS(Optimizer):
             self.broadcast_buffer_size,
             self.broadcast_fp16,
         )
-        if self._plan is None or self._plan.signature != signature:
+        if self._plan is None or self._plan.signature != signature or any(self._stepped(self._plan.unsent)):
             self._plan = self._make_plan(signature)
         try:
             self._plan.run()
@@ -250,20 +250,25 @@ class OSS(Optimizer):
         owners = self.owners()
         # Parameters travel without names, several as one: other ones elsewhere would take their values.
         check_same_on_ranks("OSS", self._comm(self._device), self._described(), self._device)
-        frozen = [parameter for parameter in owners if not parameter.requires_grad]
-        # An optimizer steps a frozen parameter that still has a gradient, which only its owner may have.
-        steps = [p.grad is not None and owners[p] == self.rank for p in frozen]
-        stepped: set[int] = set()
-        if frozen:
-            comm = self._comm(frozen[0].device)
-            flags = torch.tensor(steps, dtype=torch.float32, device=frozen[0].device)
-            with communicating("telling which frozen parameters OSS stepped", comm):
-                comm.all_reduce_largest(flags)
-            stepped = {id(p) for p, flag in zip(frozen, flags.tolist(), strict=True) if flag}
-        sent = {p: owner for p, owner in owners.items() if p.requires_grad or id(p) in stepped}
+        frozen = {parameter: owner for parameter, owner in owners.items() if not parameter.requires_grad}
+        stepped = {id(p) for p, flag in zip(frozen, self._stepped(frozen), strict=True) if flag}
+        unsent = {p: owner for p, owner in frozen.items() if id(p) not in stepped}
+        sent = {p: owner for p, owner in owners.items() if p not in unsent}
         parameters, limit, half = [*sent], self.broadcast_buffer_size, self.broadcast_fp16
         broadcast = WholeBroadcast(parameters, [*sent.values()], self._comm, limit, half, self._moved)
-        return _BroadcastPlan(signature, parameters, broadcast)
+        return _BroadcastPlan(signature, parameters, unsent, broadcast)
+
+    def _stepped(self, frozen: Mapping[torch.Tensor, int]) -> list[bool]:
+        """Which of these parameters, with their owners, were stepped: an optimizer steps a frozen one that still has a
+        gradient, which only its owner may have. A collective, if there are any."""
+        if not frozen:
+            return []
+        device = next(iter(frozen)).device
+        steps = [parameter.grad is not None and owner == self.rank for parameter, owner in frozen.items()]
+        flags, comm = sent_to(device, steps, torch.float32), self._comm(device)
+        with communicating("telling which frozen parameters OSS stepped", comm):
+            comm.all_reduce_largest(flags)
+        return [flag > 0 for flag in flags.tolist()]
 
     def _described(self) -> list[tuple[str, ...]]:
         """What has to be the same on all ranks, so that they send and receive the same."""
@@ -537,6 +542,8 @@ class _BroadcastPlan:
 
     signature: Signature
     parameters: list[torch.Tensor]
+    unsent: dict[torch.Tensor, int]
+    """Frozen ones, with their owners: as long as none of them is stepped."""
     broadcast: WholeBroadcast
 
     def run(self) -> None:
