@@ -1664,34 +1664,80 @@ def test_output_of_the_root_that_is_a_parameter_of_a_unit_within() -> None:
 
 
 class Box:
-    """An object that nobody can look into."""
+    """An object that is no container."""
 
-    def __init__(self, content: torch.Tensor):
+    def __init__(self, content: Any):
         self.content = content
 
 
-class GivesABox(Layer):
-    def forward(self, x: torch.Tensor) -> Box:  # type: ignore[override]
-        return Box(super().forward(x))
+class Slots:
+    __slots__ = ("content", "empty")
+
+    def __init__(self, content: Any):
+        self.content = content
 
 
-class OpensABox(nn.Module):
-    def __init__(self) -> None:
+class Sealed:
+    """An object that nobody can look into."""
+
+    def __init__(self, content: Any):
+        self.open = lambda: content
+
+
+BOXES: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
+    "box": (Box, lambda box: box.content),
+    "slots": (Slots, lambda slots: slots.content),
+    "nested": (lambda x: {"in": (1, Box([Slots(x)]))}, lambda given: given["in"][1].content[0].content),
+    "beside a tensor": (lambda x: (Box(x * 2), x.detach()), lambda given: given[0].content / 2),
+    "distribution": (
+        lambda x: torch.distributions.Normal(x, 1 + x.sigmoid()),
+        lambda normal: normal.mean + normal.variance,
+    ),
+    "cyclic": (lambda x: _in_a_cycle(Box(x)), lambda box: box.content[1]),
+}
+
+
+def _in_a_cycle(box: Box) -> Box:
+    box.content = (box, box.content)
+    return box
+
+
+class Boxing(nn.Module):
+    """Its middle layer runs ``times``, and gives what ``box`` makes of its output."""
+
+    def __init__(
+        self, box: Callable[[torch.Tensor], Any], unbox: Callable[[Any], torch.Tensor], times: int = 1
+    ) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Layer(), GivesABox(), Layer()])
+        self.layers = nn.ModuleList([Layer(), GivesABox(box), Layer()])
+        self.unbox, self.times = unbox, times
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers[2](self.layers[1](self.layers[0](x)).content)
+        x = self.layers[0](x)
+        for _ in range(self.times):
+            x = self.unbox(self.layers[1](x))
+        return self.layers[2](x)
+
+
+class GivesABox(Layer):
+    def __init__(self, box: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.box = box
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.box(super().forward(x))
+
+
+@on_ranks(2, kind=[*BOXES], keep=[False, True], times=[1, 3])
+def test_outputs_inside_of_objects(kind: str, keep: bool, times: int) -> None:
+    """FSDP2 lets the process die, or leaves gradients out."""
+    check(lambda: Boxing(*BOXES[kind], times), against_torch=False, reshard_after_forward=not keep)
 
 
 @on_ranks(2)
-def test_output_inside_an_opaque_object() -> None:
-    """Backward is right, or an error names the unit. (FSDP2 lets the process die.)"""
-    try:
-        check(OpensABox, against_torch=False)
-    except (ValueError, TypeError) as error:
-        assert "layers.1" in str(error)  # noqa: PT017
-        assert "Box" in str(error)  # noqa: PT017
+def test_output_that_no_attribute_leads_to() -> None:
+    with pytest.raises(TypeError, match=r"'layers\.1' returned a Sealed.*cannot be found"):
+        check(lambda: Boxing(Sealed, lambda sealed: sealed.open()), against_torch=False)
 
 
 @on_ranks(2)

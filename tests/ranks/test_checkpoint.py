@@ -869,6 +869,43 @@ def test_a_parameter_in_two_optimizers() -> None:
             save(directory, model=model, optimizer=[first, second])
 
 
+class Holder:
+    """An object in an optimizer's state, as GaLore's projectors are."""
+
+    def __init__(self, held: Any):
+        self.held = held
+
+
+@on_ranks(2)
+def test_objects_in_state_of_an_optimizer() -> None:
+    """Loading them runs their code; `save` says so once."""
+    model = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for index, parameter in enumerate(model.parameters()):
+        optimizer.state[parameter] = {"holder": Holder(index)}
+    with shared_directory() as directory:
+        with pytest.warns(
+            UserWarning, match=r"the optimizer's state has objects of tests\.ranks\.test_checkpoint\.Holder"
+        ):
+            save(directory, model=model, optimizer=optimizer)
+        optimizer.state.clear()
+        load(directory, model=model, optimizer=optimizer, weights_only=False)
+    assert [optimizer.state[parameter]["holder"].held for parameter in model.parameters()] == [
+        *range(len(optimizer.state))
+    ]
+
+
+@on_ranks(1)
+def test_state_dicts_of_another_form_than_torchs() -> None:
+    class Wrapping(torch.optim.SGD):
+        def state_dict(self) -> dict[str, Any]:
+            return {"base": super().state_dict()}
+
+    model = sharded()
+    with shared_directory() as directory, pytest.raises(TypeError, match="Wrapping has no 'param_groups', 'state'"):
+        save(directory, model=model, optimizer=Wrapping(model.parameters()))
+
+
 @on_ranks(2)
 def test_sharded_tensors_in_a_tuple() -> None:
     """They would be pickled with one rank's part, and could not be loaded."""
@@ -880,6 +917,10 @@ def test_sharded_tensors_in_a_tuple() -> None:
         with pytest.raises(TypeError, match=r"pair cannot be saved, since it has sharded tensors inside of a tuple"):
             save(directory, model=model, optimizer=optimizer)
         optimizer.state[parameter].pop("pair")
+        optimizer.state[parameter]["holder"] = Holder(parameter.detach())
+        with pytest.raises(TypeError, match=r"holder cannot be saved, since it has sharded tensors inside of a Holder"):
+            save(directory, model=model, optimizer=optimizer)
+        optimizer.state[parameter].pop("holder")
         save(directory, model=model, optimizer=optimizer)
         load(directory, model=model, optimizer=optimizer)
         assert torch.equal(whole(optimizer.state[parameter]["list"][0]), whole(parameter))

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict, deque, namedtuple
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.core.tree import Replacement, casting, map_tensors, opaque_types, tensors_requiring_grad
+from shardwise.core.tree import (
+    MOST_OBJECTS,
+    Replacement,
+    casting,
+    hidden_tensors,
+    map_tensors,
+    opaque_types,
+    tensors_requiring_grad,
+)
 
 Pair = namedtuple("Pair", "left right")
 
@@ -64,6 +73,27 @@ def test_what_trees_of_torch_know_is_looked_into() -> None:
     assert result.maxlen == 2
     assert torch.equal(result[0].value["x"], x * 2)
     assert result[0].mark == "kept"
+
+
+class OneSlot:
+    __slots__ = "value"
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
+def test_tensors_in_attributes_are_hidden_ones() -> None:
+    shown, hidden, other = torch.ones(1), torch.ones(2), torch.ones(3)
+    box = SimpleNamespace(first=OneSlot([hidden]), again=hidden, module=torch.nn.Linear(2, 2), call=lambda: shown)
+    box.itself = {"box": box}
+    assert [*map(id, hidden_tensors((shown, {"box": box}, OneSlot(OneSlot((other,))))))] == [id(other), id(hidden)]
+    assert hidden_tensors([shown, {"text": "text"}, None, torch.nn.Linear(2, 2)]) == []
+
+
+def test_no_more_objects_are_looked_through_than_outputs_have() -> None:
+    tensor = torch.ones(1)
+    assert len(hidden_tensors([OneSlot(tensor + index) for index in range(MOST_OBJECTS - 1)])) == MOST_OBJECTS - 1
+    assert hidden_tensors([OneSlot(tensor + index) for index in range(MOST_OBJECTS)]) == []
 
 
 def test_only_tensors_that_require_grad_are_found_in_order() -> None:

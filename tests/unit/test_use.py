@@ -514,22 +514,22 @@ def test_messages_name_the_parameter_that_a_view_is_of(fake_mesh: Mesh) -> None:
     assert isinstance(nn.Parameter(weight.t()), nn.Parameter)
 
 
-class Boxed:
+class Sealed:
     def __init__(self, value: torch.Tensor):
-        self.value = value
+        self.open = lambda: value
 
 
-class Boxes(nn.Linear):
-    def forward(self, x: torch.Tensor) -> Boxed:  # type: ignore[override]
-        return Boxed(super().forward(x))
+class Seals(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Sealed:  # type: ignore[override]
+        return Sealed(super().forward(x))
 
 
 def test_backward_through_hidden_outputs_of_the_root_is_told_of(fake_mesh: Mesh) -> None:
-    model = Boxes(4, 4)
+    model = Seals(4, 4)
     fully_shard(model, mesh=fake_mesh(2))
     model(torch.ones(2, 4))  # what no backward goes through may be anything
-    model(torch.ones(2, 4)).value.sum().backward()
-    with pytest.raises(TypeError, match=r"returned a Boxed.*not reduced"):
+    model(torch.ones(2, 4)).open().sum().backward()
+    with pytest.raises(TypeError, match=r"'Seals \(root\)' returned a Sealed.*not reduced"):
         model(torch.ones(2, 4))
 
 

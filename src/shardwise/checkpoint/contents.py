@@ -26,6 +26,8 @@ EXTRA_TENSORS = "extra_tensors"
 """Sharded tensors found in the scheduler and in ``extra``."""
 RANKS = "ranks"
 """Prefix of what differs on a rank from the first rank that has it: ``ranks.3.rng.torch``."""
+_SAFE = (bool, int, float, str, type(None))
+"""Most of what is in param groups, of which there may be one for each parameter."""
 
 
 @torch.no_grad()
@@ -73,8 +75,9 @@ def _leaf(path: Path, value: Any) -> torch.Tensor | Pickled:
     if path[0] == RNG:  # a generator's state is an object in which ranks differ
         return pickled(value, where)
     item = as_saved(value, where)
-    if path[0] in (SCHEDULER, EXTRA) and isinstance(item, Pickled):
-        warn_of_unsafe(item, where)
+    if isinstance(item, Pickled) and path[0] in (SCHEDULER, EXTRA, OPTIMIZER) and not isinstance(value, _SAFE):
+        # Of the optimizer's state, alike for all parameters, one warning is enough.
+        warn_of_unsafe(item, where if path[0] != OPTIMIZER else "the optimizer's state")
     return with_plain_values(item) if isinstance(item, torch.Tensor) else item
 
 

@@ -22,8 +22,6 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoint, safe_globals
 
-from ..core.tree import tensors_in
-
 Path = tuple[str | int, ...]
 """Where a leaf is in a tree of dicts and lists: keys (as strings) and positions."""
 
@@ -35,6 +33,10 @@ def key_of(path: Path) -> str:
 
 SHARDED = "__shardwise_sharded__"
 """Key of the one-item dict that stands for a sharded tensor in a pickled tree; the item is the tensor's name."""
+
+
+_OF_SHARDED = f"{DTensor.__module__}\n{DTensor.__qualname__}\n".encode()
+"""In the pickle of whatever holds a sharded tensor, wherever it does."""
 
 
 class UnsafeObjectError(ValueError):
@@ -58,17 +60,18 @@ def pickled(value: Any, where: str) -> Pickled:
     Raises:
         TypeError: if it cannot be pickled, or has sharded tensors inside, of which it would have this rank's part.
     """
-    if any(isinstance(tensor, DTensor) for tensor in tensors_in(value)):
-        raise TypeError(
-            f"{where} cannot be saved, since it has sharded tensors inside of a {type(value).__name__}: keep them in "
-            "lists, or in dicts whose keys are strings"
-        )
     stream = io.BytesIO()
     try:
         torch.save(value, stream)
     except Exception as error:  # pickling runs code of the object's own
         raise TypeError(f"{where} cannot be saved, since it cannot be pickled: {error}") from error
-    return Pickled(stream.getvalue())
+    data = stream.getvalue()
+    if _OF_SHARDED in data:
+        raise TypeError(
+            f"{where} cannot be saved, since it has sharded tensors inside of a {type(value).__name__}: keep them in "
+            "lists, or in dicts whose keys are strings, or leave out what has it, such as an optimizer"
+        )
+    return Pickled(data)
 
 
 def as_saved(value: Any, where: str) -> torch.Tensor | Pickled:

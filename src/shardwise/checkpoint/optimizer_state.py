@@ -56,6 +56,7 @@ def optimizer_state(optimizers: Sequence[Optimizer], names: Names) -> dict[str, 
     dicts have.
 
     Raises:
+        TypeError: naming the class of an optimizer whose state dict is not in torch's form.
         ValueError: naming the optimizer, if it has parameters that the model does not have; or the parameter that two
             of them have state of, or the key that both have beside state and param groups.
     """
@@ -64,6 +65,11 @@ def optimizer_state(optimizers: Sequence[Optimizer], names: Names) -> dict[str, 
     others: dict[str, Any] = {}
     for optimizer in optimizers:
         own = optimizer.state_dict()
+        if missing := sorted({STATE, GROUPS} - own.keys()):
+            raise TypeError(
+                f"the state dict of {type(optimizer).__name__} has no {listed(missing)}: if it wraps an optimizer, "
+                "save that one, and what else it has as extra"
+            )
         more = {key: value for key, value in own.items() if key not in (STATE, GROUPS)}
         if both := sorted(more.keys() & others.keys()):
             raise ValueError(

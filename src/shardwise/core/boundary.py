@@ -21,7 +21,7 @@ from .device import (
     take_history,
 )
 from .errors import StateError
-from .tree import Additions, Replacement, all_tensors, is_flat, map_tensors, tensors_requiring_grad
+from .tree import Additions, Replacement, all_tensors, hidden_tensors, is_flat, map_tensors, tensors_requiring_grad
 
 if TYPE_CHECKING:
     from .hooks import Unit
@@ -123,6 +123,9 @@ class Call:
 def announce_begin(unit: Unit, output: Any, call: Call | None = None) -> tuple[Any, bool]:
     """``output``, of ``call``, that tells ``unit`` when backward comes to it, and whether any of its tensors will."""
     tensors, takes_all = tensors_requiring_grad(output), not (in_transforms() or in_forward_mode())
+    if not (isinstance(output, torch.Tensor) or is_flat(output)):
+        known = {*map(id, tensors)}
+        tensors += [one for one in hidden_tensors(output) if one.grad_fn is not None and id(one) not in known]
     if not torch.is_grad_enabled():
         # It may have enabled them inside.
         tensors = [tensor for tensor in tensors if not (call is None or tensor.is_leaf or call.got(tensor))]

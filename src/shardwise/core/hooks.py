@@ -140,11 +140,11 @@ class Unit:
         return [module for reference in self._modules if (module := reference()) is not None]
 
     def rename(self, name: str) -> None:
-        """Set the name that labels and messages show."""
+        """Set the name that labels show, and messages, in which the root has one too."""
         self.name = name
+        self.title = name or f"{type(self.modules[0]).__name__.removeprefix('FSDP')} (root)"
         for group in self.groups:
-            group.fqn = name
-            group.name = name or f"{type(self.modules[0]).__name__.removeprefix('FSDP')} (root)"
+            group.fqn, group.name = name, self.title
 
     def show_ranges(self) -> None:
         """Show a profiler or the log what is done from now on, also for units that are gathered ahead of their use."""
@@ -232,7 +232,7 @@ class Unit:
                 names = [repr(name) for name, tensor in tensors.items() if tensor.is_meta]
                 if names:
                     raise StateError(
-                        f"unit {self.name!r}: {kind} {', '.join(names)} are still on the meta device, without values: "
+                        f"unit {self.title!r}: {kind} {', '.join(names)} are still on the meta device, without values: "
                         "build the model under shardwise.init_on_meta(), which keeps buffers real, or call "
                         "shardwise.materialize(model) before the first forward"
                     )
@@ -242,7 +242,7 @@ class Unit:
         context = self.context
         if self.iteration.finalization is not None:
             raise StateError(
-                f"forward of unit {self.name!r}: call wait() before on what finalize_backward(async_op=True) gave"
+                f"forward of unit {self.title!r}: call wait() before on what finalize_backward(async_op=True) gave"
             )
         end_steps()
         context.recover_from_aborted_backward()
@@ -362,7 +362,7 @@ class Unit:
         resharded = any(group.gradients.trains() and group.options.reshard_after_forward for group in self.groups)
         if found and resharded:
             raise TypeError(
-                f"the forward of unit {self.name!r} returned a {found[0].__name__}, whose tensors cannot be found, so "
+                f"the forward of unit {self.title!r} returned a {found[0].__name__}, whose tensors cannot be found, so "
                 "its parameters would not be gathered for backward: return tensors in a dict, list or dataclass, "
                 "or pass reshard_after_forward=False to fully_shard"
             )
@@ -372,7 +372,7 @@ class Unit:
         name, self._opaque = self._opaque, ""
         if any(group.gradients.has_any() and group.options.reduce_gradients for group in self.groups):
             raise TypeError(
-                f"the forward of unit {self.name!r} returned a {name}, whose tensors cannot be found, and backward "
+                f"the forward of unit {self.title!r} returned a {name}, whose tensors cannot be found, and backward "
                 "went through it, so its gradients are not reduced: return tensors in a dict, list or dataclass"
             )
 
@@ -608,7 +608,7 @@ class Unit:
         """
         if torch.is_grad_enabled():
             raise StateError(
-                f"unit {self.name!r}: backward(create_graph=True) reached its parameters, whose gradients are reduced "
+                f"unit {self.title!r}: backward(create_graph=True) reached its parameters, whose gradients are reduced "
                 "to shards without their graph: take the gradients to be differentiated by torch.autograd.grad(output, "
                 "inputs, create_graph=True) and call backward() on a loss that is made of them"
             )
@@ -616,8 +616,8 @@ class Unit:
             return
         if any(group.options.unshard_in_backward and not group.is_unsharded for group in self.groups):
             raise StateError(
-                f"unit {self.name!r}: backward differentiated gradients of tensors inside of it after another backward "
-                "had resharded its parameters: run both as one backward, take gradients of the unit's inputs, or keep "
+                f"unit {self.title!r}: backward differentiated gradients of tensors inside of it after another one had "
+                "resharded its parameters: run both as one backward, take gradients of the unit's inputs, or keep "
                 "the parameters by set_reshard_after_backward(False)"
             )
         self.context.queue_end_of_backward()

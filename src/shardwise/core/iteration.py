@@ -67,7 +67,7 @@ class GradientReductionHandle(_TorchHandle):  # type: ignore[misc]
         for unit in self._units:
             if any(group.gradients.leaves_partial_sums() for group in unit.groups):
                 raise StateError(
-                    f"finalize_backward(): gradients of unit {unit.name!r} would not be all-reduced; call "
+                    f"finalize_backward(): gradients of unit {unit.title!r} would not be all-reduced; call "
                     "set_requires_all_reduce(True) before its backward passes"
                 )
         context.start_finishing(self._units)

@@ -218,7 +218,7 @@ class FSDPModule(_TorchModule):
         unit, context = self._unit, self._unit.context
         if context.has_root and not unit.is_root:
             roots = [other.name or "the outermost wrapped one" for other in context.units if other.is_root]
-            raise StateError(f"{method}() was called on {unit.name!r}; call it on the root: {roots[0]}")
+            raise StateError(f"{method}() was called on {unit.title!r}; call it on the root: {roots[0]}")
         return context
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
@@ -407,7 +407,7 @@ class FSDPModule(_TorchModule):
         unit = self._unit
         if len(unit.groups) > 1:
             raise ValueError(
-                f"{method}: unit {unit.name!r} has parameters on several meshes, which it cannot tell apart"
+                f"{method}: unit {unit.title!r} has parameters on several meshes, which it cannot tell apart"
             )
         return unit.options[0]
 
@@ -424,7 +424,7 @@ class FSDPModule(_TorchModule):
             options = group.options
             for custom in (options.custom_gather, options.custom_reduce_scatter):
                 if not isinstance(custom, ProcessGroupMemory | None):
-                    raise ValueError(f"unit {self._unit.name!r} has a custom collective, which allocates by itself")
+                    raise ValueError(f"unit {self._unit.title!r} has a custom collective, which allocates by itself")
             both = ProcessGroupMemory(group.mesh.shard.group, group.mesh.device) if enable else None
             options.custom_gather = options.custom_reduce_scatter = both
 
@@ -493,7 +493,7 @@ class FSDPModule(_TorchModule):
             raise TypeError(f"set_all_reduce_hook takes a function of a tensor, not {type(hook).__name__}")
         options, unit = self._only_group("set_all_reduce_hook"), self._unit
         if stream is not None and any(group.mesh.replicate for group in unit.groups):
-            raise ValueError(f"unit {unit.name!r} all-reduces by itself: the hook runs in that stream")
+            raise ValueError(f"unit {unit.title!r} all-reduces by itself: the hook runs in that stream")
         options.all_reduce_hook = _in_stream(hook, stream) if stream is not None else hook
 
 

@@ -8,6 +8,7 @@ import operator
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -16,6 +17,10 @@ from .device import annotated_like, parts_of
 
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), Enum, torch.dtype, torch.device, torch.layout, type)
 """Types of values that have no tensors inside."""
+_NO_VALUES = (torch.nn.Module, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
+"""Types of objects whose attributes are no part of a value."""
+MOST_OBJECTS = 1000
+"""So many objects are looked through for tensors in their attributes, and no object that leads to more."""
 _FLAT = {torch.Tensor, torch.nn.Parameter, str, int, float, bool, type(None)}
 
 
@@ -302,6 +307,37 @@ def all_tensors(value: Any) -> list[torch.Tensor]:
 def casting(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     """A function that casts floating-point tensors to ``dtype``, and gives others as they are."""
     return lambda tensor: annotated_like(tensor.to(dtype), tensor) if tensor.is_floating_point() else tensor
+
+
+def hidden_tensors(value: Any) -> list[torch.Tensor]:
+    """Tensors in attributes of objects in ``value`` that `map_tensors` does not look into, such as a distribution's."""
+    found: dict[int, torch.Tensor] = {}
+    met: dict[int, Any] = {}
+    left = [(value, False)]
+    while left:
+        item, is_hidden = left.pop()
+        if isinstance(item, torch.Tensor):
+            if is_hidden:
+                found[id(item)] = item
+        elif not isinstance(item, (*_LEAVES, *_NO_VALUES)) and id(item) not in met:
+            met[id(item)] = item
+            if len(met) > MOST_OBJECTS:
+                return []
+            opened = ([*item], None) if isinstance(item, tuple) else _opened(item)
+            parts = _own_values(item) if opened is None else opened[0]
+            left += [(part, is_hidden or opened is None) for part in parts]
+    return [*found.values()]
+
+
+def _own_values(value: Any) -> list[Any]:
+    """What attributes of an object hold, in its dict and in slots."""
+    slots = [name for kind in type(value).__mro__ for name in _names(vars(kind).get("__slots__", ()))]
+    held = [*vars(value).values()] if hasattr(value, "__dict__") else []
+    return held + [getattr(value, name) for name in slots if hasattr(value, name)]
+
+
+def _names(slots: Any) -> list[str]:
+    return [slots] if isinstance(slots, str) else [*slots]
 
 
 def opaque_types(value: Any) -> list[type]:
