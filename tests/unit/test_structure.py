@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import shardwise
 
@@ -269,6 +270,7 @@ def test_private_torch_apis_have_one_place() -> None:
         "torch._dynamo.compiled_autograd.in_compiled_autograd_region",
         "torch.autograd._profiler_enabled",
         "torch._C._autograd._enable_record_function",
+        "torch._C._autograd._get_sequence_nr",
         "torch._C._distributed_c10d.AllgatherOptions",
         "torch.autograd.Variable._execution_engine.queue_callback",
         "torch._C._len_torch_dispatch_stack",
@@ -294,6 +296,16 @@ def test_private_torch_apis_have_one_place() -> None:
 )
 def test_private_torch_api_exists(path: str) -> None:
     assert pkgutil.resolve_name(path) is not None
+
+
+def test_autograd_numbers_nodes_as_they_are_made() -> None:
+    from shardwise.core.device import is_made_since, next_node
+
+    x = torch.ones(1, requires_grad=True)
+    before = x * 2
+    number = next_node()
+    after = before * 2
+    assert [is_made_since(one, number) for one in (x, before, after)] == [False, False, True]
 
 
 def test_truncated_normal_keeps_its_arguments_in_the_variables_that_are_read() -> None:

@@ -11,6 +11,7 @@ import pickle
 import warnings
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 
 import shardwise
 from shardwise import FSDPCommContext, Placements, fully_shard
@@ -531,6 +533,31 @@ def test_backward_through_hidden_outputs_of_the_root_is_told_of(fake_mesh: Mesh)
     model(torch.ones(2, 4)).open().sum().backward()
     with pytest.raises(TypeError, match=r"'Seals \(root\)' returned a Sealed.*not reduced"):
         model(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("box", [list, lambda items: SimpleNamespace(items=items)])
+def test_an_object_that_units_fill_announces_to_each_its_own(fake_mesh: Mesh, box: Callable[[Any], Any]) -> None:
+    """Gradients of what other units left there gather and reduce nothing once more."""
+
+    class Fills(nn.Linear):
+        def forward(self, x: torch.Tensor, found: Any) -> tuple[torch.Tensor, Any]:  # type: ignore[override]
+            x = torch.tanh(super().forward(x))
+            return x, box([*getattr(found, "items", found), x])
+
+    class Runs(nn.ModuleList):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = box([])
+            for layer in self:
+                x, found = layer(x, found)
+            return torch.stack(getattr(found, "items", found)).sum()
+
+    mesh, model = fake_mesh(2), Runs(Fills(4, 4) for _ in range(4))
+    for unit in (*model, model):
+        fully_shard(unit, mesh=mesh)
+    for _ in range(2):
+        with CommDebugMode() as counter:
+            model(torch.ones(2, 4)).backward()
+    assert sum(counter.get_comm_counts().values()) == 3 * len(model)
 
 
 def test_ignored_parameters_on_the_meta_device_are_refused(fake_mesh: Mesh) -> None:

@@ -15,8 +15,10 @@ from .device import (
     has_tangent,
     in_forward_mode,
     in_transforms,
+    is_made_since,
     is_view,
     may_share_elements,
+    next_node,
     requires_grad_outside,
     take_history,
 )
@@ -45,6 +47,7 @@ class Call:
 
     def __init__(self, module: int, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.module = module
+        self._first_node = next_node()
         self._values = (*args, *kwargs.values()) if kwargs else args
         self._keywords = tuple(kwargs)
         self._is_flat = is_flat(self._values)
@@ -66,6 +69,10 @@ class Call:
     def got(self, tensor: torch.Tensor) -> bool:
         """Whether the module got it, without gradients, and left it as it was."""
         return any(one is tensor and one.grad_fn is history for one, history in self._histories)
+
+    def made(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor has a history, of which it has made the last step."""
+        return is_made_since(tensor, self._first_node)
 
     def replace(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Let it get ``function`` of each tensor in its arguments."""
@@ -123,9 +130,10 @@ class Call:
 def announce_begin(unit: Unit, output: Any, call: Call | None = None) -> tuple[Any, bool]:
     """``output``, of ``call``, that tells ``unit`` when backward comes to it, and whether any of its tensors will."""
     tensors, takes_all = tensors_requiring_grad(output), not (in_transforms() or in_forward_mode())
-    if not (isinstance(output, torch.Tensor) or is_flat(output)):
+    if call is not None and not (isinstance(output, torch.Tensor) or is_flat(output)):
         known = {*map(id, tensors)}
-        tensors += [one for one in hidden_tensors(output) if one.grad_fn is not None and id(one) not in known]
+        # An object may have been filled by other units before.
+        tensors += [one for one in hidden_tensors(output) if id(one) not in known and call.made(one)]
     if not torch.is_grad_enabled():
         # It may have enabled them inside.
         tensors = [tensor for tensor in tensors if not (call is None or tensor.is_leaf or call.got(tensor))]

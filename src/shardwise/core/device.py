@@ -517,6 +517,16 @@ def in_backward() -> bool:
     return backward_number() != -1
 
 
+next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""Number of the autograd node that this thread makes next."""
+
+
+def is_made_since(tensor: torch.Tensor, number: int) -> bool:
+    """Whether ``tensor`` comes from an autograd node that this thread made since `next_node` was ``number``."""
+    node: Any = tensor.grad_fn
+    return node is not None and node._sequence_nr() >= number
+
+
 def runs_in_this_backward(node: Any) -> bool:
     """Whether the current backward pass goes through an autograd node."""
     return torch._C._will_engine_execute_node(node)
