@@ -1693,6 +1693,7 @@ BOXES: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tens
         lambda x: torch.distributions.Normal(x, 1 + x.sigmoid()),
         lambda normal: normal.mean + normal.variance,
     ),
+    "filled by others": (lambda x: Box([x, x.detach()]), lambda box: box.content[0]),
     "cyclic": (lambda x: _in_a_cycle(Box(x)), lambda box: box.content[1]),
 }
 
@@ -1735,9 +1736,55 @@ def test_outputs_inside_of_objects(kind: str, keep: bool, times: int) -> None:
 
 
 @on_ranks(2)
-def test_output_that_no_attribute_leads_to() -> None:
-    with pytest.raises(TypeError, match=r"'layers\.1' returned a Sealed.*cannot be found"):
-        check(lambda: Boxing(Sealed, lambda sealed: sealed.open()), against_torch=False)
+def test_outputs_whose_tensors_cannot_all_be_found() -> None:
+    """Or do not last as long as the object does."""
+
+    def beside(x: torch.Tensor) -> Any:
+        return Box((x * 0, Sealed(x)))
+
+    for box, unbox in ((Sealed, lambda sealed: sealed.open()), (beside, lambda box: box.content[1].open())):
+        with pytest.raises(TypeError, match=r"'layers\.1' returned a (Sealed|Box).*cannot be found"):
+            check(lambda box=box, unbox=unbox: Boxing(box, unbox), against_torch=False)
+    for choose in (lambda weight: weight, lambda weight: weight.t(), lambda weight: weight.detach()):
+        model = Boxing(Box, lambda box: box.content[0])
+        gives = model.layers[1]
+        gives.box = lambda x, gives=gives, choose=choose: Box((x, choose(gives.linear.weight)))
+        for unit in (*model.layers, model):
+            shardwise.fully_shard(unit)
+        with pytest.raises(TypeError, match=r"'layers\.1' returned a Box.*cannot be found"):
+            model(torch.ones(2, WIDTH))
+
+
+class Policy(nn.Module):
+    """A distribution around parameters of its own, as in reinforcement learning, and a value."""
+
+    def __init__(self, *, alone: bool) -> None:
+        super().__init__()
+        self.mean, self.value = Layer(), Layer()
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+        self.alone = alone
+
+    def forward(self, x: torch.Tensor) -> Any:
+        normal = torch.distributions.Normal(self.mean(x), self.scale, validate_args=False)
+        normal = torch.distributions.Independent(normal, 1, validate_args=False)
+        return normal if self.alone else (normal, self.value(x))
+
+
+class Actor(nn.Module):
+    def __init__(self, *, alone: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Policy(alone=alone)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given = self.layers[1](self.layers[0](x))
+        normal = given if isinstance(given, torch.distributions.Distribution) else given[0]
+        loss = normal.mean.square().mean() + normal.stddev.square().mean()
+        return loss if normal is given else loss + given[1].square().mean()
+
+
+@on_ranks(2, alone=[True, False], keep=[True, False])
+def test_distributions_as_outputs(alone: bool, keep: bool) -> None:
+    check(lambda: Actor(alone=alone), against_torch=False, reshard_after_forward=not keep)
 
 
 @on_ranks(2)

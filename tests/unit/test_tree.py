@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import OrderedDict, deque, namedtuple
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 from shardwise.core.tree import (
-    MOST_OBJECTS,
+    MOST_PARTS,
     Replacement,
     casting,
     hidden_tensors,
@@ -82,18 +84,54 @@ class OneSlot:
         self.value = value
 
 
-def test_tensors_in_attributes_are_hidden_ones() -> None:
+def test_tensors_in_attributes_of_plain_objects_are_found() -> None:
     shown, hidden, other = torch.ones(1), torch.ones(2), torch.ones(3)
-    box = SimpleNamespace(first=OneSlot([hidden]), again=hidden, module=torch.nn.Linear(2, 2), call=lambda: shown)
+    box = SimpleNamespace(first=OneSlot([hidden]), again=hidden, number=1, text=None)
     box.itself = {"box": box}
-    assert [*map(id, hidden_tensors((shown, {"box": box}, OneSlot(OneSlot((other,))))))] == [id(other), id(hidden)]
-    assert hidden_tensors([shown, {"text": "text"}, None, torch.nn.Linear(2, 2)]) == []
+    found = hidden_tensors((shown, {"box": box}, Private(OneSlot((other,)))))
+    assert {*map(id, found or ())} == {id(shown), id(hidden), id(other)}
 
 
-def test_no_more_objects_are_looked_through_than_outputs_have() -> None:
-    tensor = torch.ones(1)
-    assert len(hidden_tensors([OneSlot(tensor + index) for index in range(MOST_OBJECTS - 1)])) == MOST_OBJECTS - 1
-    assert hidden_tensors([OneSlot(tensor + index) for index in range(MOST_OBJECTS)]) == []
+class Private:
+    """Its slot has another name than the class gives it, and reading attributes runs code."""
+
+    __slots__ = ("__value", "empty")
+
+    def __init__(self, value: Any):
+        self.__value = value
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise RuntimeError
+
+
+@pytest.mark.parametrize("item", [lambda: None, torch.nn.Linear(2, 2), functools.partial(int), torch, iter([]), {1}])
+def test_what_may_hold_more_tensors_than_are_seen(item: Any) -> None:
+    assert hidden_tensors([torch.ones(1), SimpleNamespace(item=item)]) is None
+
+
+def test_no_more_values_are_looked_at_than_outputs_have() -> None:
+    tensors = [torch.ones(1) for _ in range(MOST_PARTS - 1)]
+    assert len(hidden_tensors(OneSlot(tensors)) or ()) == len(tensors)
+    assert hidden_tensors(OneSlot([*tensors, None])) is None
+
+
+def test_distributions_are_looked_into() -> None:
+    mean, scale = torch.zeros(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    base = torch.distributions.Normal(mean, scale)
+    moved = torch.distributions.TransformedDistribution(base, [torch.distributions.AffineTransform(mean, 2.0)])
+    assert {*map(id, tensors_requiring_grad([moved]))} == {id(mean), id(base.loc), id(base.scale)}
+    doubled = map_tensors(moved, lambda tensor: tensor + 1)
+    assert torch.equal(doubled.base_dist.scale, scale + 1)
+    assert torch.equal(doubled.transforms[0].loc, mean + 1)
+    assert base.scale is scale
+    chosen = torch.distributions.Categorical(logits=torch.zeros(3, 4, requires_grad=True))
+    halved = map_tensors(chosen, casting(torch.bfloat16))
+    assert halved.probs.dtype == torch.bfloat16
+    assert halved.sample().shape == (3,)
 
 
 def test_only_tensors_that_require_grad_are_found_in_order() -> None:

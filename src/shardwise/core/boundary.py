@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,7 @@ from .device import (
     take_history,
 )
 from .errors import StateError
-from .tree import Additions, Replacement, all_tensors, hidden_tensors, is_flat, map_tensors, tensors_requiring_grad
+from .tree import Additions, Replacement, all_tensors, is_flat, map_tensors, tensors_requiring_grad
 
 if TYPE_CHECKING:
     from .hooks import Unit
@@ -127,13 +127,13 @@ class Call:
                 take_history(tensor, alias)
 
 
-def announce_begin(unit: Unit, output: Any, call: Call | None = None) -> tuple[Any, bool]:
-    """``output``, of ``call``, that tells ``unit`` when backward comes to it, and whether any of its tensors will."""
+def announce_begin(
+    unit: Unit, output: Any, call: Call | None = None, hidden: Sequence[torch.Tensor] = ()
+) -> tuple[Any, bool]:
+    """``output``, of ``call``, that tells ``unit`` when backward comes to it, and whether any of its tensors will, or
+    any of those ``hidden`` in it, if it shows none."""
     tensors, takes_all = tensors_requiring_grad(output), not (in_transforms() or in_forward_mode())
-    if call is not None and not (isinstance(output, torch.Tensor) or is_flat(output)):
-        known = {*map(id, tensors)}
-        # An object may have been filled by other units before.
-        tensors += [one for one in hidden_tensors(output) if id(one) not in known and call.made(one)]
+    tensors = tensors or [*hidden]
     if not torch.is_grad_enabled():
         # It may have enabled them inside.
         tensors = [tensor for tensor in tensors if not (call is None or tensor.is_leaf or call.got(tensor))]

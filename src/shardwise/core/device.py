@@ -523,7 +523,10 @@ next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 def is_made_since(tensor: torch.Tensor, number: int) -> bool:
     """Whether ``tensor`` comes from an autograd node that this thread made since `next_node` was ``number``."""
-    node: Any = tensor.grad_fn
+    try:
+        node: Any = tensor.grad_fn
+    except RuntimeError:  # a view of what was written to since in a way that allows no backward through the view
+        return False
     return node is not None and node._sequence_nr() >= number
 
 

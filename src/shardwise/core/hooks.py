@@ -33,7 +33,7 @@ from .parameter import owner_of
 from .root import make_root
 from .slot import GroupOptions
 from .step import end_steps
-from .tree import casting, map_tensors, opaque_types
+from .tree import casting, hidden_tensors, is_flat, map_tensors, opaque_types, tensors_requiring_grad
 from .weak import weakly
 
 UNKNOWN_CALL = "a call"
@@ -331,10 +331,11 @@ class Unit:
         if self._lost_writes is not None and self._lost_writes.leave():
             self._lost_writes = None
         output = self.lasting(output)
+        hidden = self._hidden_in(output, call)
         for group in self.groups:
             if group.options.reshard_after_forward and not self._recomputes:
                 group.reshard_after_use(after_forward=True)
-        output, announces = announce_begin(self, output, call)
+        output, announces = announce_begin(self, output, call, hidden)
         if announces and not self._recomputes:
             self._positions.append(self.context.order.record_for_backward(self.reference))
         if torch.is_grad_enabled() and not announces:
@@ -354,6 +355,18 @@ class Unit:
         units = self.context.units if self.context.forward_root is self else (self,)
         groups = [group for unit in units for group in unit.groups if group.is_unsharded]
         return map_tensors(output, lambda tensor: kept(tensor, groups)) if groups else output
+
+    def _hidden_in(self, output: Any, call: Call | None) -> list[torch.Tensor]:
+        """Tensors that ``call`` has made and put into attributes of plain objects, if all of those can be found and
+        last longer than its parameters are gathered."""
+        if call is None or isinstance(output, torch.Tensor) or is_flat(output) or not torch.is_grad_enabled():
+            return []
+        if tensors_requiring_grad(output):
+            return []  # those tell
+        found = hidden_tensors(output) or []
+        lasts = all(self.lasting(one) is one for one in found)
+        # An object may have been filled by other units before.
+        return [one for one in found if call.made(one)] if lasts else []
 
     def _refuse_opaque(self, output: Any) -> None:
         """Refuse an output whose tensors cannot be found to announce backward, which would lack the parameters."""

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import operator
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import GetSetDescriptorType, MemberDescriptorType, ModuleType
 from typing import Any
 
 import torch
+from torch.distributions import Distribution, Transform
 
 from .device import annotated_like, parts_of
 
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), Enum, torch.dtype, torch.device, torch.layout, type)
 """Types of values that have no tensors inside."""
-_NO_VALUES = (torch.nn.Module, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
-"""Types of objects whose attributes are no part of a value."""
-MOST_OBJECTS = 1000
-"""So many objects are looked through for tensors in their attributes, and no object that leads to more."""
+MOST_PARTS = 1000
+"""So many values `hidden_tensors` looks at, and gives up where there are more."""
 _FLAT = {torch.Tensor, torch.nn.Parameter, str, int, float, bool, type(None)}
 
 
@@ -213,8 +213,9 @@ def _entries(container: Any) -> list[tuple[Any, Any]]:
 def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """``value`` with ``function`` of each tensor in it; depth first, in order.
 
-    Looks into dicts, lists, tuples, named tuples, dataclasses and what is registered with torch's trees. What does not
-    change stays the same object, containers keep their type, and one that is there several times stays one.
+    Looks into dicts, lists, tuples, named tuples, dataclasses, distributions and what is registered with torch's trees.
+    What does not change stays the same object, containers keep their type, and one that is there several times stays
+    one.
     """
     return function(value) if isinstance(value, torch.Tensor) else Replacement(function).of(value)
 
@@ -230,6 +231,9 @@ def _opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
         parts = [getattr(value, name) for name in names]
         # Not `dataclasses.replace`, which runs the constructor again.
         return parts, lambda new: _copied_with(dict(zip(names, new, strict=True)), value, object.__setattr__)
+    if isinstance(value, (Distribution, Transform)):
+        own = vars(value)
+        return [*own.values()], lambda new: _copied_with(dict(zip(own, new, strict=True)), value, object.__setattr__)
     return parts_of(value)
 
 
@@ -309,35 +313,40 @@ def casting(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda tensor: annotated_like(tensor.to(dtype), tensor) if tensor.is_floating_point() else tensor
 
 
-def hidden_tensors(value: Any) -> list[torch.Tensor]:
-    """Tensors in attributes of objects in ``value`` that `map_tensors` does not look into, such as a distribution's."""
-    found: dict[int, torch.Tensor] = {}
+def hidden_tensors(value: Any) -> list[torch.Tensor] | None:
+    """Tensors in ``value``, also those in attributes of plain objects; None if there may be more, as in closures."""
+    found: list[torch.Tensor] = []
     met: dict[int, Any] = {}
-    left = [(value, False)]
+    left, count = [value], 0
     while left:
-        item, is_hidden = left.pop()
+        item = left.pop()
         if isinstance(item, torch.Tensor):
-            if is_hidden:
-                found[id(item)] = item
-        elif not isinstance(item, (*_LEAVES, *_NO_VALUES)) and id(item) not in met:
+            found.append(item)
+        elif not isinstance(item, _LEAVES) and id(item) not in met:
             met[id(item)] = item
-            if len(met) > MOST_OBJECTS:
-                return []
             opened = ([*item], None) if isinstance(item, tuple) else _opened(item)
             parts = _own_values(item) if opened is None else opened[0]
-            left += [(part, is_hidden or opened is None) for part in parts]
-    return [*found.values()]
+            if parts is None or (count := count + len(parts)) > MOST_PARTS:
+                return None
+            left += parts
+    return [*{id(one): one for one in found}.values()]
 
 
-def _own_values(value: Any) -> list[Any]:
-    """What attributes of an object hold, in its dict and in slots."""
-    slots = [name for kind in type(value).__mro__ for name in _names(vars(kind).get("__slots__", ()))]
-    held = [*vars(value).values()] if hasattr(value, "__dict__") else []
-    return held + [getattr(value, name) for name in slots if hasattr(value, name)]
-
-
-def _names(slots: Any) -> list[str]:
-    return [slots] if isinstance(slots, str) else [*slots]
+def _own_values(value: Any) -> list[Any] | None:
+    """What attributes of a plain object hold, in its dict and in slots, without running code of its class; None of
+    what may hold other things, as what can be called."""
+    if callable(value) or isinstance(value, ModuleType):
+        return None
+    members = [one for base in type(value).__mro__ for one in vars(base).values()]
+    slots = [one for one in members if isinstance(one, MemberDescriptorType)]
+    has_dict = any(isinstance(one, GetSetDescriptorType) and one.__name__ == "__dict__" for one in members)
+    if not (slots or has_dict):
+        return None
+    held = [*object.__getattribute__(value, "__dict__").values()] if has_dict else []
+    for slot in slots:
+        with contextlib.suppress(AttributeError):  # nothing is in it
+            held.append(slot.__get__(value))
+    return held
 
 
 def opaque_types(value: Any) -> list[type]:
