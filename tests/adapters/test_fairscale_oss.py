@@ -310,6 +310,39 @@ def test_a_parameter_frozen_again_before_the_step_moves_on_all_ranks(has_all: bo
         assert all(torch.equal(parameter.detach(), torch.full((2,), expected)) for parameter in parameters)
 
 
+class ClearingSGD(SGD):
+    """Drops the gradients that it has used."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.zero_grad()
+        return loss
+
+
+@on_ranks(2)
+def test_frozen_parameters_of_an_optimizer_that_drops_gradients() -> None:
+    parameters = [nn.Parameter(torch.ones(2), requires_grad=False) for _ in range(3)]
+    oss = OSS(parameters, optim=ClearingSGD, lr=1.0)
+    for expected in (1.0, 0.0, -1.0):
+        for parameter in parameters:
+            parameter.grad = torch.ones(2) if expected != parameter[0] else None
+        oss.step()
+        assert all(torch.equal(parameter, torch.full((2,), expected)) for parameter in parameters)
+
+
+@on_ranks(2)
+def test_ranks_that_freeze_other_parameters_are_told() -> None:
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(4)]
+    oss = OSS(parameters, optim=SGD, lr=1.0)
+    parameters[0].requires_grad_(False)
+    oss.step()
+    parameters[dist.get_rank()].requires_grad_(False)
+    with pytest.raises(
+        ValueError, match=r"parameter 1 of param group 0.*requires_grad=True on rank 0.*False on rank 1"
+    ):
+        oss.step()
+
+
 @on_ranks(2)
 def test_freezing_between_backward_and_step_with_sharded_ddp() -> None:
     def inputs(step: int, rank: int) -> torch.Tensor:

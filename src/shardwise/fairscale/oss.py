@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,18 +216,23 @@ class OSS(Optimizer):
             What the step of ``optim`` returns: the loss of ``closure``, or None.
 
         Raises:
-            ValueError: on all ranks, naming a parameter or setting that is not the same on all.
+            ValueError: on all ranks, naming a parameter or setting that is not the same on all; they are compared in the
+                first step, when a parameter or setting changes on all ranks, and while any are frozen.
         """
         _copy_settings(self.param_groups, self.optim.param_groups)
+        mine = self.owners().items() if self.world_size > 1 else ()
+        frozen = {p: p._version for p, owner in mine if owner == self.rank and not p.requires_grad}
         loss = self.optim.step(**kwargs) if closure is None else self.optim.step(closure=closure, **kwargs)
         # Some optimizers keep numbers of their own in their param groups.
         _copy_settings(self.optim.param_groups, self.param_groups)
         if self.world_size > 1:
-            self._broadcast()
+            # An optimizer steps a frozen parameter that has a gradient, which only its owner may have.
+            self._broadcast({p for p, version in frozen.items() if p.grad is not None or p._version != version})
         return loss
 
     @torch.no_grad()
-    def _broadcast(self) -> None:
+    def _broadcast(self, stepped: Collection[torch.Tensor]) -> None:
+        """Send and receive parameters, those frozen ones too that this rank or another one has ``stepped``."""
         parameters = parameters_of(self)
         signature = (
             [p.dtype for p in parameters],
@@ -237,8 +242,7 @@ class OSS(Optimizer):
             self.broadcast_buffer_size,
             self.broadcast_fp16,
         )
-        if self._plan is None or self._plan.signature != signature or any(self._stepped(self._plan.unsent)):
-            self._plan = self._make_plan(signature)
+        self._plan = self._plan_for(signature, stepped)
         try:
             self._plan.run()
         except RuntimeError as error:
@@ -246,29 +250,25 @@ class OSS(Optimizer):
             explain_failure(error, "sending parameters to the other ranks after OSS stepped them", comm)
             raise
 
-    def _make_plan(self, signature: Signature) -> _BroadcastPlan:
+    def _plan_for(self, signature: Signature, stepped: Collection[torch.Tensor]) -> _BroadcastPlan:
+        """The plan that there is, unless parameters changed or a rank has stepped a frozen one that is not sent."""
+        plan = self._plan if self._plan is not None and self._plan.signature == signature else None
+        if plan is not None and not plan.unsent:
+            return plan
         owners = self.owners()
+        numbers = {parameter: number for number, parameter in enumerate(owners)}
+        unsent = plan.unsent if plan is not None else [numbers[p] for p in owners if not p.requires_grad]
+        described = plan.described if plan is not None else self._described()
+        told = sorted({*unsent} & {numbers[parameter] for parameter in stepped})
         # Parameters travel without names, several as one: other ones elsewhere would take their values.
-        check_same_on_ranks("OSS", self._comm(self._device), self._described(), self._device)
-        frozen = {parameter: owner for parameter, owner in owners.items() if not parameter.requires_grad}
-        stepped = {id(p) for p, flag in zip(frozen, self._stepped(frozen), strict=True) if flag}
-        unsent = {p: owner for p, owner in frozen.items() if id(p) not in stepped}
-        sent = {p: owner for p, owner in owners.items() if p not in unsent}
-        parameters, limit, half = [*sent], self.broadcast_buffer_size, self.broadcast_fp16
-        broadcast = WholeBroadcast(parameters, [*sent.values()], self._comm, limit, half, self._moved)
-        return _BroadcastPlan(signature, parameters, unsent, broadcast)
-
-    def _stepped(self, frozen: Mapping[torch.Tensor, int]) -> list[bool]:
-        """Which of these parameters, with their owners, were stepped: an optimizer steps a frozen one that still has a
-        gradient, which only its owner may have. A collective, if there are any."""
-        if not frozen:
-            return []
-        device = next(iter(frozen)).device
-        steps = [parameter.grad is not None and owner == self.rank for parameter, owner in frozen.items()]
-        flags, comm = sent_to(device, steps, torch.float32), self._comm(device)
-        with communicating("telling which frozen parameters OSS stepped", comm):
-            comm.all_reduce_largest(flags)
-        return [flag > 0 for flag in flags.tolist()]
+        everywhere = check_same_on_ranks("OSS", self._comm(self._device), described, self._device, told)
+        if plan is not None and not any(everywhere):
+            return plan
+        left = [number for number in unsent if not any(number in others for others in everywhere)]
+        sent = {parameter: owner for parameter, owner in owners.items() if numbers[parameter] not in left}
+        limit, half = self.broadcast_buffer_size, self.broadcast_fp16
+        broadcast = WholeBroadcast([*sent], [*sent.values()], self._comm, limit, half, self._moved)
+        return _BroadcastPlan(signature, described, left, [*sent], broadcast)
 
     def _described(self) -> list[tuple[str, ...]]:
         """What has to be the same on all ranks, so that they send and receive the same."""
@@ -541,9 +541,10 @@ class _BroadcastPlan:
     """What `OSS.step` sends, as long as no parameter changes its dtype or device or is frozen."""
 
     signature: Signature
+    described: list[tuple[str, ...]]
+    unsent: list[int]
+    """Numbers of frozen ones, as long as no rank steps them."""
     parameters: list[torch.Tensor]
-    unsent: dict[torch.Tensor, int]
-    """Frozen ones, with their owners: as long as none of them is stepped."""
     broadcast: WholeBroadcast
 
     def run(self) -> None:

@@ -178,27 +178,40 @@ def _ranks_with_parts(parameter: torch.Tensor) -> list[int]:
     return dist.get_process_group_ranks(owner.mesh.shard.group)
 
 
-def check_same_on_ranks(wrapper: str, comm: Comm, described: Sequence[tuple[str, ...]], device: torch.device) -> None:
+def check_same_on_ranks(
+    wrapper: str, comm: Comm, described: Sequence[tuple[str, ...]], device: torch.device, told: Any = None
+) -> list[Any]:
     """Compare what each rank's ``wrapper`` holds; a collective, small where all is the same.
+
+    Args:
+        wrapper: its name.
+        comm: the ranks.
+        described: what this rank's holds.
+        device: on which to communicate.
+        told: what may differ.
+
+    Returns:
+        What each rank has told.
 
     Raises:
         ValueError: naming what is not the same on all ranks.
     """
     what = f"comparing the parameters of {wrapper} on all ranks"
-    number = int.from_bytes(hashlib.sha256(repr(described).encode()).digest()[:7], "big")
+    number = int.from_bytes(hashlib.sha256(repr((described, told)).encode()).digest()[:7], "big")
     with communicating(what, comm):
         smallest, largest = comm.widen(number, number, device)
     if smallest == largest:
-        return
+        return [told] * comm.size
     with communicating(what, comm):
-        everyone = comm.gather_objects(described)
-    for rank, theirs in enumerate(everyone):
-        for first, other in itertools.zip_longest(everyone[0], theirs):
+        everyone = comm.gather_objects((described, told))
+    for rank, (theirs, _) in enumerate(everyone):
+        for first, other in itertools.zip_longest(everyone[0][0], theirs):
             if first != other:
                 raise ValueError(
                     f"{wrapper}: ranks have different parameters: {_shown(first)} on rank 0, {_shown(other)} on rank "
                     f"{rank} of the group; build the same model and optimizers, with the same settings, on all ranks"
                 )
+    return [more for _, more in everyone]
 
 
 def _shown(described: tuple[str, ...] | None) -> str:
