@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
+from shardwise.core import comm
 from shardwise.core.group import ParamGroup
 from shardwise.core.module import unit_of
 
@@ -400,6 +401,33 @@ def test_exception_right_after_messages_were_sent() -> None:
             optimizer.zero_grad()
     for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(cast(DTensor, parameter).full_tensor(), expected)
+
+
+@on_ranks(2, 3, number=[1, 2])
+def test_exception_between_messages(number: int) -> None:
+    """A later collective would wait for those that were not sent."""
+    model, replicated = (nn.Linear(4, 4) for _ in range(2))
+    shardwise.fully_shard(model)
+    shardwise.fully_shard(replicated, placements="ddp")
+    message, made = comm._Message, list[int]()
+
+    def interrupted(*arguments: Any) -> Any:
+        started = message(*arguments)
+        made.append(1)
+        if len(made) == number:
+            raise KeyboardInterrupt
+        return started
+
+    inputs = torch.ones(2, 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comm, "_Message", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model(inputs)
+    assert len(made) == 2 * (dist.get_world_size() - 1)
+    cast(Any, model).reset_iter_state()
+    for one in (model, replicated):
+        one(inputs).sum().backward()
+    assert all(parameter.grad is not None for one in (model, replicated) for parameter in one.parameters())
 
 
 @on_ranks(2, by_hand=[False, True])

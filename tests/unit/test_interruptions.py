@@ -36,11 +36,11 @@ class Net(nn.Module):
         return self.head(inputs)
 
 
-def sharded(mesh: DeviceMesh) -> Any:
+def sharded(mesh: DeviceMesh, placements: str = "zero3") -> Any:
     torch.manual_seed(0)
     model, precision = Net(), MixedPrecisionPolicy(param_dtype=torch.float64)  # so that one rank gathers too
     for layer in (*model.layers, model):
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
+        fully_shard(layer, mesh=mesh, mp_policy=precision, placements=placements)
     return model
 
 
@@ -83,8 +83,10 @@ def step(model: Any, optimizer: torch.optim.Optimizer) -> float:
     return float(loss)
 
 
-def losses_after(mesh: DeviceMesh, earlier: int, interrupt: Callable[[Any], None], resets: bool) -> list[float]:
-    model = sharded(mesh)
+def losses_after(
+    mesh: DeviceMesh, earlier: int, interrupt: Callable[[Any], None], resets: bool, placements: str = "zero3"
+) -> list[float]:
+    model = sharded(mesh, placements)
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     for _ in range(earlier):
         step(model, optimizer)
@@ -108,13 +110,15 @@ def losses_after(mesh: DeviceMesh, earlier: int, interrupt: Callable[[Any], None
         ("Unit.post_backward", 1),
         ("ParamGroup._submit_gather", 1),
         ("ParamGroup.wait_for_unshard", 1),
+        ("ParamGroup._finish_gathers", 1),
         ("ParameterShards.put_unsharded", 1),
         ("ParamGroup.reshard", 1),
     ],
 )
-def test_iterations(fake_mesh: Mesh, name: str, earlier: int) -> None:
+@pytest.mark.parametrize("placements", ["zero3", "zero1"])
+def test_iterations(fake_mesh: Mesh, name: str, earlier: int, placements: str) -> None:
     mesh = fake_mesh(1)
-    expected = losses_after(mesh, earlier, lambda _: None, True)
+    expected = losses_after(mesh, earlier, lambda _: None, True, placements)
     for after in range(200):
         raised: list[int] = []
 
@@ -123,7 +127,7 @@ def test_iterations(fake_mesh: Mesh, name: str, earlier: int) -> None:
             with suppress(KeyboardInterrupt), interrupted(name, after) as raised:
                 model(INPUT).square().mean().backward()
 
-        assert losses_after(mesh, earlier, interrupt, True) == expected, (name, raised)
+        assert losses_after(mesh, earlier, interrupt, True, placements) == expected, (name, raised)
         if not raised:
             break
     assert 0 < after < 199

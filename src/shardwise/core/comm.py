@@ -22,7 +22,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any, Literal, Protocol, TypeAlias, cast
 
 import torch
@@ -351,9 +351,17 @@ class PairwiseGlooComm(GlooComm):
         # Such a work ends its profiler event when it is waited for, and writes to freed memory if the profiler was
         # stopped before.
         with unrecorded():
+            works: list[Waitable] = []
             receive, send = self.group.recv, self.group.send
-            works: list[Waitable] = [_Message(receive, tensor, peer, tag, self._world) for peer, tensor in received]
-            works += [_Message(send, tensor, peer, tag, self._world) for peer, tensor in sent]
+            left = chain(((receive, *one) for one in received), ((send, *one) for one in sent))
+            try:
+                for start, peer, tensor in left:
+                    works.append(_Message(start, tensor, peer, tag, self._world))
+            except BaseException:  # as of Ctrl-C: what was started would wait for ever for the rest on other ranks
+                with contextlib.suppress(RuntimeError):  # unless a connection is lost
+                    for start, peer, tensor in left:
+                        works.append(_Message(start, tensor, peer, tag, self._world))
+                raise
         return works
 
     def all_gather(

@@ -337,7 +337,7 @@ class ParamGroup:
         explain_failure(error, what, self.shards.buffers[0].gather_comm, self.mesh.shard)
 
     def _free(self) -> None:
-        self._lease = None
+        self._lease, self._is_kept = None, False
         for buffer in self.shards.buffers:
             buffer.free()
 

@@ -216,8 +216,8 @@ class OSS(Optimizer):
             What the step of ``optim`` returns: the loss of ``closure``, or None.
 
         Raises:
-            ValueError: on all ranks, naming a parameter or setting that is not the same on all; they are compared in the
-                first step, when a parameter or setting changes on all ranks, and while any are frozen.
+            ValueError: on all ranks, naming a parameter or setting that is not the same on all. They are compared in
+                the first step, when a parameter or setting changes on all ranks, and while any are frozen.
         """
         _copy_settings(self.param_groups, self.optim.param_groups)
         mine = self.owners().items() if self.world_size > 1 else ()
