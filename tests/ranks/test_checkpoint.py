@@ -921,6 +921,10 @@ def test_sharded_tensors_in_a_tuple() -> None:
         with pytest.raises(TypeError, match=r"holder cannot be saved, since it has sharded tensors inside of a Holder"):
             save(directory, model=model, optimizer=optimizer)
         optimizer.state[parameter].pop("holder")
+        with pytest.raises(TypeError, match=r"extra cannot be saved, since it has sharded tensors inside of an object"):
+            save(directory, extra={"list": [Holder((parameter.detach(),))]})
+        with pytest.warns(UserWarning, match="extra has objects of"):
+            save(directory, extra={"class": Holder(DTensor)})
         save(directory, model=model, optimizer=optimizer)
         load(directory, model=model, optimizer=optimizer)
         assert torch.equal(whole(optimizer.state[parameter]["list"][0]), whole(parameter))

@@ -35,8 +35,8 @@ SHARDED = "__shardwise_sharded__"
 """Key of the one-item dict that stands for a sharded tensor in a pickled tree; the item is the tensor's name."""
 
 
-_OF_SHARDED = f"{DTensor.__module__}\n{DTensor.__qualname__}\n".encode()
-"""In the pickle of whatever holds a sharded tensor, wherever it does."""
+_OF_SHARDED = b"\nDTensorSpec\n"
+"""In the pickle of whatever holds a sharded tensor, wherever it does: each has a spec, and nothing else."""
 
 
 class UnsafeObjectError(ValueError):
@@ -67,9 +67,10 @@ def pickled(value: Any, where: str) -> Pickled:
         raise TypeError(f"{where} cannot be saved, since it cannot be pickled: {error}") from error
     data = stream.getvalue()
     if _OF_SHARDED in data:
+        inside = "an object" if isinstance(value, (dict, list)) else f"a {type(value).__name__}"
         raise TypeError(
-            f"{where} cannot be saved, since it has sharded tensors inside of a {type(value).__name__}: keep them in "
-            "lists, or in dicts whose keys are strings, or leave out what has it, such as an optimizer"
+            f"{where} cannot be saved, since it has sharded tensors inside of {inside}: keep them in lists, or in dicts "
+            "whose keys are strings, or leave out what has it, such as an optimizer"
         )
     return Pickled(data)
 

@@ -300,7 +300,7 @@ def wrap_local(
 def detached(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` in the same memory, without a graph. What torch's own gives of a DTensor takes over its local tensor's
     offset, and torch can neither save nor copy such a one."""
-    return wrap_local(local_of(tensor).detach(), spec_of(tensor)) if isinstance(tensor, DTensor) else tensor.detach()
+    return wrap_local(local_of(tensor).detach(), spec_of(tensor)) if type(tensor) is DTensor else tensor.detach()
 
 
 def _wrap_each(

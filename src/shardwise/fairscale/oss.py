@@ -105,7 +105,7 @@ class OSS(Optimizer):
             )
         if not is_at_least(-1, broadcast_buffer_size):
             raise ValueError(
-                f"OSS(broadcast_buffer_size={broadcast_buffer_size}): must be -1, 0 or a number of elements"
+                f"OSS(broadcast_buffer_size={broadcast_buffer_size!r}): must be -1, 0 or a number of elements"
             )
         self._join(group)
         if self.world_size > 1 and isinstance(params, (set, frozenset)):
@@ -376,7 +376,7 @@ class OSS(Optimizer):
         """
         if recipient_rank not in range(-1, self.world_size):
             raise ValueError(
-                f"consolidate_state_dict(recipient_rank={recipient_rank}): pass a rank of the group, 0 to "
+                f"consolidate_state_dict(recipient_rank={recipient_rank!r}): pass a rank of the group, 0 to "
                 f"{self.world_size - 1}, or -1 for all"
             )
         _copy_settings(self.param_groups, self.optim.param_groups)

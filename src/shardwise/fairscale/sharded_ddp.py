@@ -107,7 +107,7 @@ class ShardedDataParallel(nn.Module):
             raise TypeError(f"ShardedDataParallel wraps a module, not {type(module).__name__}")
         if not is_at_least(0, reduce_buffer_size):
             raise ValueError(
-                f"ShardedDataParallel(reduce_buffer_size={reduce_buffer_size}): must be 0 or more elements"
+                f"ShardedDataParallel(reduce_buffer_size={reduce_buffer_size!r}): must be 0 or more elements"
             )
         self._optimizers = _as_list(sharded_optimizer)
         self._group = _common_group(self._optimizers, process_group)
