@@ -69,8 +69,8 @@ def pickled(value: Any, where: str) -> Pickled:
     if _OF_SHARDED in data:
         inside = "an object" if isinstance(value, (dict, list)) else f"a {type(value).__name__}"
         raise TypeError(
-            f"{where} cannot be saved, since it has sharded tensors inside of {inside}: keep them in lists, or in dicts "
-            "whose keys are strings, or leave out what has it, such as an optimizer"
+            f"{where} cannot be saved, since it has sharded tensors inside of {inside}: keep them in lists, or in "
+            "dicts whose keys are strings, or leave out what has it, such as an optimizer"
         )
     return Pickled(data)
 

@@ -583,8 +583,8 @@ class FullyShardedDataParallel(Settings):
         """
         if recipient_rank is not None and recipient_rank not in range(self.world_size):
             raise ValueError(
-                f"recipient_rank={recipient_rank!r}: the process group has ranks 0 to {self.world_size - 1}; None is for "
-                "all"
+                f"recipient_rank={recipient_rank!r}: the process group has ranks 0 to {self.world_size - 1}; None "
+                "is for all"
             )
         state = gather_optimizer_state(self, get_fsdp_instances(self), optim, recipient_rank)
         return state if recipient_rank in (None, self.rank) else None
