@@ -789,7 +789,7 @@ def test_state_has_to_be_consolidated_first() -> None:
             with pytest.raises(RuntimeError, match="consolidate_state_dict"):
                 oss.state_dict()
     for rank in (-2, 2, None, "1"):
-        with pytest.raises(ValueError, match=rf"recipient_rank={rank}"):
+        with pytest.raises(ValueError, match=rf"recipient_rank={rank!r}"):
             oss.consolidate_state_dict(rank)
     with pytest.raises(ValueError, match=r"recipient_rank is \d on rank \d of the group and \d on rank \d"):
         oss.consolidate_state_dict(dist.get_rank())
@@ -1093,7 +1093,7 @@ def test_without_a_process_group() -> None:
 def test_arguments() -> None:
     parameters = [nn.Parameter(torch.ones(1))]
     for size in (-2, None, "100", math.nan):
-        with pytest.raises(ValueError, match=f"broadcast_buffer_size={size}"):
+        with pytest.raises(ValueError, match=f"broadcast_buffer_size={size!r}"):
             OSS(parameters, broadcast_buffer_size=size, lr=0.1)
     give_gradients(parameters, 0)
     numbers: Any = (np.int64(100), np.float32(math.inf), 10**400)
