@@ -319,10 +319,22 @@ class ClearingSGD(SGD):
         return loss
 
 
-@on_ranks(2)
-def test_frozen_parameters_of_an_optimizer_that_drops_gradients() -> None:
+class UncountedSGD(ClearingSGD):
+    """Its writes change no version."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.data.sub_(parameter.grad)
+        self.zero_grad()
+
+
+@on_ranks(2, kind=[ClearingSGD, UncountedSGD])
+def test_frozen_parameters_of_an_optimizer_that_drops_gradients(kind: type[SGD]) -> None:
     parameters = [nn.Parameter(torch.ones(2), requires_grad=False) for _ in range(3)]
-    oss = OSS(parameters, optim=ClearingSGD, lr=1.0)
+    with torch.inference_mode():
+        untouched = nn.Parameter(torch.ones(2), requires_grad=False)
+    oss = OSS([*parameters, untouched], optim=kind, lr=1.0)
     for expected in (1.0, 0.0, -1.0):
         for parameter in parameters:
             parameter.grad = torch.ones(2) if expected != parameter[0] else None

@@ -1756,35 +1756,36 @@ def test_outputs_whose_tensors_cannot_all_be_found() -> None:
 
 
 class Policy(nn.Module):
-    """A distribution around parameters of its own, as in reinforcement learning, and a value."""
+    """A distribution around a parameter of its own, as in reinforcement learning, or a copy of it."""
 
-    def __init__(self, *, alone: bool) -> None:
+    def __init__(self, *, copies: bool) -> None:
         super().__init__()
-        self.mean, self.value = Layer(), Layer()
-        self.scale = nn.Parameter(torch.rand(WIDTH))
-        self.alone = alone
+        self.mean, self.scale = Layer(), nn.Parameter(torch.rand(WIDTH))
+        self.copies = copies
 
     def forward(self, x: torch.Tensor) -> Any:
-        normal = torch.distributions.Normal(self.mean(x), self.scale, validate_args=False)
-        normal = torch.distributions.Independent(normal, 1, validate_args=False)
-        return normal if self.alone else (normal, self.value(x))
+        scale = self.scale.clone() if self.copies else self.scale
+        return torch.distributions.Independent(
+            torch.distributions.Normal(self.mean(x), scale, validate_args=False), 1, validate_args=False
+        )
 
 
 class Actor(nn.Module):
-    def __init__(self, *, alone: bool) -> None:
+    def __init__(self, *, copies: bool) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Layer(), Policy(alone=alone)])
+        self.layers = nn.ModuleList([Layer(), Policy(copies=copies)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        given = self.layers[1](self.layers[0](x))
-        normal = given if isinstance(given, torch.distributions.Distribution) else given[0]
-        loss = normal.mean.square().mean() + normal.stddev.square().mean()
-        return loss if normal is given else loss + given[1].square().mean()
+        normal = self.layers[1](self.layers[0](x))
+        return normal.mean.square().mean() + normal.stddev.square().mean()
 
 
-@on_ranks(2, alone=[True, False], keep=[True, False])
-def test_distributions_as_outputs(alone: bool, keep: bool) -> None:
-    check(lambda: Actor(alone=alone), against_torch=False, reshard_after_forward=not keep)
+@on_ranks(2, keep=[True, False])
+def test_distributions_as_outputs(keep: bool) -> None:
+    check(lambda: Actor(copies=True), against_torch=False, reshard_after_forward=not keep)
+    if not keep:
+        with pytest.raises(TypeError, match=r"'layers\.1' returned a Independent.*cannot be found"):
+            check(lambda: Actor(copies=False), against_torch=False)
 
 
 @on_ranks(2)

@@ -13,7 +13,6 @@ from types import GetSetDescriptorType, MemberDescriptorType, ModuleType
 from typing import Any
 
 import torch
-from torch.distributions import Distribution, Transform
 
 from .device import annotated_like, parts_of
 
@@ -213,9 +212,8 @@ def _entries(container: Any) -> list[tuple[Any, Any]]:
 def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """``value`` with ``function`` of each tensor in it; depth first, in order.
 
-    Looks into dicts, lists, tuples, named tuples, dataclasses, distributions and what is registered with torch's trees.
-    What does not change stays the same object, containers keep their type, and one that is there several times stays
-    one.
+    Looks into dicts, lists, tuples, named tuples, dataclasses and what is registered with torch's trees. What does not
+    change stays the same object, containers keep their type, and one that is there several times stays one.
     """
     return function(value) if isinstance(value, torch.Tensor) else Replacement(function).of(value)
 
@@ -231,9 +229,6 @@ def _opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
         parts = [getattr(value, name) for name in names]
         # Not `dataclasses.replace`, which runs the constructor again.
         return parts, lambda new: _copied_with(dict(zip(names, new, strict=True)), value, object.__setattr__)
-    if isinstance(value, (Distribution, Transform)):
-        own = vars(value)
-        return [*own.values()], lambda new: _copied_with(dict(zip(own, new, strict=True)), value, object.__setattr__)
     return parts_of(value)
 
 

@@ -221,13 +221,16 @@ class OSS(Optimizer):
         """
         _copy_settings(self.param_groups, self.optim.param_groups)
         mine = self.owners().items() if self.world_size > 1 else ()
-        frozen = {p: p._version for p, owner in mine if owner == self.rank and not p.requires_grad}
+        frozen = [p for p, owner in mine if owner == self.rank and not p.requires_grad]
+        before = [(p.grad is not None, _version_of(p)) for p in frozen]
         loss = self.optim.step(**kwargs) if closure is None else self.optim.step(closure=closure, **kwargs)
         # Some optimizers keep numbers of their own in their param groups.
         _copy_settings(self.optim.param_groups, self.param_groups)
         if self.world_size > 1:
-            # An optimizer steps a frozen parameter that has a gradient, which only its owner may have.
-            self._broadcast({p for p, version in frozen.items() if p.grad is not None or p._version != version})
+            # An optimizer steps a frozen parameter that has a gradient, which only its owner may have, and may drop it.
+            after = [(p.grad is not None, _version_of(p)) for p in frozen]
+            traces = zip(frozen, before, after, strict=True)
+            self._broadcast({p for p, old, new in traces if old[0] or new[0] or old != new})
         return loss
 
     @torch.no_grad()
@@ -552,6 +555,11 @@ class _BroadcastPlan:
         self.broadcast.start()()
         # Owners' steps count as modifications as well: autograd must refuse the same graphs on all ranks.
         torch.autograd.graph.increment_version(self.parameters)
+
+
+def _version_of(parameter: torch.Tensor) -> int:
+    """A number that writes change, unless they go through ``.data``."""
+    return 0 if parameter.is_inference() else parameter._version
 
 
 def _select(group: Mapping[str, Any], chosen: Sequence[bool]) -> dict[str, Any]:
