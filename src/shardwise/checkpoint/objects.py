@@ -33,8 +33,6 @@ def key_of(path: Path) -> str:
 
 SHARDED = "__shardwise_sharded__"
 """Key of the one-item dict that stands for a sharded tensor in a pickled tree; the item is the tensor's name."""
-
-
 _OF_SHARDED = b"\nDTensorSpec\n"
 """In the pickle of whatever holds a sharded tensor, wherever it does: each has a spec, and nothing else."""
 

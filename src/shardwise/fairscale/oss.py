@@ -220,16 +220,14 @@ class OSS(Optimizer):
                 the first step, when a parameter or setting changes on all ranks, and while any are frozen.
         """
         _copy_settings(self.param_groups, self.optim.param_groups)
-        mine = self.owners().items() if self.world_size > 1 else ()
-        frozen = [p for p, owner in mine if owner == self.rank and not p.requires_grad]
-        before = [(p.grad is not None, _version_of(p)) for p in frozen]
+        frozen = [parameter for parameter in parameters_of(self.optim) if not parameter.requires_grad]
+        before = [*map(_trace_of, frozen)]
         loss = self.optim.step(**kwargs) if closure is None else self.optim.step(closure=closure, **kwargs)
         # Some optimizers keep numbers of their own in their param groups.
         _copy_settings(self.optim.param_groups, self.param_groups)
         if self.world_size > 1:
             # An optimizer steps a frozen parameter that has a gradient, which only its owner may have, and may drop it.
-            after = [(p.grad is not None, _version_of(p)) for p in frozen]
-            traces = zip(frozen, before, after, strict=True)
+            traces = zip(frozen, before, map(_trace_of, frozen), strict=True)
             self._broadcast({p for p, old, new in traces if old[0] or new[0] or old != new})
         return loss
 
@@ -260,14 +258,14 @@ class OSS(Optimizer):
             return plan
         owners = self.owners()
         numbers = {parameter: number for number, parameter in enumerate(owners)}
-        unsent = plan.unsent if plan is not None else [numbers[p] for p in owners if not p.requires_grad]
+        unsent = plan.unsent if plan is not None else {numbers[p] for p in owners if not p.requires_grad}
         described = plan.described if plan is not None else self._described()
-        told = sorted({*unsent} & {numbers[parameter] for parameter in stepped})
+        told = sorted(unsent.intersection(numbers[parameter] for parameter in stepped))
         # Parameters travel without names, several as one: other ones elsewhere would take their values.
         everywhere = check_same_on_ranks("OSS", self._comm(self._device), described, self._device, told)
         if plan is not None and not any(everywhere):
             return plan
-        left = [number for number in unsent if not any(number in others for others in everywhere)]
+        left = unsent.difference(*everywhere)
         sent = {parameter: owner for parameter, owner in owners.items() if numbers[parameter] not in left}
         limit, half = self.broadcast_buffer_size, self.broadcast_fp16
         broadcast = WholeBroadcast([*sent], [*sent.values()], self._comm, limit, half, self._moved)
@@ -545,7 +543,7 @@ class _BroadcastPlan:
 
     signature: Signature
     described: list[tuple[str, ...]]
-    unsent: list[int]
+    unsent: set[int]
     """Numbers of frozen ones, as long as no rank steps them."""
     parameters: list[torch.Tensor]
     broadcast: WholeBroadcast
@@ -557,9 +555,9 @@ class _BroadcastPlan:
         torch.autograd.graph.increment_version(self.parameters)
 
 
-def _version_of(parameter: torch.Tensor) -> int:
-    """A number that writes change, unless they go through ``.data``."""
-    return 0 if parameter.is_inference() else parameter._version
+def _trace_of(parameter: torch.Tensor) -> tuple[bool, int]:
+    """Whether it has a gradient, and a number that writes change, unless they go through ``.data``."""
+    return parameter.grad is not None, 0 if parameter.is_inference() else parameter._version
 
 
 def _select(group: Mapping[str, Any], chosen: Sequence[bool]) -> dict[str, Any]:
