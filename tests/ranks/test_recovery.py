@@ -26,10 +26,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
-from shardwise.core import comm
 from shardwise.core.group import ParamGroup
 from shardwise.core.module import unit_of
 
+from ..interruptions import interrupted
 from ..models import Stack, Transformer, wrap
 from .harness import RankError, assert_others_name, on_ranks, ranks
 from .test_autograd import Layer, stack, token_iteration, wrap_like_the_seed
@@ -384,14 +384,14 @@ def test_exception_right_after_messages_were_sent() -> None:
         shardwise.fully_shard(unit)
     optimizers = [make_optimizer(one) for one in (plain, model)]
 
-    def interrupted(group: ParamGroup, *tensors: Any) -> Any:
+    def leaves(group: ParamGroup, *tensors: Any) -> Any:
         issue(group, *tensors)
         raise KeyboardInterrupt
 
     inputs = torch.randn(4, 512)
     for _ in range(2):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ParamGroup, "_issue_gather", interrupted)
+            patch.setattr(ParamGroup, "_issue_gather", leaves)
             with pytest.raises(KeyboardInterrupt):
                 model(inputs)
         cast(Any, model).reset_iter_state()
@@ -403,31 +403,28 @@ def test_exception_right_after_messages_were_sent() -> None:
         torch.testing.assert_close(cast(DTensor, parameter).full_tensor(), expected)
 
 
-@on_ranks(2, 3, number=[1, 2])
-def test_exception_between_messages(number: int) -> None:
-    """A later collective would wait for those that were not sent."""
+@on_ranks(2, 3)
+def test_exception_at_each_line_that_sends_messages() -> None:
+    """A later collective would wait for those that were not sent, or for one again that was received."""
     model, replicated = (nn.Linear(4, 4) for _ in range(2))
     shardwise.fully_shard(model)
     shardwise.fully_shard(replicated, placements="ddp")
-    message, made = comm._Message, list[int]()
-
-    def interrupted(*arguments: Any) -> Any:
-        started = message(*arguments)
-        made.append(1)
-        if len(made) == number:
-            raise KeyboardInterrupt
-        return started
-
     inputs = torch.ones(2, 4)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(comm, "_Message", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            model(inputs)
-    assert len(made) == 2 * (dist.get_world_size() - 1)
-    cast(Any, model).reset_iter_state()
-    for one in (model, replicated):
-        one(inputs).sum().backward()
-    assert all(parameter.grad is not None for one in (model, replicated) for parameter in one.parameters())
+    for name in ("PairwiseGlooComm._exchange", "_Messages.__init__", "_Messages.wait", "Flight.wait", "_Done.wait"):
+        for after in range(100):
+            with contextlib.suppress(KeyboardInterrupt), interrupted(name, after) as raised:
+                for one in (model, replicated):
+                    one(inputs).sum().backward()
+            for one in (model, replicated):
+                cast(Any, one).reset_iter_state()
+                one.zero_grad()
+                one(inputs).sum().backward()
+                for parameter in one.parameters():
+                    gradient = cast(DTensor, parameter.grad)
+                    torch.testing.assert_close(gradient.full_tensor(), torch.full_like(gradient, 2.0).full_tensor())
+            if not raised:
+                break
+        assert 0 < after < 99, name
 
 
 @on_ranks(2, by_hand=[False, True])

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import linecache
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from types import FrameType
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -19,6 +16,8 @@ from shardwise.core.errors import StateError
 from shardwise.core.lanes import Lane
 from shardwise.core.module import unit_of
 from shardwise.optim import flat
+
+from ..interruptions import interrupted
 
 Mesh = Callable[..., DeviceMesh]
 INPUT = torch.linspace(-1.0, 1.0, 12).view(3, 4)
@@ -42,37 +41,6 @@ def sharded(mesh: DeviceMesh, placements: str = "zero3") -> Any:
     for layer in (*model.layers, model):
         fully_shard(layer, mesh=mesh, mp_policy=precision, placements=placements)
     return model
-
-
-@contextmanager
-def interrupted(name: str, after: int, of: Callable[[Any], bool] = lambda _: True) -> Iterator[list[int]]:
-    """Raise a KeyboardInterrupt in the function with this qualified ``name``, after so many lines of it, if it is a
-    method ``of`` such objects; gives a list that then has an item."""
-    lines, raised, entered = after, list[int](), set[tuple[int, int]]()
-
-    def in_function(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal lines
-        if event == "line" and not raised:
-            if linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with "):
-                if (id(frame), frame.f_lineno) in entered:
-                    return in_function  # Python looks for signals in a context, or once it was left, not in between
-                entered.add((id(frame), frame.f_lineno))
-            lines -= 1
-            if lines < 0:
-                raised.append(frame.f_lineno)
-                raise KeyboardInterrupt
-        return in_function
-
-    def anywhere(frame: FrameType, *_: Any) -> Any:
-        return in_function if frame.f_code.co_qualname == name and of(frame.f_locals.get("self")) else None
-
-    before = sys.gettrace()
-    sys.settrace(anywhere)
-    try:
-        yield raised
-    finally:
-        sys.settrace(before)
-    assert torch._C._is_torch_function_enabled()
 
 
 def step(model: Any, optimizer: torch.optim.Optimizer) -> float:

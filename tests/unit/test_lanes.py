@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.core.comm import _Message
+from shardwise.core.comm import _Messages
 from shardwise.core.lanes import AcceleratorDevice, Flight, HostDevice, current_world
 
 SECOND = torch.device("cuda", 1)
@@ -57,10 +57,16 @@ def test_a_new_lane_waits_for_abandoned_works(
     work.wait.assert_called_once_with()
 
 
+def message_to_come() -> tuple[_Messages, MagicMock]:
+    group = MagicMock()
+    work = group.recv.return_value
+    work.is_completed.return_value = False
+    return _Messages([(1, torch.ones(1))], [], group, 0, current_world()), work
+
+
 def test_messages_of_a_world_that_is_gone_are_not_waited_for(fake_mesh: Callable[..., DeviceMesh]) -> None:
     fake_mesh(2)
-    work = MagicMock()
-    message = _Message(lambda *_: work, torch.ones(1), 1, 0, current_world())
+    message, work = message_to_come()
     Flight([message])
     dist.destroy_process_group()
     fake_mesh(2)
@@ -72,8 +78,8 @@ def test_messages_of_a_world_that_is_gone_are_not_waited_for(fake_mesh: Callable
 
 def test_a_message_is_waited_for_that_nobody_had_yet(fake_mesh: Callable[..., DeviceMesh]) -> None:
     fake_mesh(2)
-    work = MagicMock()
-    _Message(lambda *_: work, torch.ones(1), 1, 0, current_world())
+    message, work = message_to_come()
+    del message
     for _ in range(2):
         HostDevice(SECOND).lane()
     work.wait.assert_called_once_with()

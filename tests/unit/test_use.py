@@ -32,7 +32,7 @@ from shardwise import FSDPCommContext, Placements, fully_shard
 from shardwise.adapters.wrapping import show_shards
 from shardwise.core import posts
 from shardwise.core.agreement import explain_failure
-from shardwise.core.comm import _Message, comm_for, failed_peer
+from shardwise.core.comm import _Messages, comm_for, failed_peer
 from shardwise.core.device import is_fake, local_of, unfaked
 from shardwise.core.errors import StateError
 from shardwise.core.lanes import current_world
@@ -484,8 +484,9 @@ def test_a_message_fails_after_the_process_group_was_destroyed(fake_mesh: Mesh) 
     def refuse(*_: object) -> None:
         raise RuntimeError("connection closed")
 
+    refusing: Any = SimpleNamespace(recv=refuse, send=refuse)
     with pytest.raises(RuntimeError, match="connection closed") as caught:
-        _Message(refuse, torch.ones(1), 1, 0, current_world())
+        _Messages([(1, torch.ones(1))], [], refusing, 0, current_world())
     assert failed_peer(caught.value) == 1
     explain_failure(caught.value, "gathering", comm)
     assert "while gathering." in caught.value.__notes__[0]

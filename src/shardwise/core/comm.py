@@ -13,6 +13,7 @@ import contextlib
 import functools
 import hashlib
 import math
+import operator
 import sys
 import threading
 import time
@@ -20,7 +21,7 @@ import uuid
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from itertools import chain, repeat
 from typing import Any, Literal, Protocol, TypeAlias, cast
@@ -70,48 +71,62 @@ class _Done:
     def wait(self) -> None:
         for work in self.works:
             work.wait()
-        self.finish()
+        finish, self.finish = self.finish, bool  # once: an average would be divided again
+        finish()
 
 
-class _Message:
-    """A message from or to another rank of the group, kept alive until it is complete; `failed_peer` tells of an
+Messages: TypeAlias = Sequence[tuple[int, torch.Tensor]]
+"""Ranks and what comes from or goes to them."""
+
+
+class _Messages:
+    """Messages from and to other ranks of the group, kept alive until they are complete; `failed_peer` tells of an
     exception whose it was.
 
     Args:
-        start: sends or receives.
-        tensor: what is sent or received into.
-        peer: the other rank.
-        tag: alike there.
+        received: ranks and the tensors that come from them.
+        sent: ranks and the tensors that go to them.
+        group: that of the ranks.
+        tag: alike on both ranks.
         world: a reference to the default process group of this time.
     """
 
-    __slots__ = ("peer", "work", "world")
+    __slots__ = ("peers", "works", "world")
 
-    def __init__(self, start: Callable[..., Any], tensor: torch.Tensor, peer: int, tag: int, world: weakref.ref[Any]):
-        self.peer, self.world = peer, world
-        self.work: Waitable | None = None
+    def __init__(self, received: Messages, sent: Messages, group: dist.ProcessGroup, tag: int, world: weakref.ref[Any]):
+        self.works: list[Any] = []
+        self.peers, self.world = [peer for peer, _ in (*received, *sent)], world
+        calls = chain(repeat(group.recv, len(received)), repeat(group.send, len(sent)))
+        tensors = [[tensor] for _, tensor in (*received, *sent)]
+        # All at once: no signal's handler runs in between, whose exception (Ctrl-C) would leave those messages without
+        # their other end that were started.
+        started = map(operator.call, calls, tensors, self.peers, repeat(tag))
         try:
-            self.work = start([tensor], peer, tag)
+            self.works.extend(started)
         except RuntimeError as error:  # gloo refuses messages once it knows that the other rank is gone
-            self._name_peer(error)
+            self._name_peer(error, len(self.works))
+            with contextlib.suppress(RuntimeError):  # the rest, for which other ranks wait
+                self.works.extend(started)
             raise
 
     def wait(self) -> None:
-        work, self.work = self.work, None
-        assert work is not None, "the second wait for a message of gloo's is for one that never comes"
-        try:
-            work.wait()
-        except RuntimeError as error:
-            self._name_peer(error)
-            raise
+        for number, work in enumerate(self.works):
+            if not work.is_completed():  # once it is, gloo would wait for another one, which never comes
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    self._name_peer(error, number)
+                    raise
+        self.works.clear()  # they hold the tensors
 
     def __del__(self, abandon: Callable[..., None] = abandon) -> None:
-        # An exception may come between it and whoever is to wait for it, and keep it until there is another world.
-        if self.work is not None:
-            abandon([self.work], self.world)
+        # An exception may come between them and whoever is to wait for them, and keep them until there is another
+        # world.
+        if left := [work for work in getattr(self, "works", ()) if not work.is_completed()]:
+            abandon(left, self.world)
 
-    def _name_peer(self, error: RuntimeError) -> None:
-        error.__dict__["_shardwise_peer"] = self.peer
+    def _name_peer(self, error: RuntimeError, number: int) -> None:
+        error.__dict__["_shardwise_peer"] = self.peers[number]
 
 
 def failed_peer(error: RuntimeError) -> int | None:
@@ -319,10 +334,6 @@ class GlooComm(Comm):
         return [_Done(works, lambda: tensor.div_(self.size))] if mean else works
 
 
-Messages: TypeAlias = Iterable[tuple[int, torch.Tensor]]
-"""Ranks and what comes from or goes to them."""
-
-
 class PairwiseGlooComm(GlooComm):
     """gloo with few ranks: direct messages. Every operation has a tag of its own, the same on all ranks."""
 
@@ -346,23 +357,12 @@ class PairwiseGlooComm(GlooComm):
         """The other ranks, the next one first, so that not all send to the same one at once."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
-    def _exchange(self, tag: int, received: Messages, sent: Messages) -> list[Waitable]:
+    def _exchange(self, tag: int, received: Messages, sent: Messages) -> Waitable:
         """Start to receive and send tensors, from and to the ranks that are given with them."""
         # Such a work ends its profiler event when it is waited for, and writes to freed memory if the profiler was
         # stopped before.
         with unrecorded():
-            works: list[Waitable] = []
-            receive, send = self.group.recv, self.group.send
-            left = chain(((receive, *one) for one in received), ((send, *one) for one in sent))
-            try:
-                for start, peer, tensor in left:
-                    works.append(_Message(start, tensor, peer, tag, self._world))
-            except BaseException:  # as of Ctrl-C: what was started would wait for ever for the rest on other ranks
-                with contextlib.suppress(RuntimeError):  # unless a connection is lost
-                    for start, peer, tensor in left:
-                        works.append(_Message(start, tensor, peer, tag, self._world))
-                raise
-        return works
+            return _Messages(received, sent, self.group, tag, self._world)
 
     def all_gather(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], purpose: str = ""
@@ -371,7 +371,7 @@ class PairwiseGlooComm(GlooComm):
         works: list[Waitable] = []
         for output, input_ in zip(outputs, inputs, strict=True):
             parts, peers, tag = output.split(input_.numel()), self._peers(), self._tag("gather", input_, purpose)
-            works += self._exchange(tag, [(peer, parts[peer]) for peer in peers], zip(peers, repeat(input_)))
+            works.append(self._exchange(tag, [(peer, parts[peer]) for peer in peers], [*zip(peers, repeat(input_))]))
             if parts[self.rank].data_ptr() != input_.data_ptr():
                 parts[self.rank].copy_(input_)
         return works
@@ -391,7 +391,7 @@ class PairwiseGlooComm(GlooComm):
         # The last peer's part, which is added first, arrives in the output itself.
         spare = input_.new_empty((self.size - 2) * output.numel())
         received = [*(spare.split(output.numel()) if self.size > 2 else ()), output]
-        works = self._exchange(tag, zip(peers, received, strict=True), [(peer, parts[peer]) for peer in peers])
+        messages = self._exchange(tag, [*zip(peers, received, strict=True)], [(peer, parts[peer]) for peer in peers])
         # gloo's ring adds from the rank before this one downwards and this one's own part last: the same bits.
         terms = [*reversed(received), parts[self.rank]]
 
@@ -403,7 +403,7 @@ class PairwiseGlooComm(GlooComm):
                 output.div_(self.size)
             terms.clear()
 
-        return _Done(works, add)
+        return _Done([messages], add)
 
     def _sends_whole(self, tensor: torch.Tensor) -> bool:
         return self.size == 2 or tensor.nbytes < DIRECT_BELOW_BYTES
@@ -414,8 +414,8 @@ class PairwiseGlooComm(GlooComm):
         _let_count("broadcast_")
         tag = self._tag("broadcast", tensor)
         if self.rank != owner:
-            return self._exchange(tag, [(owner, tensor)], ())
-        return self._exchange(tag, (), zip(self._peers(), repeat(tensor)))
+            return [self._exchange(tag, [(owner, tensor)], ())]
+        return [self._exchange(tag, (), [*zip(self._peers(), repeat(tensor))])]
 
     def reduce(self, tensor: torch.Tensor, owner: int) -> list[Waitable]:
         if not self._sends_whole(tensor):
@@ -423,16 +423,16 @@ class PairwiseGlooComm(GlooComm):
         _let_count("reduce_")
         tag = self._tag("sum", tensor)
         if self.rank != owner:
-            return self._exchange(tag, (), [(owner, tensor)])
+            return [self._exchange(tag, (), [(owner, tensor)])]
         received = list(tensor.new_empty((self.size - 1, tensor.numel())))
-        works = self._exchange(tag, zip(self._peers(), received, strict=True), ())
+        messages = self._exchange(tag, [*zip(self._peers(), received, strict=True)], ())
 
         def add() -> None:
             for part in received:
                 tensor.add_(part)
             received.clear()
 
-        return [_Done(works, add)]
+        return [_Done([messages], add)]
 
 
 class PythonComm(Comm):
