@@ -104,6 +104,20 @@ def is_at_least(least: float, value: Any) -> bool:
     return isinstance(number, Real) and bool(value >= least)
 
 
+def to_float(name: str, key: str, value: Any) -> float:
+    """The argument ``key`` of ``name``, of which `float` makes a number: strings too, as torch takes them ("inf", and
+    what YAML makes of 1e-3).
+
+    Raises:
+        TypeError, ValueError: naming it, as `float` raises them.
+    """
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{name}({key}={value!r}): must be a number") from error
+
+
 def documented(table: Table) -> Callable[[AnyClass], AnyClass]:
     """Append the arguments of ``table`` to the docstring of a class."""
 

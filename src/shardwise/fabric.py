@@ -251,7 +251,7 @@ class _FabricStrategy(ProcessesStrategy):
             RuntimeError: if it is not finite and ``error_if_nonfinite``; nothing is scaled then.
         """
         self.precision.unscale_gradients(optimizer)
-        return clip_grad_norm_(self.precision.main_params(optimizer), max_norm, float(norm_type), error_if_nonfinite)
+        return clip_grad_norm_(self.precision.main_params(optimizer), max_norm, norm_type, error_if_nonfinite)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
         """Limit each element of the gradients to ``-clip_val`` … ``clip_val``."""

@@ -13,6 +13,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from .arguments import to_float
 from .core.agreement import communicating
 from .core.comm import Comm, comm_for
 from .core.device import eager, local_of, scale_each, sent_to, spec_of, without_torch_function
@@ -78,8 +79,9 @@ def clip_grad_norm_(
             mesh has the ranks of all.
         RuntimeError: if ``error_if_nonfinite`` and the norm is not finite.
     """
-    # Strings too, as torch takes them: "inf", and what YAML makes of 1e-3. Before ranks communicate.
-    max_norm, norm_type = float(max_norm), float(norm_type)
+    # Before ranks communicate.
+    max_norm = to_float("clip_grad_norm_", "max_norm", max_norm)
+    norm_type = to_float("clip_grad_norm_", "norm_type", norm_type)
     parameters = _listed(parameters)
     refuse_flat(parameters, "clip_grad_norm_")
     with without_torch_function():

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import shardwise
 from shardwise import CheckpointError, fully_shard
+from shardwise.fairscale import OSS, FullyShardedDataParallel
 from shardwise.optim import flat
 
 from ..models import MLP, inputs_for, wrap
@@ -157,3 +158,38 @@ def test_a_checkpoint_whose_metadata_is_none(tmp_path: Path, metadata: Any, mess
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=message):
         shardwise.load(tmp_path, model=model)
+
+
+@pytest.mark.parametrize("kind", ["fully_shard", "OSS", "FairScale FSDP"])
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (("one",), ValueError, r"clip_grad_norm_?\(max_norm='one'\): must be a number"),
+        ((None,), TypeError, r"clip_grad_norm_?\(max_norm=None\): must be a number"),
+        ((1.0, "two"), ValueError, r"clip_grad_norm_?\(norm_type='two'\): must be a number"),
+        ((1.0, [2]), TypeError, r"clip_grad_norm_?\(norm_type=\[2\]\): must be a number"),
+    ],
+)
+def test_norms_that_are_no_numbers(
+    fake_mesh: Mesh, kind: str, arguments: Any, error: type[Exception], message: str
+) -> None:
+    mesh, model = fake_mesh(2), nn.Linear(2, 2)
+    if kind == "fully_shard":
+        parameters = [*fully_shard(model, mesh=mesh).parameters()]
+
+        def clip(*given: Any) -> object:
+            return shardwise.clip_grad_norm_(parameters, *given)
+
+    elif kind == "OSS":
+        clip = OSS(model.parameters(), torch.optim.SGD, lr=0.1).clip_grad_norm
+    else:
+        clip = FullyShardedDataParallel(model).clip_grad_norm_
+    with pytest.raises(error, match=message):
+        clip(*arguments)
+    clip("1.0", "inf")
+
+
+def test_an_event_to_start_after_that_is_none(fake_mesh: Mesh) -> None:
+    model: Any = fully_shard(nn.Linear(2, 2), mesh=fake_mesh(2))
+    with pytest.raises(TypeError, match=r"set_post_optim_event\(3\): must be a torch.Event, or None"):
+        model.set_post_optim_event(3)

@@ -352,9 +352,15 @@ class FSDPModule(_TorchModule):
     def set_post_optim_event(self, event: torch.Event | None) -> None:
         """Let the next forward's first gather start after ``event``, recorded behind the optimizer's step, instead of
         after all computation that is queued by then. The memory that it receives in is taken now. None changes
-        nothing."""
+        nothing.
+
+        Raises:
+            TypeError: if it is no event.
+        """
         if event is None:
             return
+        if not hasattr(event, "wait"):
+            raise TypeError(f"set_post_optim_event({event!r}): must be a torch.Event, or None")
         context = self._unit.context
         context.gather_after(event, next((unit for unit in context.units if unit.is_root), self._unit))
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..arguments import check_arguments, documented
+from ..arguments import check_arguments, documented, to_float
 from ..core.agreement import doing
 from ..core.changing import changing
 from ..core.context import FSDPCommContext
@@ -551,15 +551,18 @@ class FullyShardedDataParallel(Settings):
 
         Raises:
             ValueError: if the instance is not idle, or inside another one.
+            TypeError, ValueError: if ``max_norm`` or ``norm_type`` is no number.
         """
+        max_norm = to_float("clip_grad_norm_", "max_norm", max_norm)
+        norm_type = to_float("clip_grad_norm_", "norm_type", norm_type)
         self._check_idle()
         if self._unit.has_context and not self._unit.is_root:
             raise ValueError(f"{self._title()}: call clip_grad_norm_ on the outermost instance")
         slots = [slot for instance in get_fsdp_instances(self) for slot in instance._own_slots()]
         everyone = comm_of(self.process_group, self.compute_device)
-        norm = norm_of_gradients(slots, everyone, self.compute_device, float(norm_type))
+        norm = norm_of_gradients(slots, everyone, self.compute_device, norm_type)
         gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
-        scale_to_norm(gradients, norm, float(max_norm))
+        scale_to_norm(gradients, norm, max_norm)
         return norm.cpu() if self.move_grads_to_cpu else norm
 
     @doing("gathering the optimizer's state")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import SGD, Optimizer
 
-from ..arguments import Argument, Support, check_arguments, documented, is_at_least
+from ..arguments import Argument, Support, check_arguments, documented, is_at_least, to_float
 from ..core.agreement import communicating, explain_failure
 from ..core.comm import Comm, GrouplessComm, comm_for
 from ..core.device import sent_to
@@ -315,15 +315,18 @@ class OSS(Optimizer):
         Raises:
             ValueError: if ``filter_params_fn`` returns a tensor that is not a parameter of this optimizer.
             TypeError: if it is no function, or returns anything else than tensors.
+            TypeError, ValueError: if ``max_norm`` or ``norm_type`` is no number.
         """
+        max_norm = to_float("clip_grad_norm", "max_norm", max_norm)
+        norm_type = to_float("clip_grad_norm", "norm_type", norm_type)
         if filter_params_fn is not None and not callable(filter_params_fn):
             raise TypeError(f"clip_grad_norm: filter_params_fn must be a function, not {filter_params_fn!r}")
         owners = self.owners()
         mine = [parameter for parameter, owner in owners.items() if owner == self.rank and parameter.grad is not None]
         counted = mine if filter_params_fn is None else self._chosen(mine, filter_params_fn(mine))
-        norm = self._total_norm(counted, float(norm_type))
+        norm = self._total_norm(counted, norm_type)
         gradients = [dense_gradient(parameter) for parameter in owners if parameter.grad is not None]
-        scale_to_norm(gradients, norm, float(max_norm))
+        scale_to_norm(gradients, norm, max_norm)
         return norm
 
     def _chosen(self, mine: Sequence[torch.Tensor], given: Any) -> list[torch.Tensor]:
