@@ -18,6 +18,7 @@ from .cases import case_tables
 from .checkpointing import checkpoint_tables
 from .collectives import collective_tables
 from .counts import count_tables
+from .deepspeed import deepspeed_tables
 from .exposed import exposed_tables
 from .fairscale import fairscale_tables
 from .gpu import gpu_tables
@@ -38,6 +39,7 @@ BENCHES: dict[str, tuple[str, Callable[[bool], list[Table]]]] = {
     "counts": ("Collectives and bytes of a step", count_tables),
     "cases": ("Collectives and bytes, case by case", case_tables),
     "fairscale": ("FairScale's optimizer and gradient sharding", fairscale_tables),
+    "deepspeed": ("DeepSpeed's ZeRO", deepspeed_tables),
     "host": ("Host time", host_tables),
     "optimizer": ("Optimizer and clipping", optimizer_tables),
     "memory": ("Peak memory of a step", memory_tables),

@@ -48,9 +48,9 @@ from .lightning_common.files import (
     Kind,
     SavedDirectory,
     agreed_kind,
+    place_of,
     prepare_file,
     read_file,
-    target_of,
     write_directory,
     write_file,
 )
@@ -407,7 +407,7 @@ class _TrainerStrategy(ProcessesStrategy):
                         prepare_file(path)
                     write(path)
                 elif self.is_global_zero:
-                    write_file(target_of(path), write)
+                    write_file(place_of(path), write)
             return
         if storage_options is not None:
             raise TypeError("storage_options are for the CheckpointIO plugin, which sharded checkpoints do not use")
@@ -415,7 +415,7 @@ class _TrainerStrategy(ProcessesStrategy):
         sharded = {"model": rest.pop("state_dict")}
         for index, state in enumerate(rest.pop("optimizer_states", [])):
             sharded[f"optimizer_{index}"] = state
-        write_directory(target_of(path), sharded, gather_in(rest, keeps=self.is_global_zero))
+        write_directory(place_of(path), sharded, gather_in(rest, keeps=self.is_global_zero))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint of either kind; of a full one, tensors are read where they are needed. A collective."""

@@ -1265,6 +1265,38 @@ def best_and_last(directory: Path) -> None:
         assert found["val_loss"] == pytest.approx(float(kept.best_model_score), rel=1e-6)
 
 
+def links_to_the_best(directory: Path) -> None:
+    """What is saved as the last in the place of a link to the best, as `save_last="link"` makes in an earlier run, leaves
+    the best as it is: as with Lightning's own DDP."""
+
+    class Worse(Module):
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.log("score", float(self.trainer.current_epoch), sync_dist=True)
+
+    def step_in(path: Path) -> int:
+        saved = torch.load(path / "meta.pt" if path.is_dir() else path, weights_only=False)
+        return int(saved["global_step"])
+
+    found: dict[Any, Any] = {}
+    kinds = ("full", "sharded")
+    for number, pair in enumerate([("ddp", "ddp"), *((first, second) for first in kinds for second in kinds)]):
+        where = directory / f"links_{number}"
+        options: Any = {"dirpath": where, "monitor": "score", "save_top_k": 1, "save_last": "link", "filename": "best"}
+        options["enable_version_counter"] = False  # or it may be last-v1.ckpt
+        last = where / "last.ckpt"
+        for epochs, kind in zip((1, 3), pair, strict=True):
+            strategy: Any = kind if kind == "ddp" else ours(state_dict_type=kind)
+            kept = pl.callbacks.ModelCheckpoint(**options)
+            used = trainer(directory, strategy, callbacks=[kept], enable_checkpointing=True, max_epochs=epochs)
+            used.fit(Worse(), loader(True), loader(True), ckpt_path=last if epochs > 1 else None, weights_only=False)
+            dist.barrier()
+            assert last.is_symlink() == (epochs == 1)
+        found[pair] = step_in(where / "best.ckpt"), step_in(last), len(list(where.iterdir()))
+        dist.barrier()
+    assert set(found.values()) == {found["ddp", "ddp"]}, found
+    assert found["ddp", "ddp"][0] < found["ddp", "ddp"][1]
+
+
 def other_uses(directory: Path) -> None:
     """A strategy given to a Trainer of the other name, one process's idea of strictness, a step that returns a dict,
     units called by themselves."""
@@ -1698,6 +1730,7 @@ CASES = (
     on_meta,
     other_uses,
     best_and_last,
+    links_to_the_best,
     smaller_groups,
     saving_options,
     schedules,

@@ -50,6 +50,18 @@ def _kind(path: Path) -> Kind:
     return Kind.FILE if path.exists() else Kind.NOTHING
 
 
+def place_of(path: str | os.PathLike[str]) -> Path:
+    """Where a checkpoint for ``path`` is written that takes the place of a symbolic link there, as
+    `ModelCheckpoint(save_last="link")` makes to one of the best; links above are followed.
+
+    Raises:
+        TypeError: if it is not a path.
+        ValueError: for a URL.
+    """
+    absolute = path_of(path)
+    return absolute.parent.resolve() / absolute.name
+
+
 def target_of(path: str | os.PathLike[str]) -> Path:
     """Where a checkpoint for ``path`` is written: an absolute path behind symbolic links, which stay.
 
@@ -291,7 +303,7 @@ def refuse_directory(path: Path) -> None:
     Raises:
         IsADirectoryError: if there is a directory with something else than a checkpoint, in the place of a full one.
     """
-    if not path.is_dir():
+    if not path.is_dir() or path.is_symlink():
         return
     if not is_sharded(path):
         raise IsADirectoryError(f"{path} is a directory, and a full checkpoint is one file: choose another path")
@@ -308,7 +320,7 @@ def _refuse_device(path: Path) -> None:
     Raises:
         FileExistsError: for what is neither a file nor a directory: renaming a checkpoint there would delete it.
     """
-    if path.exists() and not path.is_file() and not path.is_dir():
+    if path.exists() and not (path.is_file() or path.is_dir() or path.is_symlink()):
         raise FileExistsError(
             f"{path} is a device, a pipe or a socket, whose place a checkpoint would take: choose another path"
         )
@@ -323,4 +335,4 @@ def prepare_file(path: str | Path) -> None:
     directory = Path(path)
     refuse_directory(directory)
     if directory.is_dir():
-        shutil.rmtree(directory.resolve())
+        directory.unlink() if directory.is_symlink() else shutil.rmtree(directory)

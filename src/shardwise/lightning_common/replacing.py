@@ -30,12 +30,15 @@ def foreign_in(path: Path) -> list[Path]:
 
 
 def take_place_of(path: Path, draft: Path) -> None:
-    """Give ``draft``, a complete checkpoint, the name ``path``. An older checkpoint there is replaced at once; foreign
-    files in its directory stay.
+    """Give ``draft``, a complete checkpoint, the name ``path``. An older checkpoint there, or a symbolic link, is
+    replaced at once; foreign files in its directory stay, and what the link leads to.
 
     Raises:
         OSError: if that is not possible.
     """
+    if path.is_symlink():
+        _replace_link(path, draft)
+        return
     doomed = path.with_name(f".{path.name}.deleted")
     if draft.is_dir():
         if path.is_dir() and not is_sharded(path):
@@ -57,6 +60,16 @@ def take_place_of(path: Path, draft: Path) -> None:
     remove(doomed)
 
 
+def _replace_link(path: Path, draft: Path) -> None:
+    if draft.is_dir() and _exchanged(draft, path):
+        draft.unlink()
+    else:
+        if draft.is_dir():
+            path.unlink()
+        draft.rename(path)
+    sync_directory(path.parent)
+
+
 @contextlib.contextmanager
 def staying(path: Path) -> Iterator[None]:
     """Keep the name of this process's working directory, if that is ``path`` or in it, which `take_place_of` replaces
@@ -76,7 +89,7 @@ def staying(path: Path) -> Iterator[None]:
 
 def remove(path: Path) -> None:
     """Remove what an earlier save, which may have been of the other kind and killed, left at ``path``, if anything."""
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
