@@ -196,8 +196,11 @@ class _TrainerStrategy(ProcessesStrategy):
         super().connect(model)
 
     def _builds_later(self, model: Any) -> bool:
-        is_overridden = self.namespace.of("pytorch", "utilities.model_helpers", "is_overridden")
-        return any(is_overridden(hook, model) for hook in ("configure_model", "configure_sharded_model", "setup"))
+        return any(self._overrides(hook, model) for hook in ("configure_model", "configure_sharded_model", "setup"))
+
+    def _overrides(self, hook: str, owner: Any) -> bool:
+        """Whether ``owner``, a module or a callback, has a ``hook`` of its own."""
+        return bool(self.namespace.of("pytorch", "utilities.model_helpers", "is_overridden")(hook, owner))
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -354,9 +357,15 @@ class _TrainerStrategy(ProcessesStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Inside, gradients of backward passes are added up without communication."""
-        with without_gradient_sync(self.model):
+        """Inside, gradients of backward passes are added up without communication, unless something looks at them after
+        each of the Trainer's own: added up so they are not yet the parameters'."""
+        with nullcontext() if self._shows_gradients() else without_gradient_sync(self.model):
             yield
+
+    def _shows_gradients(self) -> bool:
+        module = self.lightning_module
+        owners = (module, *module.trainer.callbacks) if module.automatic_optimization else ()
+        return any(self._overrides("on_after_backward", owner) for owner in owners)
 
     # -- Checkpoints
 

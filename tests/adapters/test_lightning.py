@@ -341,6 +341,33 @@ def accumulation(directory: Path) -> None:
     assert thrice["all_gather"] <= once["all_gather"], (once, thrice)
 
 
+class Halves(Module):
+    """Changes the gradients after each backward."""
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+
+class HalvesElsewhere(pl.Callback):
+    """The same by a callback."""
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        Halves.on_after_backward(pl_module)
+
+
+def gradients_after_each_backward(directory: Path) -> None:
+    """What changes them there does so in each micro-batch, as where gradients are whole."""
+    options = {"max_steps": 2, "accumulate_grad_batches": 3}
+    with counted() as seen:
+        assert_like_one_process(directory, "shardwise", Halves, Halves, **options)
+        assert_like_one_process(directory, "shardwise", Module, callbacks=[HalvesElsewhere()], **options)
+    with counted() as unseen:
+        assert_like_one_process(directory, "shardwise", **options)
+    assert seen["reduce_scatter"] == 2 * 3 * unseen["reduce_scatter"] > 0, (seen, unseen)
+
+
 class Interrupted(Module):
     """Its first run ends between two micro-batches, of which the next one knows nothing."""
 
@@ -1266,8 +1293,8 @@ def best_and_last(directory: Path) -> None:
 
 
 def links_to_the_best(directory: Path) -> None:
-    """What is saved as the last in the place of a link to the best, as `save_last="link"` makes in an earlier run, leaves
-    the best as it is: as with Lightning's own DDP."""
+    """What is saved as the last takes the place of a link to the best, as `save_last="link"` makes in a run before, and
+    leaves the best as it is: as with Lightning's own DDP."""
 
     class Worse(Module):
         def validation_step(self, batch: Any, index: int) -> None:
@@ -1708,6 +1735,7 @@ CASES = (
     clipping,
     accumulation,
     accumulation_left_over,
+    gradients_after_each_backward,
     precisions,
     loss_scaling,
     exact_resume,

@@ -117,7 +117,10 @@ class Unit:
         context.join(self)
         if self.reshards_unless_root:
             for group in self.groups:
-                group.options.reshard_after_forward = not is_root
+                # Where they are kept, `torch.autograd.grad`, and pipeline schedules that take the gradients of weights
+                # apart, have to find those in the module that are in the graph.
+                stays = is_root or group.mesh.strategy.keeps_unsharded
+                group.options.reshard_after_forward = not stays
         self.context = context  # last: by it the next forward knows that this was done, and not interrupted
 
     @functools.cached_property
