@@ -73,6 +73,7 @@ def _by_deepspeed(model: nn.Module, tokens: torch.Tensor, shape: Shape, stage: i
     config = {
         "train_micro_batch_size_per_gpu": shape.batch,
         "zero_optimization": zero,
+        "gradient_clipping": 0.0,  # not 1
         "zero_allow_untested_optimizer": True,  # torch's own
         "zero_force_ds_cpu_optimizer": False,
     }

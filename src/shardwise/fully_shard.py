@@ -80,7 +80,7 @@ def fully_shard(
         module: a module with a forward, or several that are gathered together.
         mesh: one axis to shard over, or two (replicate, shard); by default all ranks.
         reshard_after_forward: False keeps parameters gathered between forward and backward; an int reshards them
-            to groups of that many ranks; None means True, but False for the root and where the strategy keeps them.
+            to groups of that many ranks; None means True, but False for the root.
         shard_placement_fn: gives for each parameter the ``Shard`` to cut it on instead of ``Shard(0)``, or torch's
             ``ShardPlacementResult`` for another mesh too, or None.
         mp_policy: dtypes of gathered parameters, reductions and outputs.
@@ -109,8 +109,8 @@ def fully_shard(
     parameters = _managed_parameters(modules, managed, _ignored(ignored_params), module_fqn)
     groups = _make_groups(parameters, data_parallel, policy, shard_placement_fn)
     _move_buffers(managed, data_parallel.device)
-    # The root's parameters are needed at once in backward.
-    reshards_unless_root = reshard_after_forward is None and (comm_ctx is None or strategy.keeps_unsharded)
+    # The root's parameters are needed at once in backward; where they are kept anyway, resharding costs nothing.
+    reshards_unless_root = reshard_after_forward is None and comm_ctx is None and not strategy.keeps_unsharded
     unit = Unit(modules, groups, data_parallel.device, mp_policy, reshards_unless_root, module_fqn, comm_ctx)
     _install(unit, modules, managed, reshard_after_forward)
     return module
@@ -143,8 +143,7 @@ def _install(
     # 1, for groups of one rank, means that they are not resharded; True, which equals it, that they are.
     reshards = reshard_after_forward is True or reshard_after_forward not in (False, 1)
     for group in unit.groups:
-        stays = reshard_after_forward is None and group.mesh.strategy.keeps_unsharded
-        group.options.reshard_after_forward = reshards and not stays
+        group.options.reshard_after_forward = reshards
         _install_state_dict_hooks(group)
     unit.install_hooks()
     for module in modules:

@@ -38,13 +38,17 @@ class Part(nn.Module):
         return x
 
 
-def train(verb: Any, schedule_class: Any, *, shares: bool = False) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def train(
+    verb: Any, schedule_class: Any, *, shares: bool = False, placements: str | None = None
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Losses (on the rank of the last stage) and whole parameters of this rank's stages after three steps."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     group = mesh["pp"].get_group()
     per_rank = 2 if schedule_class in (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble) else 1
     # It takes the gradients of weights apart, from the parameters that are registered where backward begins.
-    options = {"reshard_after_forward": False} if schedule_class is ScheduleInterleavedZeroBubble else {}
+    options: dict[str, Any] = {} if placements is None else {"placements": placements}
+    if schedule_class is ScheduleInterleavedZeroBubble and placements in (None, "zero3"):
+        options["reshard_after_forward"] = False
     stages, stage_count = [], 2 * per_rank
     for index in range(mesh["pp"].get_local_rank(), stage_count, 2):
         torch.manual_seed(index)
@@ -80,10 +84,11 @@ def test_stages_train_as_with_torch(schedule_class: Any) -> None:
             torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-@on_ranks(4)
-def test_a_schedule_that_takes_gradients_of_weights_apart() -> None:
+@on_ranks(4, placements=["ddp", "zero1", "zero2", "zero3"])
+def test_a_schedule_that_takes_gradients_of_weights_apart(placements: str) -> None:
     """All stages train, as with gradients that are taken at once."""
-    each = [train(shardwise.fully_shard, one) for one in (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble)]
+    kinds = (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble)
+    each = [train(shardwise.fully_shard, one, placements=placements) for one in kinds]
     for expected, found in zip(*each, strict=True):
         for one, other in zip(expected, found, strict=True):
             torch.testing.assert_close(one, other)

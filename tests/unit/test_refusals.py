@@ -187,9 +187,3 @@ def test_norms_that_are_no_numbers(
     with pytest.raises(error, match=message):
         clip(*arguments)
     clip("1.0", "inf")
-
-
-def test_an_event_to_start_after_that_is_none(fake_mesh: Mesh) -> None:
-    model: Any = fully_shard(nn.Linear(2, 2), mesh=fake_mesh(2))
-    with pytest.raises(TypeError, match=r"set_post_optim_event\(3\): must be a torch.Event, or None"):
-        model.set_post_optim_event(3)

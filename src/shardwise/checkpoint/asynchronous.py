@@ -62,6 +62,8 @@ class Background:
         self._thread: threading.Thread | None = None
         self._done = threading.Event()
         self._error: Exception | None = None
+        self.turn = threading.RLock()
+        """Of the threads that save and load: one after the other."""
 
     def start(self, work: Callable[[], None]) -> None:
         """Begin ``work``; nothing may be under way."""

@@ -140,16 +140,25 @@ def prune(root: Path, keep: int) -> None:
         try:
             # A half-deleted one must not look like a checkpoint.
             path.rename(doomed)
-            shutil.rmtree(doomed)
+            _remove(doomed)
         except OSError as error:
             warnings.warn(f"shardwise.save could not delete the old checkpoint {path}: {error}", stacklevel=2)
+
+
+def _remove(path: Path) -> None:
+    """Delete a checkpoint; of a symbolic link to one, the link."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def _clean(root: Path) -> None:
     for name in _names_in(root):
         path = root / name
         if name.startswith(_DOOMED):
-            shutil.rmtree(path, ignore_errors=True)
+            with suppress(OSError):
+                _remove(path)
         elif _DRAFT.fullmatch(name):
             lock = _take_lock(path)
             if lock is not None:

@@ -44,8 +44,6 @@ def contents(
         ValueError: if an optimizer has parameters that the model does not have, or ``extra`` contains itself.
     """
     found: dict[Path, Any] = {}
-    # First, before anything here could draw a number.
-    found.update({(RNG, name): state for name, state in random_states().items()})
     if model is not None:
         found.update({(MODEL, name): value for name, value in model_state(model).items()})
         if optimizers:
@@ -59,6 +57,8 @@ def contents(
     if extra is not None:
         found[EXTRA,] = _captured(EXTRA, extra, sharded)
     found.update({(EXTRA_TENSORS, name): tensor for name, tensor in sharded.items()})
+    # Last: what the run continues with, whatever was drawn to say what the state of its objects is.
+    found.update({(RNG, name): state for name, state in random_states().items()})
     loads: dict[tuple[DeviceMesh, tuple[int, ...]], list[int]] = {}
     return {path: _leaf(path, value) for path, value in found.items() if _is_own(value, loads)}
 

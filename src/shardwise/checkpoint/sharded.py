@@ -84,7 +84,7 @@ def save(
         ValueError: if the optimizer has parameters that ``model`` does not have, a number is out of range, or ranks
             give different directories, or not all parts of the model.
     """
-    with doing("saving a checkpoint to", directory):
+    with doing("saving a checkpoint to", directory), background.turn:
         ranks, failed = saving_ranks(), background.take_error()
 
         def collect() -> Leaves:
@@ -206,7 +206,7 @@ def load(
         TypeError: for an argument of a wrong type.
         ValueError: listing what the checkpoint lacks, or what does not fit; or if ranks give different directories.
     """
-    with doing("loading a checkpoint from", directory):
+    with doing("loading a checkpoint from", directory), background.turn:
         ranks = saving_ranks()
         background.finish()
         with ranks.together():
@@ -265,11 +265,14 @@ def _check_files(path: Path, manifest: Manifest, ranks: SavingRanks, advance: Ca
     damage = {name: problem for own in reversed(ranks.exchange(found)) for name, problem in own.items()}
     if not damage:
         return
+    found_damaged = (f"{path / name} is damaged: {problem}" for name, problem in sorted(damage.items()))
+    raise CorruptFileError(f"{'; '.join(found_damaged)}. {_beside(path)}")
+
+
+def _beside(path: Path) -> str:
+    """What a message says that a checkpoint is not loaded, and which others there are."""
     others = [other.name for other in checkpoints_in(path.parent) if other != path]
-    raise CorruptFileError(
-        "; ".join(f"{path / name} is damaged: {problem}" for name, problem in sorted(damage.items()))
-        + (f". Nothing was loaded; beside it there are {', '.join(others)}" if others else ". Nothing was loaded")
-    )
+    return f"Nothing was loaded; beside it there are {', '.join(others)}" if others else "Nothing was loaded"
 
 
 def _find(path: Path, ranks: SavingRanks) -> tuple[Path, Manifest | None]:
@@ -282,7 +285,10 @@ def _find(path: Path, ranks: SavingRanks) -> tuple[Path, Manifest | None]:
         if (newest := latest(path)) is None:
             raise _nothing_in(path)
         path = newest
-    return path, Manifest.read(path)
+    try:
+        return path, Manifest.read(path)
+    except CheckpointError as error:
+        raise type(error)(f"{error}. {_beside(path)}") from error
 
 
 def _first(exchanged: Sequence[tuple[Path, T]]) -> T:

@@ -96,6 +96,9 @@ class ParamGroup:
         self.is_asked_for = False
         """Whether the user started the gather, and nobody waited for it: not whether the handle exists still, of which
         ranks may differ."""
+        self.stays_registered = False
+        """Whether the unsharded parameters stay registered from forward to backward because the user gathered them,
+        though resharding would keep their memory."""
         self.is_whole_everywhere = self.mesh.shard.size == 1 < self.mesh.size
         """Whether nothing but its reductions is communicated: ranks may run its unit forward or not, as they like."""
         self._is_kept = self._keeps_unsharded = self.mesh.strategy.keeps_unsharded
@@ -365,7 +368,7 @@ class ParamGroup:
             self._drop_resharded()
         if self.state is ShardState.SHARDED and (keep or not (self._is_kept or self._prepared)):
             return
-        self._prepared = None
+        self._prepared, self.stays_registered = None, False
         self.shards.put_sharded()
         # What is cut over the smaller world freed the gathered ones.
         self._is_kept = (keep and self.is_unsharded) or self._keeps_unsharded

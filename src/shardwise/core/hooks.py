@@ -117,10 +117,7 @@ class Unit:
         context.join(self)
         if self.reshards_unless_root:
             for group in self.groups:
-                # Where they are kept, `torch.autograd.grad`, and pipeline schedules that take the gradients of weights
-                # apart, have to find those in the module that are in the graph.
-                stays = is_root or group.mesh.strategy.keeps_unsharded
-                group.options.reshard_after_forward = not stays
+                group.options.reshard_after_forward = not is_root
         self.context = context  # last: by it the next forward knows that this was done, and not interrupted
 
     @functools.cached_property
@@ -336,7 +333,7 @@ class Unit:
         output = self.lasting(output)
         hidden = self._hidden_in(output, call)
         for group in self.groups:
-            if group.options.reshard_after_forward and not self._recomputes:
+            if group.options.reshard_after_forward and not (self._recomputes or group.stays_registered):
                 group.reshard_after_use(after_forward=True)
         output, announces = announce_begin(self, output, call, hidden)
         if announces and not self._recomputes:
@@ -345,7 +342,7 @@ class Unit:
             self._refuse_opaque(output)
         for group in () if announces else self.groups:
             # The root kept its parameters for a backward that will not come: they serve the next forward.
-            if self.reshards_unless_root or not group.shards.sees_writes:
+            if self.reshards_unless_root or group.stays_registered or not group.shards.sees_writes:
                 group.reshard_after_use(keep=not group.options.reshard_after_forward)
         self.phase = Phase.IDLE
         return output

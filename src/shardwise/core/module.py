@@ -144,7 +144,9 @@ class FSDPModule(_TorchModule):
 
     @eager
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this module's own unit (not its children's) and register the unsharded parameters.
+        """Gather this module's own unit (not its children's) and register the unsharded parameters. Where the strategy
+        keeps them anyway they stay registered until backward is over, since pipeline schedules that take the gradients
+        of weights apart look for those that are in the graph; elsewhere until forward is.
 
         Args:
             async_op: only start; the handle's ``wait``, or the module's forward, does the rest.
@@ -159,6 +161,7 @@ class FSDPModule(_TorchModule):
         for group in unit.groups:
             group.unshard(context.gather_lane)
             group.is_asked_for = group.is_gathering
+            group.stays_registered = group.mesh.strategy.keeps_unsharded
         handle = UnshardHandle(unit)
         if async_op:
             return handle
@@ -352,15 +355,9 @@ class FSDPModule(_TorchModule):
     def set_post_optim_event(self, event: torch.Event | None) -> None:
         """Let the next forward's first gather start after ``event``, recorded behind the optimizer's step, instead of
         after all computation that is queued by then. The memory that it receives in is taken now. None changes
-        nothing.
-
-        Raises:
-            TypeError: if it is no event.
-        """
+        nothing."""
         if event is None:
             return
-        if not hasattr(event, "wait"):
-            raise TypeError(f"set_post_optim_event({event!r}): must be a torch.Event, or None")
         context = self._unit.context
         context.gather_after(event, next((unit for unit in context.units if unit.is_root), self._unit))
 
