@@ -39,6 +39,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, ChunkStorageMetadata
 from torch.optim import SGD, AdamW, lr_scheduler
+from torch.utils.data import DataLoader
 
 import shardwise
 from shardwise.checkpoint import CheckpointError, CorruptFileError, latest, load, save, wait
@@ -251,6 +252,17 @@ def test_the_message_says_what_else_there_is(tmp_path: Path) -> None:
     with pytest.raises(CorruptFileError, match=f"cannot be read.*Nothing was loaded; beside it there are {first.name}"):
         load(tmp_path, model=make())
     load(first, model=make())
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}\n", None])
+def test_the_message_says_so_of_a_damaged_manifest_too(tmp_path: Path, damage: bytes | None) -> None:
+    """That is written last, so a machine that dies damages it first."""
+    first, second = (save(tmp_path, extra=number) for number in range(2))
+    manifest = second / "shardwise.json"
+    manifest.write_bytes(manifest.read_bytes()[:-1] if damage is None else damage)
+    with pytest.raises(CheckpointError, match=rf"Nothing was loaded; beside it there are {first.name}"):
+        load(tmp_path)
+    assert load(first) == 0
 
 
 @pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK])
@@ -470,6 +482,79 @@ def test_an_old_checkpoint_that_cannot_be_deleted(tmp_path: Path, monkeypatch: p
     with pytest.warns(UserWarning, match="could not delete the old checkpoint .*checkpoint-000001: not yours"):
         save(tmp_path, extra=2, keep=1)
     assert load(tmp_path) == 2
+
+
+def test_links_to_checkpoints_are_deleted_without_what_they_lead_to(tmp_path: Path) -> None:
+    """As after moving one to another disk."""
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    moved = save(root, extra=1).rename(elsewhere)
+    (root / "checkpoint-000001").symlink_to(elsewhere)
+    assert load(root) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        newest = save(root, extra=2, keep=1)
+    assert [*root.iterdir()] == [newest]
+    assert load(moved) == 1
+
+
+def test_threads_take_turns(tmp_path: Path) -> None:
+    failures: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            save(tmp_path, extra=number, async_=number % 2 == 0)
+            load(tmp_path)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    wait()
+    assert not failures
+    assert sorted(load(path) for path in tmp_path.iterdir()) == list(range(6))
+
+
+class CountingLoader(DataLoader[Any]):
+    """Like torchdata's `StatefulDataLoader`: its iterator is made when it is asked for its state, or begins, and draws
+    a number then."""
+
+    def __init__(self) -> None:
+        super().__init__([*range(8)])  # type: ignore[arg-type]
+        self.drawn: int | None = None
+        self.position = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.drawn is None:
+            self.drawn = int(torch.empty((), dtype=torch.int64).random_())
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position, self.drawn = state["position"], None
+
+    def step(self) -> None:
+        self.state_dict()
+        self.position += 1
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_data_loader_that_draws_a_number(tmp_path: Path, steps: int) -> None:
+    """The generators go on as in the run that was saved, in the middle of an epoch or before it."""
+    torch.manual_seed(0)
+    loader = CountingLoader()
+    for _ in range(steps):
+        loader.step()
+    save(tmp_path, extra={"loader": loader})
+    loader.step()
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    other = CountingLoader()
+    load(tmp_path, extra={"loader": other})
+    other.step()
+    assert other.position == loader.position
+    assert torch.equal(torch.rand(3), expected)
 
 
 def test_relative_paths_and_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
