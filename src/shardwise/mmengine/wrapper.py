@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
+from mmengine.optim import OptimWrapperDict
 from mmengine.registry import MODEL_WRAPPERS
 from torch import nn
 
@@ -115,7 +116,14 @@ class MMFullyShardedDataParallel(nn.Module):
 
         Raises:
             TypeError: if the data preprocessor gives neither a dict, nor a list or tuple.
+            NotImplementedError: for an `OptimWrapperDict`.
         """
+        if isinstance(optim_wrapper, OptimWrapperDict):
+            raise NotImplementedError(
+                f"train_step of {type(self).__name__} takes one optimizer, and each one of an OptimWrapperDict "
+                f"({', '.join(optim_wrapper.keys())}) has an `optim_context` of its own: derive a class whose "
+                "train_step steps them, register it in MODEL_WRAPPERS, and name it as model_wrapper_cfg"
+            )
         prepare_optim_wrapper(optim_wrapper)
         with optim_wrapper.optim_context(self):
             losses = self._run_forward(self.module.data_preprocessor(data, training=True), mode="loss")
