@@ -9,6 +9,7 @@ ARGS   ?=
 VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PEERS := $(VENV)/peers/.installed
 CODE  := $(wildcard src tests examples bench)
 
 # Training and tests start many processes, each of which would compile the sources again.
@@ -40,7 +41,13 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/mypy --strict src
 
-bench: $(STAMP)
+# Not where everything else is: Lightning and transformers import DeepSpeed wherever they find it.
+$(PEERS): $(STAMP) bench/peers.txt
+	@mkdir -p $(@D)
+	-$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(@D) -r bench/peers.txt
+	@touch $@
+
+bench: $(PEERS)
 	@$(BIN)/python -m bench $(ARGS)
 
 clean:
