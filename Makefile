@@ -44,8 +44,7 @@ lint: $(STAMP)
 # Not where everything else is: Lightning and transformers import DeepSpeed wherever they find it.
 $(PEERS): $(STAMP) bench/peers.txt
 	@mkdir -p $(@D)
-	-$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(@D) -r bench/peers.txt
-	@touch $@
+	-$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(@D) -r bench/peers.txt && touch $@
 
 bench: $(PEERS)
 	@$(BIN)/python -m bench $(ARGS)

@@ -158,8 +158,10 @@ def _gather_first_layer(encoder: nn.Module, args: Any) -> None:
     """torch's encoder leaves out padding in evaluation only if its first layer's parameters are plain tensors: they are
     when that layer runs, so they are gathered before the encoder looks at them."""
     first = cast(nn.TransformerEncoder, encoder).layers[0]
-    if not first.training and unit_of(first) is not None:
+    if not first.training and (unit := unit_of(first)) is not None:
         cast(FSDPModule, first).unshard()
+        for group in unit.groups:
+            group.stays_registered = False  # the user did not ask for them
 
 
 # -- Arguments

@@ -200,7 +200,11 @@ class _TrainerStrategy(ProcessesStrategy):
 
     def _overrides(self, hook: str, owner: Any) -> bool:
         """Whether ``owner``, a module or a callback, has a ``hook`` of its own."""
-        return bool(self.namespace.of("pytorch", "utilities.model_helpers", "is_overridden")(hook, owner))
+        is_overridden = self.namespace.of("pytorch", "utilities.model_helpers", "is_overridden")
+        try:
+            return bool(is_overridden(hook, owner))
+        except AttributeError:  # a callable object, which has no code to compare
+            return True
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:

@@ -84,11 +84,11 @@ def test_stages_train_as_with_torch(schedule_class: Any) -> None:
             torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-@on_ranks(4, placements=["ddp", "zero1", "zero2", "zero3"])
-def test_a_schedule_that_takes_gradients_of_weights_apart(placements: str) -> None:
+@on_ranks(4, placements=["ddp", "zero1", "zero2", "zero3"], shares=[False, True])
+def test_a_schedule_that_takes_gradients_of_weights_apart(placements: str, shares: bool) -> None:
     """All stages train, as with gradients that are taken at once."""
     kinds = (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble)
-    each = [train(shardwise.fully_shard, one, placements=placements) for one in kinds]
+    each = [train(shardwise.fully_shard, one, placements=placements, shares=shares) for one in kinds]
     for expected, found in zip(*each, strict=True):
         for one, other in zip(expected, found, strict=True):
             torch.testing.assert_close(one, other)

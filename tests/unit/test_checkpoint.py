@@ -497,24 +497,29 @@ def test_links_to_checkpoints_are_deleted_without_what_they_lead_to(tmp_path: Pa
     assert load(moved) == 1
 
 
-def test_threads_take_turns(tmp_path: Path) -> None:
-    failures: list[BaseException] = []
+def test_saves_of_two_threads_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have waited for what was under way before; the second is told, and leaves nothing."""
+    begun, ends = threading.Event(), threading.Event()
 
-    def work(number: int) -> None:
-        try:
-            save(tmp_path, extra=number, async_=number % 2 == 0)
-            load(tmp_path)
-        except BaseException as error:
-            failures.append(error)
+    def work() -> None:
+        begun.set()
+        ends.wait(60)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
-    for thread in threads:
+    background.start(work)
+    begun.wait(60)
+    with monkeypatch.context() as patch:
+        patch.setattr(background, "take_error", lambda: None)
+        with pytest.raises(RuntimeError, match="another thread of this process is saving"):
+            save(tmp_path, extra=1, async_=True)
+    ends.set()
+    waiting = [threading.Thread(target=wait) for _ in range(4)]
+    for thread in waiting:
         thread.start()
-    for thread in threads:
+    for thread in waiting:
         thread.join(60)
-    wait()
-    assert not failures
-    assert sorted(load(path) for path in tmp_path.iterdir()) == list(range(6))
+    assert not [*tmp_path.iterdir()]
+    save(tmp_path, extra=2, async_=True)
+    assert load(tmp_path) == 2
 
 
 class CountingLoader(DataLoader[Any]):
@@ -525,35 +530,47 @@ class CountingLoader(DataLoader[Any]):
         super().__init__([*range(8)])  # type: ignore[arg-type]
         self.drawn: int | None = None
         self.position = 0
+        self.trains: list[bool] = []
+        """Whether gradients were on when its workers would have started, since they were last to."""
 
     def state_dict(self) -> dict[str, Any]:
         if self.drawn is None:
+            self.trains.append(torch.is_grad_enabled())
             self.drawn = int(torch.empty((), dtype=torch.int64).random_())
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position, self.drawn = state["position"], None
+        self.position, self.drawn, self.trains = state["position"], None, []
 
     def step(self) -> None:
         self.state_dict()
         self.position += 1
 
 
+class Around:
+    """An object that has a loader."""
+
+    def __init__(self, loader: CountingLoader) -> None:
+        self.state_dict, self.load_state_dict = loader.state_dict, loader.load_state_dict
+
+
+@pytest.mark.parametrize("around", [False, True])
 @pytest.mark.parametrize("steps", [0, 2])
-def test_a_data_loader_that_draws_a_number(tmp_path: Path, steps: int) -> None:
+def test_a_data_loader_that_draws_a_number(tmp_path: Path, steps: int, around: bool) -> None:
     """The generators go on as in the run that was saved, in the middle of an epoch or before it."""
     torch.manual_seed(0)
     loader = CountingLoader()
     for _ in range(steps):
         loader.step()
-    save(tmp_path, extra={"loader": loader})
+    save(tmp_path, extra={"loader": Around(loader) if around else loader})
     loader.step()
     expected = torch.rand(3)
     torch.manual_seed(1)
     other = CountingLoader()
-    load(tmp_path, extra={"loader": other})
+    load(tmp_path, extra={"loader": Around(other) if around else other})
     other.step()
     assert other.position == loader.position
+    assert other.trains == [True]
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -877,6 +894,17 @@ def test_a_full_checkpoint_does_not_delete_files_of_others(tmp_path: Path) -> No
         (path / name).unlink()
     prepare_file(path)
     assert not path.exists()
+
+
+def test_a_link_makes_room_for_a_full_checkpoint(tmp_path: Path) -> None:
+    """Also where a plugin writes the file, which would write through the link: to the best checkpoint, say."""
+    for name in ("file", "directory"):
+        target, link = tmp_path / name, tmp_path / f"link_{name}"
+        target.write_text("best") if name == "file" else target.mkdir()
+        link.symlink_to(name)
+        prepare_file(link)
+        assert not link.is_symlink()
+        assert target.exists()
 
 
 def test_files_of_others_that_come_and_go_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

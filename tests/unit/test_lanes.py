@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -10,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.core.comm import _Messages
+from shardwise.core.comm import _Messages, failed_peer
 from shardwise.core.lanes import AcceleratorDevice, Flight, HostDevice, current_world
 
 SECOND = torch.device("cuda", 1)
@@ -83,6 +87,34 @@ def test_a_message_is_waited_for_that_nobody_had_yet(fake_mesh: Callable[..., De
     for _ in range(2):
         HostDevice(SECOND).lane()
     work.wait.assert_called_once_with()
+
+
+def test_messages_of_which_one_failed(fake_mesh: Callable[..., DeviceMesh]) -> None:
+    """The others are waited for once by the next lane, and what was received is not used."""
+    fake_mesh(2)
+    works = [MagicMock() for _ in range(3)]
+    for work in works:
+        work.is_completed.return_value = False
+        work.wait.side_effect = functools.partial(setattr, work.is_completed, "return_value", True)
+
+    def fail() -> None:
+        works[1].is_completed.return_value = True
+        raise RuntimeError("connection closed")
+
+    works[1].wait.side_effect = fail
+    group: Any = SimpleNamespace(recv=MagicMock(side_effect=works))
+    group.send = group.recv
+    messages = _Messages([(peer, torch.ones(1)) for peer in (1, 2)], [(3, torch.ones(1))], group, 0, current_world())
+    with pytest.raises(RuntimeError, match="connection closed") as caught:
+        messages.wait()
+    assert failed_peer(caught.value) == 2
+    with pytest.raises(AssertionError):
+        messages.wait()
+    del messages, caught
+    gc.collect()
+    for _ in range(3):
+        HostDevice(SECOND).lane()
+    assert [work.wait.call_count for work in works] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("where", ["in a work", "in a step"])

@@ -810,3 +810,30 @@ def test_what_was_scattered_is_freed_before_it_is_summed_over_replicas(
     fully_shard(model, mesh=mesh)
     model(torch.randn(1, 512)).sum().backward()
     assert len(sent) == 3
+
+
+@pytest.mark.parametrize("placements", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("reshards", [None, True, False])
+def test_what_the_user_gathers_stays_registered_until_backward(
+    fake_mesh: Mesh, placements: str, reshards: bool | None
+) -> None:
+    """Where whole parameters are kept anyway."""
+
+    def is_sharded() -> bool:
+        return all(isinstance(parameter, DTensor) for parameter in inner.parameters())
+
+    mesh = fake_mesh(2)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    inner: Any = fully_shard(model[0], mesh=mesh, placements=placements, reshard_after_forward=reshards)
+    fully_shard(model, mesh=mesh, placements=placements)
+    for gathers in (False, True, False):
+        if gathers:
+            inner.unshard()
+        loss = model(torch.ones(2, 4)).sum()
+        assert is_sharded() == (reshards is not False and (placements == "zero3" or not gathers))
+        loss.backward()
+        assert is_sharded()
+    with torch.no_grad():
+        inner.unshard()
+        model(torch.ones(2, 4))
+    assert is_sharded() == (reshards is not False)

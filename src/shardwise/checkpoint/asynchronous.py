@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..core.device import HOST, local_of, pins_memory, spec_of, wrap_local
+from ..core.errors import StateError
 from .integrity import is_plain
 from .objects import Path
 
@@ -62,12 +63,15 @@ class Background:
         self._thread: threading.Thread | None = None
         self._done = threading.Event()
         self._error: Exception | None = None
-        self.turn = threading.RLock()
-        """Of the threads that save and load: one after the other."""
 
     def start(self, work: Callable[[], None]) -> None:
-        """Begin ``work``; nothing may be under way."""
-        assert self._thread is None, "work is under way"
+        """Begin ``work``.
+
+        Raises:
+            StateError: if something is under way, that another thread has begun.
+        """
+        if self._thread is not None:
+            raise StateError("another thread of this process is saving a checkpoint too: save from one at a time")
         self._done.clear()
         # An argument, not a closure's cell, which the traceback of an error would keep alive.
         self._thread = threading.Thread(target=self._run, args=(work,), name="shardwise.save")
@@ -87,9 +91,9 @@ class Background:
 
     def finish(self) -> None:
         """Wait until nothing is under way."""
-        if self._thread is not None:
+        if (thread := self._thread) is not None:  # other threads may wait too
             self._done.wait()  # an interrupted `join` would take the thread for ended (until Python 3.13)
-            self._thread.join()
+            thread.join()
             self._thread = None
             _forget_locals(self._error)
 

@@ -145,12 +145,12 @@ def prune(root: Path, keep: int) -> None:
             warnings.warn(f"shardwise.save could not delete the old checkpoint {path}: {error}", stacklevel=2)
 
 
-def _remove(path: Path) -> None:
+def _remove(path: Path, *, as_far_as_possible: bool = False) -> None:
     """Delete a checkpoint; of a symbolic link to one, the link."""
     if path.is_symlink():
         path.unlink()
     else:
-        shutil.rmtree(path)
+        shutil.rmtree(path, ignore_errors=as_far_as_possible)
 
 
 def _clean(root: Path) -> None:
@@ -158,7 +158,7 @@ def _clean(root: Path) -> None:
         path = root / name
         if name.startswith(_DOOMED):
             with suppress(OSError):
-                _remove(path)
+                _remove(path, as_far_as_possible=True)
         elif _DRAFT.fullmatch(name):
             lock = _take_lock(path)
             if lock is not None:

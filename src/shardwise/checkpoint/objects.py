@@ -16,12 +16,11 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pickle import UnpicklingError
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoint, safe_globals
-from torch.utils.data import DataLoader
 
 Path = tuple[str | int, ...]
 """Where a leaf is in a tree of dicts and lists: keys (as strings) and positions."""
@@ -295,10 +294,10 @@ def restore(given: Any, loaded: Any, where: str) -> Any:
     """
     if is_stateful(given):
         given.load_state_dict(loaded)
-        if isinstance(given, DataLoader):
-            # torchdata's makes its iterator only then, for which it draws a number: now, before the generators are
-            # restored, as it had in the run that was saved.
-            cast(Any, given).state_dict()
+        # torchdata's loaders make their iterators when they are asked for their state, and draw a number: now, before
+        # the generators are restored, as when they were saved. Their workers are as in training.
+        with torch.enable_grad():
+            given.state_dict()
         return given
     if isinstance(given, dict) and isinstance(loaded, Mapping):
         for key, item in given.items():

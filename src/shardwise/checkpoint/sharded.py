@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ..arguments import check_flag, check_flags, is_whole_number
 from ..core.agreement import doing
 from ..core.device import local_of, not_inference, untracked
-from ..core.errors import is_explained
+from ..core.errors import StateError, is_explained
 from .asynchronous import background, host_copies
 from .atomic import DCP_METADATA, MANIFEST, Draft, checkpoints_in, is_name_of_ours, latest, path_of, prune
 from .contents import apart, contents, digests
@@ -84,7 +84,7 @@ def save(
         ValueError: if the optimizer has parameters that ``model`` does not have, a number is out of range, or ranks
             give different directories, or not all parts of the model.
     """
-    with doing("saving a checkpoint to", directory), background.turn:
+    with doing("saving a checkpoint to", directory):
         ranks, failed = saving_ranks(), background.take_error()
 
         def collect() -> Leaves:
@@ -96,7 +96,12 @@ def save(
 
         leaves, draft, path, final = _begin(ranks, directory, step, model, collect)
         work = functools.partial(_write, path, leaves, ranks, draft, keep, shown=not async_)
-        background.start(work) if async_ else work()
+        try:
+            background.start(work) if async_ else work()
+        except StateError:
+            if draft is not None:
+                draft.discard()
+            raise
         return final
 
 
@@ -206,7 +211,7 @@ def load(
         TypeError: for an argument of a wrong type.
         ValueError: listing what the checkpoint lacks, or what does not fit; or if ranks give different directories.
     """
-    with doing("loading a checkpoint from", directory), background.turn:
+    with doing("loading a checkpoint from", directory):
         ranks = saving_ranks()
         background.finish()
         with ranks.together():

@@ -91,10 +91,11 @@ class _Messages:
         world: a reference to the default process group of this time.
     """
 
-    __slots__ = ("peers", "works", "world")
+    __slots__ = ("has_failed", "peers", "works", "world")
 
     def __init__(self, received: Messages, sent: Messages, group: dist.ProcessGroup, tag: int, world: weakref.ref[Any]):
         self.works: list[Any] = []
+        self.has_failed = False
         self.peers, self.world = [peer for peer, _ in (*received, *sent)], world
         calls = chain(repeat(group.recv, len(received)), repeat(group.send, len(sent)))
         tensors = [[tensor] for _, tensor in (*received, *sent)]
@@ -110,11 +111,13 @@ class _Messages:
             raise
 
     def wait(self) -> None:
+        assert not self.has_failed, "what was received has no values"
         for number, work in enumerate(self.works):
             if not work.is_completed():  # once it is, gloo would wait for another one, which never comes
                 try:
                     work.wait()
                 except RuntimeError as error:
+                    self.has_failed = True
                     self._name_peer(error, number)
                     raise
         self.works.clear()  # they hold the tensors

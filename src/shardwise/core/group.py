@@ -358,7 +358,7 @@ class ParamGroup:
             keep: do not free the gathered ones, nor what was cut over the smaller world; the next `unshard` gathers
                 from the shards only if those were written. Frees them all the same where writes may go unnoticed.
         """
-        keep = keep and self.shards.sees_writes
+        keep, self.stays_registered = keep and self.shards.sees_writes, False
         if self._gather is not None:
             self.wait_for_unshard()
         if after_forward and self.policy.reshard_to is not None and self.is_unsharded:
@@ -368,7 +368,7 @@ class ParamGroup:
             self._drop_resharded()
         if self.state is ShardState.SHARDED and (keep or not (self._is_kept or self._prepared)):
             return
-        self._prepared, self.stays_registered = None, False
+        self._prepared = None
         self.shards.put_sharded()
         # What is cut over the smaller world freed the gathered ones.
         self._is_kept = (keep and self.is_unsharded) or self._keeps_unsharded

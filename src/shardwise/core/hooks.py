@@ -342,7 +342,8 @@ class Unit:
             self._refuse_opaque(output)
         for group in () if announces else self.groups:
             # The root kept its parameters for a backward that will not come: they serve the next forward.
-            if self.reshards_unless_root or group.stays_registered or not group.shards.sees_writes:
+            stayed = group.stays_registered and group.options.reshard_after_forward
+            if self.reshards_unless_root or stayed or not group.shards.sees_writes:
                 group.reshard_after_use(keep=not group.options.reshard_after_forward)
         self.phase = Phase.IDLE
         return output
@@ -587,7 +588,9 @@ class Unit:
             self._reduce(is_complete=True)
         else:
             for group in self.groups:
-                if group.options.reshard_after_backward and not (group.is_gathering and group.is_asked_for):
+                # What the user gathers, or has for a backward to come, while another stage of a pipeline is in its own.
+                stays = group.is_asked_for if group.is_gathering else group.stays_registered and not took_part
+                if group.options.reshard_after_backward and not stays:
                     group.reshard_after_use()
                 # An earlier forward may have made something of a parameter that this one used again, as autocast caches
                 # casts. It is older than the inputs of this one, so its gradient comes after theirs.

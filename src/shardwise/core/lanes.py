@@ -88,7 +88,7 @@ class Flight:
 
 def _land_abandoned() -> None:
     """Wait for abandoned works, and free what they hold; other ranks have abandoned the same ones."""
-    landed, has_failed = list[Sequence[Waitable]](), False
+    landed, has_failed, work = list[Sequence[Waitable]](), False, None
     while _abandoned:
         world, works = _abandoned.pop()
         landed.append(works)
@@ -99,7 +99,7 @@ def _land_abandoned() -> None:
             except RuntimeError:
                 has_failed = True
     if landed:
-        del works
+        del works, work
         landed.clear()
         _abandoned.clear()  # messages abandon themselves when they are freed
 

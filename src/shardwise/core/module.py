@@ -144,9 +144,10 @@ class FSDPModule(_TorchModule):
 
     @eager
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this module's own unit (not its children's) and register the unsharded parameters. Where the strategy
-        keeps them anyway they stay registered until backward is over, since pipeline schedules that take the gradients
-        of weights apart look for those that are in the graph; elsewhere until forward is.
+        """Gather this module's own unit (not its children's) and register the unsharded parameters, until its forward
+        is over. Where the strategy keeps them anyway, until its backward is, since pipeline schedules that take the
+        gradients of weights apart look for those that are in the graph; what is written to them until then is lost,
+        with a warning, as with ``reshard_after_forward=False``.
 
         Args:
             async_op: only start; the handle's ``wait``, or the module's forward, does the rest.

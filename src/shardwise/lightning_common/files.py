@@ -327,12 +327,15 @@ def _refuse_device(path: Path) -> None:
 
 
 def prepare_file(path: str | Path) -> None:
-    """Make room for a full checkpoint in the place of a sharded one, which is deleted; for one rank.
+    """Make room for a full checkpoint in the place of a sharded one, which is deleted, or of a symbolic link; for one
+    rank.
 
     Raises:
         IsADirectoryError: as of `refuse_directory`.
     """
     directory = Path(path)
     refuse_directory(directory)
-    if directory.is_dir():
-        directory.unlink() if directory.is_symlink() else shutil.rmtree(directory)
+    if directory.is_symlink():
+        directory.unlink()
+    elif directory.is_dir():
+        shutil.rmtree(directory)

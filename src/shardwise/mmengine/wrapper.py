@@ -118,7 +118,7 @@ class MMFullyShardedDataParallel(nn.Module):
             TypeError: if the data preprocessor gives neither a dict, nor a list or tuple.
             NotImplementedError: for an `OptimWrapperDict`.
         """
-        if isinstance(optim_wrapper, OptimWrapperDict):
+        if getattr(type(optim_wrapper), "optim_context", None) is OptimWrapperDict.optim_context:
             raise NotImplementedError(
                 f"train_step of {type(self).__name__} takes one optimizer, and each one of an OptimWrapperDict "
                 f"({', '.join(optim_wrapper.keys())}) has an `optim_context` of its own: derive a class whose "
