@@ -108,7 +108,7 @@ def test_messages_of_which_one_failed(fake_mesh: Callable[..., DeviceMesh]) -> N
     with pytest.raises(RuntimeError, match="connection closed") as caught:
         messages.wait()
     assert failed_peer(caught.value) == 2
-    with pytest.raises(AssertionError):
+    with pytest.raises(RuntimeError, match="waited for before has failed"):
         messages.wait()
     del messages, caught
     gc.collect()

@@ -96,13 +96,18 @@ def save(
 
         leaves, draft, path, final = _begin(ranks, directory, step, model, collect)
         work = functools.partial(_write, path, leaves, ranks, draft, keep, shown=not async_)
-        try:
-            background.start(work) if async_ else work()
-        except StateError:
-            if draft is not None:
-                draft.discard()
-            raise
+        _start(work, draft) if async_ else work()
         return final
+
+
+def _start(work: Callable[[], None], draft: Draft | None) -> None:
+    """Begin ``work``, which fills ``draft``, beside training."""
+    try:
+        background.start(work)
+    except StateError:
+        if draft is not None:
+            draft.discard()
+        raise
 
 
 def _begin(

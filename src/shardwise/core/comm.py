@@ -111,7 +111,8 @@ class _Messages:
             raise
 
     def wait(self) -> None:
-        assert not self.has_failed, "what was received has no values"
+        if self.has_failed:
+            raise StateError("a message that was waited for before has failed")
         for number, work in enumerate(self.works):
             if not work.is_completed():  # once it is, gloo would wait for another one, which never comes
                 try:
