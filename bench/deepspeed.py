@@ -17,27 +17,17 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardwise
 
 from .contenders import UNSHARDED, wrap
+from .host import SHAPE, WORLD_SIZE
 from .model import Shape, Transformer, make_tokens
-from .peers import (
-    COMPUTE_HEAVY,
-    MANY_SMALL,
-    PARAMETER_HEAVY,
-    Comparison,
-    Contender,
-    measure_time,
-    memory_table,
-    phase_table,
-    time_table,
-)
+from .peers import MANY_SMALL, Comparison, Contender, measure_time, memory_table, phase_table, time_table, updating
 from .ranks import run_on_fake, run_on_gloo
 from .report import Table
+from .steps import COMPUTE_HEAVY, PARAMETER_HEAVY
 
 INSTALLED = Path(__file__).parent.parent / ".venv" / "peers"
 """Apart from everything else, since Lightning and transformers import DeepSpeed wherever they find it."""
 COMPILED = INSTALLED / "compiled"
 PAIRS = {f"shardwise zero{stage}": f"DeepSpeed ZeRO-{stage}" for stage in (1, 2, 3)}
-WORLD_SIZE = 8
-FEW_TOKENS = Shape(blocks=32, width=64, batch=1, length=4)
 LEAST_BUCKET = 2**18
 """Elements."""
 LIMIT = 600.0
@@ -55,13 +45,7 @@ def make_contender(name: str, shape: Shape) -> Contender:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         wrap(model, functools.partial(shardwise.fully_shard, placements=name.split()[-1]), mesh, {})
     kind: Any = torch.optim.AdamW if name == UNSHARDED else functools.partial(shardwise.optim.flat, torch.optim.AdamW)
-    optimizer: torch.optim.Optimizer = kind(model.parameters(), lr=1e-4)
-
-    def update() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return Contender(model, tokens, update)
+    return Contender(model, tokens, updating(kind(model.parameters(), lr=1e-4)))
 
 
 def _by_deepspeed(model: nn.Module, tokens: torch.Tensor, shape: Shape, stage: int) -> Contender:
@@ -86,6 +70,7 @@ def _by_deepspeed(model: nn.Module, tokens: torch.Tensor, shape: Shape, stage: i
     return Contender(engine, tokens, engine.step, engine.backward)
 
 
+@functools.cache
 def _deepspeed() -> Any:
     """The library, on the default process group."""
     sys.path.append(str(INSTALLED))
@@ -127,7 +112,7 @@ def deepspeed_tables(quick: bool) -> list[Table]:
 
 
 def _host_table(comparison: Comparison, rounds: int) -> Table:
-    runs = run_on_fake(WORLD_SIZE, LIMIT, measure_time, make_contender, FEW_TOKENS, comparison.names, 3, rounds)
-    table = phase_table(f"Host time of a step on a fake group of {WORLD_SIZE}: {FEW_TOKENS}", comparison, runs)
+    runs = run_on_fake(WORLD_SIZE, LIMIT, measure_time, make_contender, SHAPE, comparison.names, 3, rounds)
+    table = phase_table(f"Host time of a step on a fake group of {WORLD_SIZE}: {SHAPE}", comparison, runs)
     table.notes = (f"nothing is communicated; {rounds} rounds after 3 of warm-up.",)
     return table

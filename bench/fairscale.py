@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,8 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise import fairscale as ours
 
 from .model import Shape, Transformer, make_tokens
-from .peers import COMPUTE_HEAVY, MANY_SMALL, PARAMETER_HEAVY, Comparison, Contender, memory_table, time_table
+from .peers import MANY_SMALL, Comparison, Contender, memory_table, time_table, updating
 from .report import Table
+from .steps import COMPUTE_HEAVY, PARAMETER_HEAVY
 
 PLAIN = "DDP"
 PAIRS = {
@@ -31,24 +31,16 @@ def make_contender(name: str, shape: Shape) -> Contender:
     tokens = make_tokens(shape)
     if name == PLAIN:
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        return Contender(_data_parallel(model), tokens, _update(optimizer, optimizer.zero_grad))
+        return Contender(_data_parallel(model), tokens, updating(optimizer))
     is_ours = "our " in name
     oss, sharded = _classes(is_ours)
     optimizer = oss(model.parameters(), optim=torch.optim.AdamW, lr=1e-4)
     if name.startswith("DDP"):
-        return Contender(_data_parallel(model), tokens, _update(optimizer, optimizer.zero_grad))
+        return Contender(_data_parallel(model), tokens, updating(optimizer))
     options = {"reduce_buffer_size": 0} if "no buffers" in name else {}
     model = sharded(model, optimizer, **options)
     # With buffers, FairScale's trains on zeros once its optimizer has dropped the gradients.
-    return Contender(model, tokens, _update(optimizer, optimizer.zero_grad if is_ours else model.zero_grad))
-
-
-def _update(optimizer: torch.optim.Optimizer, zero_grad: Callable[[], None]) -> Callable[[], None]:
-    def update() -> None:
-        optimizer.step()
-        zero_grad()
-
-    return update
+    return Contender(model, tokens, updating(optimizer, None if is_ours else model.zero_grad))
 
 
 def _classes(is_ours: bool) -> tuple[Any, Any]:

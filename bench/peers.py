@@ -16,15 +16,11 @@ from .allocations import Meter, NoCompilerError, preloaded_meter
 from .model import Shape, Transformer, loss_of
 from .ranks import BenchError, run_on_gloo
 from .report import NONE, Table, mebibytes, number, ratio
+from .steps import LOSS_TOLERANCE, WORLD_SIZE
 from .timing import interleave, median, spread
 
-WORLD_SIZE = 2
-COMPUTE_HEAVY = Shape(blocks=8, width=512, batch=4, length=128)
-PARAMETER_HEAVY = Shape(blocks=4, width=1024, batch=1, length=32)
 MANY_SMALL = Shape(blocks=32, width=64, batch=4, length=32)
 FEW_TOKENS = Shape(blocks=8, width=512, batch=1, length=4)
-LOSS_TOLERANCE = 1e-3
-"""Nats per token by which contenders may differ: rounding of other orders of summation."""
 
 Phases = tuple[float, float, float, float]
 """Seconds of forward, backward and update, and the loss in nats per token."""
@@ -49,6 +45,16 @@ class Contender:
     def forward(self) -> Tensor:
         """The loss, in nats per token."""
         return loss_of(self.model, self.tokens)
+
+
+def updating(optimizer: torch.optim.Optimizer, zero_grad: Callable[[], None] | None = None) -> Callable[[], None]:
+    """Steps ``optimizer`` and drops the gradients, by its own `zero_grad` unless another is given."""
+
+    def update() -> None:
+        optimizer.step()
+        (zero_grad or optimizer.zero_grad)()
+
+    return update
 
 
 @dataclass(frozen=True)

@@ -96,9 +96,10 @@ class _Messages:
     def __init__(self, received: Messages, sent: Messages, group: dist.ProcessGroup, tag: int, world: weakref.ref[Any]):
         self.works: list[Any] = []
         self.has_failed = False
-        self.peers, self.world = [peer for peer, _ in (*received, *sent)], world
+        all_of_them = (*received, *sent)
+        self.peers, self.world = [peer for peer, _ in all_of_them], world
         calls = chain(repeat(group.recv, len(received)), repeat(group.send, len(sent)))
-        tensors = [[tensor] for _, tensor in (*received, *sent)]
+        tensors = [[tensor] for _, tensor in all_of_them]
         # All at once: no signal's handler runs in between, whose exception (Ctrl-C) would leave those messages without
         # their other end that were started.
         started = map(operator.call, calls, tensors, self.peers, repeat(tag))
