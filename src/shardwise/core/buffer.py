@@ -6,6 +6,7 @@ import ctypes
 import functools
 import mmap
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -67,7 +68,7 @@ class GatherPlan:
                 (self._packed if tensor.packed or pack_all else self._direct).append((tensor, target))
         self._splitter: RowSplitter | None = None
         if all(tensor.is_contiguous_cut for tensor, _ in self._packed):
-            self._splitter = RowSplitter([target.view(layout.world_size, -1) for _, target in self._packed])
+            self._splitter = RowSplitter(self._packed_rows)
         self._outputs = [target for _, target in self._direct]
         self._own = [target.view(layout.world_size, -1)[rank] for target in self._outputs]
         """Where a cast puts this rank's part of each of them."""
@@ -75,6 +76,13 @@ class GatherPlan:
         """Runs of the source to send: the packed one first, where there is one."""
         self._own_rows: list[torch.Tensor] = []
         """This rank's rows of thin tensors in the source."""
+        self._together: tuple[Sequence[weakref.ref[GatherPlan]], RowSplitter] | None = None
+        """With whom this one was gathered last as the first of several, and what took their staging memory apart."""
+
+    @property
+    def is_one_run(self) -> bool:
+        """Whether all of it travels in one run, whose pieces are contiguous where they arrive."""
+        return bool(self._packed) and not self._direct and self._thin is None and self._splitter is not None
 
     def take(self, source: torch.Tensor) -> None:
         """Gather ``source``, a rank-major buffer, from now on."""
@@ -133,6 +141,36 @@ class GatherPlan:
         if release is not None:
             release(staging)
 
+    def start_with(self, others: Sequence[GatherPlan], lane: Lane) -> Gather:
+        """Gather this source and those of ``others``, over the same ranks and in the same dtype, in one run: of each
+        rank first its part of this one. All of them are `is_one_run`."""
+        plans = (self, *others)
+        sizes, world_size = [plan._run for plan in plans], self.layout.world_size
+        staging = lane.allocate((sum(sizes) * world_size,), dtype=self.full.dtype, device=self.full.device)
+        own = staging.view(world_size, -1)[self.comm.rank]
+        inputs = [plan._inputs[0] for plan in plans]
+        splitter = self._splitter_with(others)
+
+        def finish() -> None:
+            for plan in plans:
+                allocate_storage(plan.full)
+            splitter(staging, is_own=True)
+            lane.release(staging)
+
+        return Gather([staging], [own], prepare=lambda: copy_each(own.split_with_sizes(sizes), inputs), finish=finish)
+
+    def _splitter_with(self, others: Sequence[GatherPlan]) -> RowSplitter:
+        references = [*map(weakref.ref, others)]
+        if self._together is None or self._together[0] != references:
+            packed = [tensor for plan in (self, *others) for tensor in plan._packed_rows]
+            self._together = references, RowSplitter(packed)
+        return self._together[1]
+
+    @property
+    def _packed_rows(self) -> list[torch.Tensor]:
+        """Where each rank's parts of the packed tensors go."""
+        return [target.view(self.layout.world_size, -1) for _, target in self._packed]
+
 
 def thin_rows(layout: Layout, rank: int) -> list[tuple[int, int]]:
     """Rows that ``rank`` owns of the thin tensors, where all rows of all of them lie one after the other: where they
@@ -176,7 +214,8 @@ class ShardedBuffer:
         self.dtype, self.device = dtype, device
         self.is_identity = layout.world_size == 1 and local.dtype == dtype and local.device.type == device.type
         """Whether the gathered buffer is the local one: nothing to gather, cast or move."""
-        self.gathered_bytes = 0 if self.is_identity else layout.full_numel * dtype.itemsize
+        self.full_bytes = layout.full_numel * dtype.itemsize
+        self.gathered_bytes = 0 if self.is_identity else self.full_bytes
         """Bytes that gathering it takes beside the shards."""
         self.local_memory: Sequence[torch.Tensor] = (local,)
         """All tensors that its shards can be written through, beside views."""
@@ -295,9 +334,20 @@ class ShardedBuffer:
         if self.layout.world_size == 1:
             allocate_storage(self.full)
             return Gather(prepare=functools.partial(copy_each, [self.full], [self.local]))
+        return self._own_plan.start(lane.allocate, lane.release, casts=self._casts)
+
+    @property
+    def _own_plan(self) -> GatherPlan:
         if self._plan is None:
             self._plan = self._make_plan(pack_all=False)
-        return self._plan.start(lane.allocate, lane.release, casts=self._casts)
+        return self._plan
+
+    @property
+    def run_plan(self) -> GatherPlan | None:
+        """How to gather it in one run with others; None where it has several runs, or would not be gathered so."""
+        if self.layout.world_size == 1 or self.computes_first or self.resharded is not None:
+            return None
+        return plan if (plan := self._own_plan).is_one_run else None
 
     def reshard_to_smaller(self, comm: Comm) -> list[tuple[torch.Tensor, int]]:
         """Keep this rank's chunks over the ranks of ``comm``; the rest may be freed then.

@@ -16,9 +16,13 @@ from .device import backward_number, eager, in_compiled_autograd, label, queue_e
 from .errors import StateError, is_explained
 from .gradient import ReductionLanes
 from .iteration import Iteration
+from .joint import JointGather
 from .lanes import Device, current_device, device_for
 from .order import ExecutionOrder
 from .pending import PendingReductions
+
+MANY = 16
+"""Small units."""
 
 if TYPE_CHECKING:
     from .group import ParamGroup
@@ -44,11 +48,14 @@ class FSDPCommContext:
         self.order: ExecutionOrder[Unit] = ExecutionOrder()
         self.iteration = Iteration()
         self.reductions = PendingReductions()
+        self.joint: JointGather | None = None
+        """The last of several units."""
         self.has_root = False
         self.forward_root: Unit | None = None
         self.passes = 0
         self._is_agreed = self._replicas_agree = self._is_failing = False
         self._largest_unit: int | None = None
+        self._has_many_small_units = False
         self._units: list[weakref.ref[Unit]] = []
         self._turns: dict[ParamGroup, Unit] | None = None
         """Whose reductions have yet to start in this backward, in the order in which all ranks start them."""
@@ -78,9 +85,19 @@ class FSDPCommContext:
         """Bytes of the largest unit while it is gathered, roots aside: what may be gathered ahead of its use, so that
         nothing needs the memory of more than two units."""
         if self._largest_unit is None:
-            sizes = [(unit.measure(), unit.is_root) for unit in self.units]
-            self._largest_unit = max((size for size, is_root in sizes if not is_root), default=0)
+            self._largest_unit = self._measure()
         return self._largest_unit
+
+    @property
+    def has_many_small_units(self) -> bool:
+        """Whether so many units are small that it pays to communicate for several of them at once."""
+        return self.largest_unit >= 0 and self._has_many_small_units
+
+    def _measure(self) -> int:
+        units = self.units
+        sizes = [(unit.measure(), unit.is_root) for unit in units]
+        self._has_many_small_units = sum(unit.is_small for unit in units) >= MANY
+        return max((size for size, is_root in sizes if not is_root), default=0)
 
     def join(self, unit: Unit) -> None:
         """``unit`` shares this context from now on."""
@@ -133,6 +150,11 @@ class FSDPCommContext:
             yield from (group.mesh.shard, *group.mesh.replicate)
             if group.options.reduce_comm is not None:
                 yield group.options.reduce_comm
+
+    def gathers_enough_beside(self, unit: Unit) -> bool:
+        """Whether several units are gathered together that nobody has come to yet, nor does ``unit``."""
+        joint = self.joint
+        return not (joint is None or joint.is_awaited or any(group.waits_for(joint) for group in unit.groups))
 
     def gather_after(self, event: Any, first: Unit) -> None:
         """Let gathers start after ``event``. If the next one is that of ``first``, it does not wait for what is queued
@@ -240,7 +262,7 @@ class FSDPCommContext:
             if not creates_graph:
                 self._finish_turns()
             # Before the last one too: who reads gradients between micro-batches finds all of them.
-            self.reductions.finish()
+            self.reductions.finish(self.reduce_lanes)
             ended = [unit for unit in units if unit.iteration.ends]
             # Other forwards may wait for the backward that differentiates this one.
             if ended and not (creates_graph and any(unit.awaits_backward for unit in units)):
@@ -272,12 +294,13 @@ class FSDPCommContext:
             for unit in units:
                 unit.end_of_backward()
             self._finish_turns()
+            self.reductions.start_joint(self.reduce_lanes)
 
     def finish_iteration(self, units: Collection[Unit]) -> None:
         """Wait for the reductions under way, and end the iteration of ``units``."""
         with torch.no_grad(), self._ending():
             for context in dict.fromkeys(unit.context for unit in units):
-                context.reductions.finish()
+                context.reductions.finish(context.reduce_lanes)
         self._end_iteration(units)
         self.rest()
 

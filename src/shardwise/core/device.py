@@ -167,7 +167,7 @@ class RowSplitter:
     """Takes rows of staging memory apart: piece ``i`` of each of them becomes the row of that number in ``targets[i]``.
 
     Args:
-        targets: rows x elements each, in one memory; the pieces of a row are as long as their rows, and in their order.
+        targets: rows x elements each; the pieces of a row are as long as their rows, and in their order.
     """
 
     def __init__(self, targets: Sequence[torch.Tensor]):
@@ -208,11 +208,12 @@ class RowSplitter:
 
 
 def _evenly_spaced(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """``tensors``, of one memory, in runs of neighbours of the same shape, each as far behind the one before it."""
+    """``tensors`` in runs of neighbours of the same shape, in one memory, each as far behind the one before it."""
     runs: list[list[torch.Tensor]] = []
     for tensor in tensors:
         run = runs[-1] if runs else []
-        if run and run[0].shape == tensor.shape and (len(run) == 1 or _step([run[-1], tensor]) == _step(run)):
+        is_alike = bool(run) and run[0].shape == tensor.shape and shares_storage(run[0], tensor)
+        if is_alike and (len(run) == 1 or _step([run[-1], tensor]) == _step(run)):
             run.append(tensor)
         else:
             runs.append([tensor])

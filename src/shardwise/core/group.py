@@ -26,12 +26,14 @@ from .device import (
     without_torch_function,
 )
 from .errors import StateError
+from .joint import JointGather, joins
 from .lanes import Lane, Lease, Ticket, Waitable
 from .mesh import DataParallelMesh, DataParallelRanks
 from .parameter import make_sharded_parameter, mark_replaced, remember_successor
 from .reducer import GradientReducer
 from .shards import Shards
 from .slot import GroupOptions, Slot
+from .weak import weakly
 
 
 class ShardState(Enum):
@@ -68,6 +70,10 @@ def _issue(reference: weakref.ref[ParamGroup], gathers: Sequence[Gather]) -> Seq
         if gather.thin is not None:
             works = [*works, *group.mesh.shard.unite(gather.thin)]
     return works
+
+
+_GATHERED = (Gather(),)
+"""What is left to do where others have gathered."""
 
 
 class ParamGroup:
@@ -173,7 +179,9 @@ class ParamGroup:
         """Whether a gather was started that nobody waited for."""
         return self._gather is not None
 
-    def unshard(self, lane: Lane, *, for_backward: bool = False, ahead: bool = False) -> None:
+    def unshard(
+        self, lane: Lane, *, for_backward: bool = False, ahead: bool = False, joint: JointGather | None = None
+    ) -> None:
         """Start gathering; does nothing if the parameters are gathered or on their way.
 
         Args:
@@ -181,6 +189,7 @@ class ParamGroup:
             for_backward: the graph has the gathered buffers, so that what replaced parameters since counts later.
             ahead: not to wait for what is queued on the compute stream, if the shards were not written since they were
                 gathered last.
+            joint: to gather with, if that is possible, and not to start; of the same lane.
         """
         if self._gather is not None:
             if for_backward or not self.shards.is_outdated:
@@ -203,7 +212,7 @@ class ParamGroup:
         if self._is_cut and self.state is ShardState.SHARDED and self._may_differ(lane):
             self._drop_resharded()
         self.shards.check_materialized()
-        self._submit_gather(lane, ahead)
+        self._submit_gather(lane, ahead, joint)
 
     def _refuse_replaced(self) -> None:
         """
@@ -230,7 +239,7 @@ class ParamGroup:
 
     @labelled("FSDP::all_gather ({of.fqn})")
     @outside_transforms
-    def _submit_gather(self, lane: Lane, ahead: bool) -> None:
+    def _submit_gather(self, lane: Lane, ahead: bool, joint: JointGather | None) -> None:
         self._is_kept = False  # should the gather fail
         self._is_replayed = self._is_replayed or lane.is_captured
         ahead = ahead and self._may_run_ahead(lane)
@@ -238,6 +247,10 @@ class ParamGroup:
         self._lane = lane
         if self.shards.borrowed:
             self.shards.take_borrowed()
+        if joint is not None and self._joins():
+            self._gather = joint, _GATHERED
+            joint.add(self.name, self.shards.buffers, weakly(self.forget_gather))
+            return
         prepared, self._prepared = self._prepared, None
         after: tuple[Any, ...] | None = None
         if ahead and prepared is None:
@@ -260,6 +273,19 @@ class ParamGroup:
                 self._explain(error)
                 raise
         self._gather = ticket, gathers
+
+    def _joins(self) -> bool:
+        """Whether the next gather may be one with those of other groups, for as long as they need."""
+        keeps = self._keeps_unsharded and self._prepared is None and self._custom_gather is None
+        return keeps and joins(self.shards.buffers)
+
+    def waits_for(self, joint: JointGather) -> bool:
+        """Whether it is gathered by ``joint`` now."""
+        return self._gather is not None and self._gather[0] is joint
+
+    def forget_gather(self) -> None:
+        """The gather under way has failed."""
+        self._gather = None
 
     def _may_run_ahead(self, lane: Lane) -> bool:
         if not (lane.is_stream and lane is self._lane and self.shards.sees_writes) or lane.is_captured:

@@ -27,6 +27,7 @@ from .device import (
 from .errors import StateError
 from .group import ParamGroup, kept
 from .iteration import Iteration
+from .joint import JOINT_BYTES, JointGather
 from .lanes import Lane
 from .lost import LostWrites
 from .parameter import owner_of
@@ -84,6 +85,8 @@ class Unit:
         self.phase = Phase.IDLE
         self.is_root = False
         self.gathered_bytes = 0
+        self.is_small = False
+        """Whether it keeps whole parameters, of so few bytes that it is gathered and reduced together with others."""
         self.prefetch_forward: list[weakref.ref[Unit]] = []
         self.prefetch_backward: list[weakref.ref[Unit]] = []
         self._modules = [weakref.ref(module) for module in modules]
@@ -259,33 +262,58 @@ class Unit:
         self, direction: str, chosen: Sequence[weakref.ref[Unit]], expected: Iterator[Unit], ahead: bool = False
     ) -> None:
         """Start gathering the units that the user chose, or else the expected ones, as many as take no more memory
-        together than the largest unit: one if all are of one size, several if they are small."""
+        together than the largest unit: one if all are of one size, several if they are small. Those that stay gathered
+        go together, as soon as those before are there."""
         if chosen:
             for reference in chosen:
                 if (unit := reference()) is not None:
                     unit.prefetch(direction, unit.context.gather_lane, ahead)
             return
         context = self.context
-        limit = context.largest_unit
+        limit, joint = context.largest_unit, None
+        if direction == "forward" and context.has_many_small_units and self._gathers_to_stay:
+            if context.gathers_enough_beside(self):
+                return
+            limit, joint = max(limit, JOINT_BYTES), JointGather(context.gather_lane)
         for unit in expected if limit else ():
+            if joint is not None and unit.is_gathering:
+                continue
             limit -= unit.gathered_bytes
             if unit is self or limit < 0:
-                return
-            unit.prefetch(direction, context.gather_lane, ahead)
+                break
+            unit.prefetch(direction, context.gather_lane, ahead, joint)
             if not limit:
-                return
+                break
+        if joint:
+            context.joint = joint
+            joint.start()
+
+    @property
+    def _gathers_to_stay(self) -> bool:
+        """Whether its parameters are on their way, and will stay gathered between uses."""
+        keep = (group.is_gathering and group.mesh.strategy.keeps_unsharded for group in self.groups)
+        return bool(self.groups) and all(keep)
+
+    @property
+    def is_gathering(self) -> bool:
+        """Whether any of its parameters are on their way."""
+        return any(group.is_gathering for group in self.groups)
 
     def measure(self) -> int:
         """Note how many bytes its parameters take on this rank while they are gathered, and give them."""
-        self.gathered_bytes = sum([buffer.gathered_bytes for group in self.groups for buffer in group.shards.buffers])
+        buffers = [buffer for group in self.groups for buffer in group.shards.buffers]
+        self.gathered_bytes = sum([buffer.gathered_bytes for buffer in buffers])
+        keeps = bool(buffers) and all(group.mesh.strategy.keeps_unsharded for group in self.groups)
+        self.is_small = keeps and sum([buffer.full_bytes for buffer in buffers]) <= JOINT_BYTES // 2
         return self.gathered_bytes
 
     @labelled("FSDP::{0}_prefetch for {name}")
-    def prefetch(self, direction: str, lane: Lane, ahead: bool = False) -> None:
-        """Start gathering on ``lane`` for a use that is expected soon; ``ahead`` as in `ParamGroup.unshard`."""
+    def prefetch(self, direction: str, lane: Lane, ahead: bool = False, joint: JointGather | None = None) -> None:
+        """Start gathering on ``lane`` for a use that is expected soon; ``ahead`` and ``joint`` as in
+        `ParamGroup.unshard`."""
         for group in self.groups:
             if direction == "forward":
-                group.unshard(lane)
+                group.unshard(lane, joint=joint)
             elif group.options.unshard_in_backward and not group.is_unsharded:
                 group.unshard(lane, for_backward=True, ahead=ahead)
 
@@ -573,9 +601,8 @@ class Unit:
         for slots, gradients in group.gradients.take():
             if group.mesh.replicate and group.options.all_reduce_gradients:
                 context.agree_on_replicas()
-            context.reductions.make_room()
-            if (reduction := group.gradients.reduce(slots, gradients, context.reduce_lanes)) is not None:
-                context.reductions.add(reduction)
+            joins = self.is_small and context.has_many_small_units
+            context.reductions.start(group.gradients, slots, gradients, context.reduce_lanes, joins)
 
     def end_of_backward(self) -> None:
         """Do what no gradient triggered: inputs without gradients, parameters unused, calls that took no part."""

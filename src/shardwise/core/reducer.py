@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -48,7 +51,7 @@ class GradientReducer:
         self.shards, self.options = shards, options
         self.slots: Sequence[Slot] = shards.slots
         self.policy = shards.policy
-        self._plans: dict[tuple[tuple[Slot, ...], int, torch.dtype, bool], GradientPlan] = {}
+        self._plans: dict[tuple[Any, ...], GradientPlan] = {}
         self._absences: Counter[Slot] = Counter()
         """Of the parameters that had no gradient on any rank when they were reduced last."""
         self._was_kept = False
@@ -137,12 +140,8 @@ class GradientReducer:
         self, slots: Sequence[Slot], gradients: list[torch.Tensor | None], lanes: ReductionLanes
     ) -> Reduction | None:
         """Start reducing unsharded ``gradients`` (emptied) of ``slots``; None if they are theirs already."""
-        present = [gradient is not None for gradient in gradients]
-        if self.options.zeros_for_unused:
-            gradients = [
-                self._zeros(s, s.buffer.dtype) if g is None else g for s, g in zip(slots, gradients, strict=True)
-            ]
-            present = [True] * len(slots)
+        gradients = self._complete(slots, gradients)
+        present = _presence(gradients)
         is_own = self.mesh.size == 1 and self.options.all_reduce_hook is None
         if is_own and not is_elsewhere(slots[0].buffer.local, self.mesh.device) and self._completes_sums():
             self._deliver_own(slots, gradients)
@@ -151,22 +150,42 @@ class GradientReducer:
         if self._absences and self._completes_sums():
             idle = [slot for slot in slots if self._absences[slot] >= IDLE_AFTER]
         if not idle:
-            return self._start(slots, gradients, lanes, present, functools.partial(self._deliver_and_note, slots))
+            return self.start(slots, gradients, lanes, present, functools.partial(self.deliver_and_note, slots))
         active = [slot for slot in slots if slot not in idle]
         whole = dict(zip(slots, gradients, strict=True))
         had = dict(zip(slots, present, strict=True))
         gradients.clear()
 
         def deliver(shards: Sequence[torch.Tensor | None], exist: Sequence[bool]) -> None:
-            self._deliver_and_note([*active, *idle], shards, exist)
+            self.deliver_and_note([*active, *idle], shards, exist)
             late = [slot for slot, exists in zip(idle, exist[len(active) :], strict=True) if exists]
             if late:
                 self._reduce_now(late, [whole.pop(slot) for slot in late], lanes)
 
         told = [had[slot] for slot in (*active, *idle)]
-        return self._start(active, [whole.pop(slot) for slot in active], lanes, told, deliver)
+        return self.start(active, [whole.pop(slot) for slot in active], lanes, told, deliver)
 
-    def _deliver_and_note(
+    def _complete(self, slots: Sequence[Slot], gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """``gradients``, with zeros where there are none, if the user wants that."""
+        if not self.options.zeros_for_unused:
+            return gradients
+        pairs = zip(slots, gradients, strict=True)
+        return [self._zeros(slot, slot.buffer.dtype) if one is None else one for slot, one in pairs]
+
+    def contribution(self, slots: Sequence[Slot], gradients: list[torch.Tensor | None]) -> Contribution | None:
+        """``gradients`` of ``slots``, to be reduced together with those of others; None if they have to be alone."""
+        options = self.options
+        is_plain = options.all_reduce_hook is None and options.custom_reduce_scatter is None
+        if self._absences or not (is_plain and self._completes_sums()) or self.mesh.size == 1:
+            return None
+        gradients = self._complete(slots, gradients)
+        like = slots[0].buffer
+        dtype = self._reduce_dtype(next((one.dtype for one in gradients if one is not None), like.dtype), like)
+        route = self._route(dtype)
+        alike = route.shard, route.replicate, route.scale, dtype, like.dtype, like.local.dtype, like.local.device
+        return Contribution(self, slots, gradients, alike)
+
+    def deliver_and_note(
         self, told: Sequence[Slot], shards: Sequence[torch.Tensor | None], exist: Sequence[bool]
     ) -> None:
         """Deliver the shards of the first of the reported slots, and count absences of all of them."""
@@ -186,21 +205,31 @@ class GradientReducer:
     def _reduce_now(self, slots: Sequence[Slot], gradients: list[torch.Tensor | None], lanes: ReductionLanes) -> None:
         """Reduce ``gradients`` (emptied) of ``slots``, of each of which some rank has one."""
         exist = [True] * len(slots)
-        reduction = self._start(slots, gradients, lanes, exist, lambda shards, _: self._deliver(slots, shards))
+        reduction = self.start(slots, gradients, lanes, exist, lambda shards, _: self._deliver(slots, shards))
         reduction.release()
         reduction.finish()
         if reduction.lands:
             reduction.land()
 
-    def _start(
+    def start(
         self,
         slots: Sequence[Slot],
         gradients: list[torch.Tensor | None],
         lanes: ReductionLanes,
         present: Sequence[bool],
         deliver: Deliver,
+        name: str = "",
     ) -> Reduction:
-        """Reduce ``gradients`` (emptied) of ``slots``, zeros where there are none."""
+        """Reduce ``gradients`` (emptied) of ``slots``, zeros where there are none.
+
+        Args:
+            slots: of this group, or of several with the same route and dtypes.
+            gradients: of each of them.
+            lanes: that communicate.
+            present: which of the reported parameters have a gradient on this rank.
+            deliver: gets the result.
+            name: of the units, for messages, if they are several.
+        """
         like = (slots[0] if slots else self.slots[0]).buffer
         dtypes = {gradient.dtype for gradient in gradients if gradient is not None}
         dtype = self._reduce_dtype(next(iter(dtypes), like.dtype), like)
@@ -213,7 +242,7 @@ class GradientReducer:
             filled = [gradient.to(dtype) for gradient in filled]
         plan = self._plan(slots, len(present), dtype)
         self._check_partial_sums(plan)
-        route, device, name = self._route(dtype), self.mesh.device, self.shards.unit_name
+        route, device, name = self._route(dtype), self.mesh.device, name or self.shards.unit_name
         return Reduction(plan, route, filled, present, lanes, device, like.local, deliver, name)
 
     def _route(self, dtype: torch.dtype) -> Route:
@@ -249,7 +278,8 @@ class GradientReducer:
     def _plan(self, slots: Sequence[Slot], flags: int, dtype: torch.dtype) -> GradientPlan:
         shard = self.mesh.shard
         packs_all = shard.size == 1 or self.options.custom_reduce_scatter is not None
-        key = (tuple(slots), flags, dtype, packs_all)
+        # By buffers too: those of other groups, whose gradients are reduced with these, may be made anew.
+        key = (tuple(slots), tuple(slot.buffer for slot in slots), flags, dtype, packs_all)
         if (plan := self._plans.get(key)) is None:
             if len(self._plans) >= MOST_PLANS and all(plan.partial is None for plan in self._plans.values()):
                 self._plans.clear()
@@ -295,6 +325,50 @@ class GradientReducer:
             if old:
                 add_each(old, new)
         run_late_hooks(parameters)
+
+
+def _presence(gradients: Sequence[torch.Tensor | None]) -> list[bool]:
+    return [gradient is not None for gradient in gradients]
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """Unsharded gradients of one group that may be reduced together with those of others.
+
+    Args:
+        reducer: of the group.
+        slots: the parameters.
+        gradients: of each of them.
+        alike: equal to that of all others with which they may be.
+    """
+
+    reducer: GradientReducer
+    slots: Sequence[Slot]
+    gradients: list[torch.Tensor | None]
+    alike: tuple[object, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of them, were there any or not."""
+        return sum([slot.layout.numel * slot.buffer.dtype.itemsize for slot in self.slots])
+
+
+def reduce_together(members: Sequence[Contribution], lanes: ReductionLanes) -> Reduction:
+    """Start one reduction of all gradients of ``members`` (emptied), which are alike."""
+    slots = [*chain.from_iterable(member.slots for member in members)]
+    gradients = [*chain.from_iterable(member.gradients for member in members)]
+    for member in members:
+        member.gradients.clear()
+
+    def deliver(shards: Sequence[torch.Tensor | None], exist: Sequence[bool]) -> None:
+        start = 0
+        for member in members:
+            own = slice(start, start + len(member.slots))
+            member.reducer.deliver_and_note(member.slots, shards[own], exist[own])
+            start = own.stop
+
+    names = ", ".join(member.reducer.shards.unit_name for member in members)
+    return members[0].reducer.start(slots, gradients, lanes, _presence(gradients), deliver, names)
 
 
 def _held_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

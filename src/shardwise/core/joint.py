@@ -1,0 +1,141 @@
+"""Gathers of several small units in one collective, where whole parameters are kept: it takes no memory that they do
+not have, and a message costs more than what a small unit sends."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+
+from .agreement import explain_failure, sized
+from .buffer import Gather, ShardedBuffer
+from .comm import Comm
+from .lanes import Lane, Ticket, Waitable
+
+JOINT_BYTES = 2**21
+"""Of whole parameters that are gathered together: the first of them waits for all."""
+
+
+class _Member(NamedTuple):
+    name: str
+    buffers: Sequence[ShardedBuffer]
+    forget: Callable[[], object]
+
+
+def joins(buffers: Sequence[ShardedBuffer]) -> bool:
+    """Whether ``buffers`` can be gathered in one run with those of other groups."""
+    return all(buffer.run_plan is not None for buffer in buffers)
+
+
+def _issue(gathers: Sequence[tuple[Comm, Gather]], purpose: str) -> Sequence[Waitable]:
+    works: list[Waitable] = []
+    for comm, gather in gathers:
+        if gather.prepare is not None:
+            gather.prepare()
+        works += comm.all_gather(gather.outputs, gather.inputs, purpose)
+    return works
+
+
+class JointGather:
+    """The ticket of groups that are gathered together: started once all of them have been added, and finished for all
+    by the first that waits.
+
+    Args:
+        lane: that communicates.
+    """
+
+    def __init__(self, lane: Lane):
+        self._lane = lane
+        self._members: list[_Member] = []
+        self._gathers: Sequence[tuple[Comm, Gather]] = ()
+        self._ticket: Ticket | None = None
+        self.is_awaited = False
+        """Whether somebody has come to wait for it."""
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def add(self, name: str, buffers: Sequence[ShardedBuffer], forget: Callable[[], object]) -> None:
+        """Gather also a group.
+
+        Args:
+            name: of its unit, for messages.
+            buffers: of which `joins` says that they can.
+            forget: called if the gather fails: the group was not gathered.
+        """
+        self._members.append(_Member(name, buffers, forget))
+
+    @property
+    def _purpose(self) -> str:
+        return ", ".join(member.name for member in self._members)
+
+    def start(self) -> None:
+        """Start gathering what was added; does nothing if that has begun.
+
+        Raises:
+            RuntimeError: if ranks are known to be gone.
+        """
+        if self._ticket is not None or not self._members:
+            return
+        alike: defaultdict[tuple[Comm, torch.dtype, torch.device], list[ShardedBuffer]] = defaultdict(list)
+        for buffer in chain.from_iterable(member.buffers for member in self._members):
+            alike[buffer.comm, buffer.dtype, buffer.device].append(buffer)
+        try:
+            self._gathers = [(comm, _start_gather(buffers, self._lane)) for (comm, *_), buffers in alike.items()]
+            self._ticket = self._lane.submit(functools.partial(_issue, self._gathers, self._purpose))
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    @property
+    def event(self) -> Any:
+        """See `Ticket.event`."""
+        assert self._ticket is not None
+        return self._ticket.event
+
+    def wait(self) -> None:
+        """Order the compute stream after the gather, and put all in its places; the first time."""
+        self.is_awaited = True
+        self.start()
+        if self._ticket is None:
+            return
+        try:
+            self._ticket.wait()
+            for _, gather in self._gathers:
+                if gather.finish is not None:
+                    gather.finish()
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._members, self._gathers = [], ()
+
+    def synchronize(self) -> None:
+        """Order the host after the gather."""
+        if self._ticket is not None:
+            self._ticket.synchronize()
+
+    def _fail(self, error: BaseException) -> None:
+        members, self._members = self._members, []
+        for member in members:
+            member.forget()
+        if isinstance(error, RuntimeError):
+            sizes = [
+                (buffer.dtype, tensor.numel)
+                for member in members
+                for buffer in member.buffers
+                for tensor in buffer.layout.tensors
+            ]
+            comms = dict.fromkeys(buffer.comm for member in members for buffer in member.buffers)
+            names = ", ".join(repr(member.name) for member in members)
+            explain_failure(error, f"gathering the parameters of units {names} ({sized(sizes)})", *comms)
+
+
+def _start_gather(buffers: Sequence[ShardedBuffer], lane: Lane) -> Gather:
+    if len(buffers) == 1:
+        return buffers[0].start_gather(lane)
+    first, *others = [plan for buffer in buffers if (plan := buffer.run_plan) is not None]
+    return first.start_with(others, lane)
