@@ -286,6 +286,31 @@ def test_collectives_of_kept_parameters(
         assert (count.gathers, count.reductions, count.all_reduces) == (gathers, reductions, all_reduces)
 
 
+@pytest.mark.parametrize(
+    ("preset", "gathers", "reductions", "all_reduces"),
+    # Eight and then seven and a half layers reach two mebibytes; the root is gathered alone, since it begins.
+    [("zero1", 1 + 3, 3, 0), ("zero2", 1 + 3, 9, 0), ("ddp", 0, 0, 3), ("zero3", 21 * 2 * 3 - 3, 21 * 3, 0)],
+)
+def test_collectives_of_many_small_units(
+    fake_mesh: Mesh, preset: str, gathers: int, reductions: int, all_reduces: int
+) -> None:
+    torch.manual_seed(0)
+    mesh, model = fake_mesh(4), Transformer(layers=20, width=72)
+    for unit in (*model.layers, model):
+        fully_shard(unit, mesh=mesh, placements=getattr(Placements, preset))
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = inputs_for(model, 0)
+    for step in range(3):
+        with counted() as count:
+            for micro_batch in range(3):
+                model.set_is_last_backward(micro_batch == 2)  # type: ignore[operator]
+                model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if step:  # the order is known then
+            assert (count.gathers, count.reductions, count.all_reduces) == (gathers, reductions, all_reduces)
+
+
 def test_evaluation_twice_gathers_kept_parameters_once(fake_mesh: Mesh) -> None:
     model = build(fake_mesh(4), placements=Placements.zero2)
     x = inputs_for(model, 0)

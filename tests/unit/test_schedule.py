@@ -85,6 +85,29 @@ def test_presets(fake_mesh: Mesh, preset: str, prepare: Any, micro_batches: int,
     assert any(entry.kind == "use" and entry.stream for entry in log)
 
 
+@pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2"])
+@pytest.mark.parametrize("prepare", [nothing, keep_three_buffers])
+@pytest.mark.parametrize("nbytes", [2**15, 2**21])
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16], ids=["fp32", "bf16"])
+def test_small_units_together(
+    fake_mesh: Mesh,
+    monkeypatch: pytest.MonkeyPatch,
+    preset: str,
+    prepare: Any,
+    nbytes: int,
+    policy: MixedPrecisionPolicy,
+) -> None:
+    for room in ("hooks", "pending"):
+        monkeypatch.setattr(f"shardwise.core.{room}.JOINT_BYTES", nbytes)
+    mesh, placements, alone = fake_mesh(2), getattr(Placements, preset), []
+    for many in (100, 2):
+        monkeypatch.setattr("shardwise.core.context.MANY", many)
+        log = recorded(mesh, prepare, micro_batches=2, placements=placements, mp_policy=policy)
+        assert faults(log) == []
+        alone.append([entry.name for entry in log if "c10d" in entry.name])
+    assert len(alone[1]) < len(alone[0]), "otherwise nothing went together"
+
+
 @pytest.mark.parametrize("reshard", [True, False, 2])
 def test_resharding(fake_mesh: Mesh, reshard: bool | int) -> None:
     assert faults(recorded(fake_mesh(4), reshard_after_forward=reshard)) == []

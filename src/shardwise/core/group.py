@@ -33,7 +33,6 @@ from .parameter import make_sharded_parameter, mark_replaced, remember_successor
 from .reducer import GradientReducer
 from .shards import Shards
 from .slot import GroupOptions, Slot
-from .weak import weakly
 
 
 class ShardState(Enum):
@@ -191,6 +190,8 @@ class ParamGroup:
                 gathered last.
             joint: to gather with, if that is possible, and not to start; of the same lane.
         """
+        if self._has_failed_with_others():
+            self._gather = None
         if self._gather is not None:
             if for_backward or not self.shards.is_outdated:
                 return
@@ -249,7 +250,7 @@ class ParamGroup:
             self.shards.take_borrowed()
         if joint is not None and self._joins():
             self._gather = joint, _GATHERED
-            joint.add(self.name, self.shards.buffers, weakly(self.forget_gather))
+            joint.add(self.name, self.shards.buffers)
             return
         prepared, self._prepared = self._prepared, None
         after: tuple[Any, ...] | None = None
@@ -283,9 +284,10 @@ class ParamGroup:
         """Whether it is gathered by ``joint`` now."""
         return self._gather is not None and self._gather[0] is joint
 
-    def forget_gather(self) -> None:
-        """The gather under way has failed."""
-        self._gather = None
+    def _has_failed_with_others(self) -> bool:
+        """Whether the gather under way is one with those of other groups, one of which has waited for it in vain."""
+        ticket = None if self._gather is None else self._gather[0]
+        return isinstance(ticket, JointGather) and ticket.has_failed
 
     def _may_run_ahead(self, lane: Lane) -> bool:
         if not (lane.is_stream and lane is self._lane and self.shards.sees_writes) or lane.is_captured:
@@ -328,6 +330,8 @@ class ParamGroup:
     @outside_transforms
     def wait_for_unshard(self) -> None:
         """Wait for the gather and register the unsharded parameters."""
+        if self._has_failed_with_others():
+            self._gather = None
         if self._gather is None:
             return
         ticket, gathers = self._gather

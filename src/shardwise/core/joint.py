@@ -3,9 +3,10 @@ not have, and a message costs more than what a small unit sends."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -23,7 +24,6 @@ JOINT_BYTES = 2**21
 class _Member(NamedTuple):
     name: str
     buffers: Sequence[ShardedBuffer]
-    forget: Callable[[], object]
 
 
 def joins(buffers: Sequence[ShardedBuffer]) -> bool:
@@ -55,19 +55,20 @@ class JointGather:
         self._ticket: Ticket | None = None
         self.is_awaited = False
         """Whether somebody has come to wait for it."""
+        self.has_failed = False
+        """Whether it raised: nobody waits for it then, and nothing was gathered."""
 
     def __len__(self) -> int:
         return len(self._members)
 
-    def add(self, name: str, buffers: Sequence[ShardedBuffer], forget: Callable[[], object]) -> None:
+    def add(self, name: str, buffers: Sequence[ShardedBuffer]) -> None:
         """Gather also a group.
 
         Args:
             name: of its unit, for messages.
             buffers: of which `joins` says that they can.
-            forget: called if the gather fails: the group was not gathered.
         """
-        self._members.append(_Member(name, buffers, forget))
+        self._members.append(_Member(name, buffers))
 
     @property
     def _purpose(self) -> str:
@@ -79,17 +80,14 @@ class JointGather:
         Raises:
             RuntimeError: if ranks are known to be gone.
         """
-        if self._ticket is not None or not self._members:
+        if self._ticket is not None:
             return
         alike: defaultdict[tuple[Comm, torch.dtype, torch.device], list[ShardedBuffer]] = defaultdict(list)
         for buffer in chain.from_iterable(member.buffers for member in self._members):
             alike[buffer.comm, buffer.dtype, buffer.device].append(buffer)
-        try:
+        with self._failing():
             self._gathers = [(comm, _start_gather(buffers, self._lane)) for (comm, *_), buffers in alike.items()]
             self._ticket = self._lane.submit(functools.partial(_issue, self._gathers, self._purpose))
-        except BaseException as error:
-            self._fail(error)
-            raise
 
     @property
     def event(self) -> Any:
@@ -101,16 +99,12 @@ class JointGather:
         """Order the compute stream after the gather, and put all in its places; the first time."""
         self.is_awaited = True
         self.start()
-        if self._ticket is None:
-            return
-        try:
+        assert self._ticket is not None
+        with self._failing():
             self._ticket.wait()
             for _, gather in self._gathers:
                 if gather.finish is not None:
                     gather.finish()
-        except BaseException as error:
-            self._fail(error)
-            raise
         self._members, self._gathers = [], ()
 
     def synchronize(self) -> None:
@@ -118,20 +112,22 @@ class JointGather:
         if self._ticket is not None:
             self._ticket.synchronize()
 
-    def _fail(self, error: BaseException) -> None:
-        members, self._members = self._members, []
-        for member in members:
-            member.forget()
-        if isinstance(error, RuntimeError):
-            sizes = [
-                (buffer.dtype, tensor.numel)
-                for member in members
-                for buffer in member.buffers
-                for tensor in buffer.layout.tensors
-            ]
-            comms = dict.fromkeys(buffer.comm for member in members for buffer in member.buffers)
-            names = ", ".join(repr(member.name) for member in members)
-            explain_failure(error, f"gathering the parameters of units {names} ({sized(sizes)})", *comms)
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self.has_failed = True
+            if isinstance(error, RuntimeError):
+                self._explain(error)
+            raise
+
+    def _explain(self, error: RuntimeError) -> None:
+        buffers = [buffer for member in self._members for buffer in member.buffers]
+        sizes = [(buffer.dtype, tensor.numel) for buffer in buffers for tensor in buffer.layout.tensors]
+        names = ", ".join(repr(member.name) for member in self._members)
+        comms = dict.fromkeys(buffer.comm for buffer in buffers)
+        explain_failure(error, f"gathering the parameters of units {names} ({sized(sizes)})", *comms)
 
 
 def _start_gather(buffers: Sequence[ShardedBuffer], lane: Lane) -> Gather:

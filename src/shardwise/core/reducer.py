@@ -182,7 +182,8 @@ class GradientReducer:
         like = slots[0].buffer
         dtype = self._reduce_dtype(next((one.dtype for one in gradients if one is not None), like.dtype), like)
         route = self._route(dtype)
-        alike = route.shard, route.replicate, route.scale, dtype, like.dtype, like.local.dtype, like.local.device
+        shard = route.shard if route.shard.size > 1 else None
+        alike = shard, route.replicate, route.scale, dtype, like.dtype, like.local.dtype, like.local.device
         return Contribution(self, slots, gradients, alike)
 
     def deliver_and_note(

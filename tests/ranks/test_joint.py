@@ -1,0 +1,348 @@
+"""Small units that keep whole parameters are gathered and reduced several at a time, with the same results."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardwise
+from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.core import context
+from shardwise.core.joint import JointGather
+from shardwise.core.module import unit_of
+from shardwise.core.pending import PendingReductions
+
+from ..interruptions import interrupted
+from ..models import Stack, wrap
+from .harness import RankError, assert_others_name, on_ranks, ranks
+from .test_autograd import WIDTH, Layer
+from .truth import assert_tensors, batch, check, gradients_of, make_optimizer, state_of
+
+LAYERS = context.MANY + 2
+SEVERAL = 2048
+"""Bytes of several of the layers, but not of all."""
+KEPT = ["ddp", "zero1", "zero2"]
+
+
+def stack(layers: int = LAYERS) -> Stack:
+    torch.manual_seed(1)
+    return Stack([Layer() for _ in range(layers)], WIDTH)
+
+
+def sharded(preset: str, mesh: Any = None, layers: int = LAYERS, **options: Any) -> Any:
+    return wrap(stack(layers), shardwise.fully_shard, placements=preset, mesh=mesh, **options)
+
+
+@contextlib.contextmanager
+def joining(nbytes: int) -> Iterator[None]:
+    """At most this many bytes at a time; 0: each unit by itself."""
+    with contextlib.ExitStack() as changed:
+        if not nbytes:
+            changed.enter_context(mock.patch("shardwise.core.context.MANY", LAYERS + 2))
+        for room in ("hooks", "pending"):
+            changed.enter_context(mock.patch(f"shardwise.core.{room}.JOINT_BYTES", nbytes or 1))
+        yield
+
+
+def train(
+    model: Any, steps: int = 3, micro_batches: int = 1, optimizer: Any = None, stop_after: Any = lambda step: None
+) -> dict[str, torch.Tensor | None]:
+    """Losses, gradients and parameters of all steps."""
+    optimizer = optimizer or make_optimizer(model)
+    found: dict[str, torch.Tensor | None] = {}
+    for step in range(steps):
+        for part in range(micro_batches):
+            model.set_is_last_backward(part == micro_batches - 1)
+            loss = model(batch(10 * step + part, dist.get_rank(), 4, WIDTH), stop_after(step)).float().square().mean()
+            loss.backward()
+            found[f"loss {step}.{part}"] = loss.detach()
+        found |= {f"gradient {step} of {name}": value for name, value in gradients_of(model).items()}
+        optimizer.step()
+        optimizer.zero_grad()
+    return found | state_of(model)
+
+
+def assert_same(
+    ours: dict[str, torch.Tensor | None], truth: dict[str, torch.Tensor | None], preset: str = "zero1"
+) -> None:
+    """Bit for bit, but for gloo's all-reduce, whose order of additions depends on where in a message a number is."""
+    assert ours.keys() == truth.keys()
+    for name, value in ours.items():
+        assert_tensors(name, value, truth[name], bitwise=preset != "ddp" or dist.get_world_size() <= 2)
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[dict[str, list[int]]]:
+    """How many groups take part in each joint gather, and each joint reduction, while inside."""
+    counts: dict[str, list[int]] = {"gathers": [], "reductions": []}
+    start, start_joint = JointGather.start, PendingReductions.start_joint
+
+    def gather(self: JointGather) -> None:
+        if self._ticket is None:
+            counts["gathers"].append(len(self))
+        start(self)
+
+    def reduce(self: PendingReductions, lanes: Any) -> None:
+        if self._joint:
+            counts["reductions"].append(len(self._joint))
+        start_joint(self, lanes)
+
+    with (
+        mock.patch.object(JointGather, "start", gather),
+        mock.patch.object(PendingReductions, "start_joint", reduce),
+    ):
+        yield counts
+
+
+@on_ranks(1, 2, 3, preset=KEPT, nbytes=[SEVERAL, 2**21], precision=[None, torch.bfloat16])
+def test_the_same_bits(preset: str, nbytes: int, precision: torch.dtype | None) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=precision and torch.float32)
+    with joining(0), counting() as counts:
+        truth = train(sharded(preset, mp_policy=policy), micro_batches=2)
+    assert counts == {"gathers": [], "reductions": []}
+    with joining(nbytes), counting() as counts:
+        assert_same(train(sharded(preset, mp_policy=policy), micro_batches=2), truth, preset)
+    gathers, reductions = counts["gathers"], counts["reductions"]
+    is_alone = dist.get_world_size() == 1 and preset != "ddp" and policy.param_dtype is None
+    if dist.get_world_size() == 1:
+        assert not gathers, "nothing is communicated"
+    elif nbytes == 2**21:
+        # The order is known from the second pass on; the root's are gathered alone, since forward begins with them.
+        assert gathers == ([] if preset == "ddp" else [LAYERS] * 2)
+        assert reductions == [LAYERS + 1] * (6 if preset == "zero2" else 3)
+    else:
+        assert (len(gathers) > 2) == (preset != "ddp")
+        assert max(gathers, default=0) < LAYERS
+        assert len(reductions) > (6 if preset == "zero2" else 3)
+        assert max(reductions) < LAYERS
+    assert not is_alone or not reductions
+
+
+@on_ranks(2, 3, preset=KEPT, nbytes=[SEVERAL, 2**21])
+def test_like_plain_training_and_fsdp2(preset: str, nbytes: int) -> None:
+    with joining(nbytes):
+        check(
+            stack,
+            wrapping=lambda model, verb: wrap(model, verb, **_options(verb, preset)),
+            bitwise=preset != "ddp",  # gloo's all-reduce adds in another order
+        )
+
+
+def _options(verb: Any, preset: str) -> dict[str, Any]:
+    return {"placements": preset} if verb is shardwise.fully_shard else {}
+
+
+@on_ranks(4, preset=KEPT)
+def test_two_axes(preset: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    found = []
+    for nbytes in (0, 2**21):
+        with joining(nbytes):
+            model = sharded(preset, mesh)
+            model.set_requires_all_reduce(False)
+            model(batch(7, dist.get_rank(), 4, WIDTH)).square().mean().backward()
+            model.set_requires_all_reduce(True)
+            found.append(train(model, micro_batches=2))
+    assert_same(found[1], found[0], preset)
+
+
+@on_ranks(2, preset=["zero1", "zero2"], policy=[CPUOffloadPolicy(pin_memory=False), OffloadPolicy()])
+def test_other_kinds_of_units_among_them(preset: str, policy: OffloadPolicy) -> None:
+    """Frozen ones, one that zeros are reduced of, one with two dtypes, tied ones, and one too large to be joined."""
+    found = []
+    for nbytes in (0, SEVERAL, 2**21):
+        model = stack()
+        layers: Any = model.layers
+        layers[3].requires_grad_(False)
+        layers[4].gate.requires_grad_(False)
+        layers[6].same = layers[6].linear
+        layers[7].gate = nn.Parameter(layers[7].gate.detach().bfloat16())
+        layers[8].linear = nn.Sequential(nn.Linear(WIDTH, 700), nn.Linear(700, WIDTH))
+        with joining(nbytes), counting() as counts:
+            wrap(model, shardwise.fully_shard, placements=preset, offload_policy=policy)
+            layers[10].set_reduce_scatter_unused_params(True)
+            layers[11].set_gradient_divide_factor(3.0)
+            layers[12].set_all_reduce_hook(lambda reduced: reduced.mul_(2))
+            layers[13].set_requires_gradient_sync(False)
+            found.append(train(model, steps=4))
+        assert bool(counts["gathers"]) == bool(counts["reductions"]) == bool(nbytes)
+    assert_same(found[1], found[0])
+    assert_same(found[2], found[0])
+
+
+@on_ranks(2, 3, preset=KEPT)
+def test_parameters_without_gradients(preset: str) -> None:
+    """On one rank, on all, and again after they were left out of reductions."""
+    found = []
+    for nbytes in (0, 2**21):
+        with joining(nbytes):
+            model = sharded(preset)
+            layers, rank = model.layers, dist.get_rank()
+            optimizer, steps = make_optimizer(model), {}
+            for step in range(6):
+                x = batch(step, rank, 4, WIDTH)
+                is_used = step in (1, 5) or (step == 0 and rank == 0)
+                hooks = [
+                    layer.linear.register_forward_hook(lambda _, __, output: output.detach())
+                    for layer in ([] if is_used else layers[5:7])
+                ]
+                model(x).square().mean().backward()
+                steps |= {f"{step} {name}": value for name, value in gradients_of(model).items()}
+                for hook in hooks:
+                    hook.remove()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(steps | state_of(model))
+    assert_same(found[1], found[0], preset)
+
+
+@on_ranks(2, preset=["zero1", "zero2"])
+def test_units_that_do_not_run_each_time(preset: str) -> None:
+    found = []
+    for nbytes in (0, SEVERAL, 2**21):
+        with joining(nbytes):
+            model = sharded(preset)
+            trained = train(model, steps=8, stop_after=lambda step: (None, None, 4, 4, 12, None, 9, None)[step])
+            with torch.no_grad():
+                model.layers[9].linear.weight.mul_(2)
+                model.layers[2].linear.weight.to_local().data.add_(1)
+                trained["evaluation"] = model(batch(0, dist.get_rank(), 4, WIDTH))
+                trained["again"] = model(batch(0, dist.get_rank(), 4, WIDTH))
+            found.append(trained)
+    assert_same(found[1], found[0])
+    assert_same(found[2], found[0])
+
+
+class PlannedError(Exception):
+    """What the tests raise."""
+
+
+@on_ranks(2, preset=["zero1", "zero2"], where=["forward", "backward"], resets=[True, False])
+def test_after_an_exception(preset: str, where: str, resets: bool) -> None:
+    def fail(*_: Any) -> None:
+        raise PlannedError
+
+    found = []
+    for nbytes in (0, SEVERAL, 2**21):
+        with joining(nbytes):
+            model = sharded(preset)
+            optimizer = make_optimizer(model)
+            train(model, steps=2, optimizer=optimizer)
+            layer = model.layers[9]
+            hook = (layer if where == "forward" else layer.linear).register_forward_hook(
+                fail if where == "forward" else lambda _, __, output: output.register_hook(fail) and None
+            )
+            with contextlib.suppress(PlannedError):
+                model(batch(5, dist.get_rank(), 4, WIDTH)).square().mean().backward()
+            hook.remove()
+            if resets:
+                model.reset_iter_state()
+            optimizer.zero_grad()
+            found.append(train(model, optimizer=optimizer))
+    assert_same(found[1], found[0])
+    assert_same(found[2], found[0])
+
+
+@on_ranks(2, name=["JointGather.start", "JointGather.wait", "GatherPlan.start_with", "PendingReductions.start_joint"])
+def test_interrupted(name: str) -> None:
+    """By the same exception on all ranks, at each line."""
+
+    def after(lines: int) -> tuple[dict[str, torch.Tensor | None], bool]:
+        model = sharded("zero1", layers=3)
+        optimizer = make_optimizer(model)
+        train(model, steps=2, optimizer=optimizer)
+        with contextlib.suppress(KeyboardInterrupt), interrupted(name, lines) as raised:
+            model(batch(5, dist.get_rank(), 4, WIDTH)).square().mean().backward()
+        model.reset_iter_state()
+        optimizer.zero_grad()
+        return train(model, steps=1, optimizer=optimizer), bool(raised)
+
+    with mock.patch("shardwise.core.context.MANY", 2):
+        truth, was_raised = after(10**6)
+        assert not was_raised
+        lines, was_raised = 0, True
+        while was_raised:
+            found, was_raised = after(lines)
+            assert_same(found, truth)
+            lines += 1
+    assert 1 < lines < 60
+
+
+@on_ranks(2)
+def test_the_updates_of_flat_optimizers() -> None:
+    found = []
+    for nbytes in (0, SEVERAL, 2**21):
+        with joining(nbytes):
+            model = sharded("zero1")
+            optimizer = shardwise.optim.flat(torch.optim.AdamW, model.parameters(), lr=1e-2)
+            found.append(train(model, optimizer=optimizer))
+    assert_same(found[1], found[0])
+    assert_same(found[2], found[0])
+
+
+@on_ranks(2)
+def test_gathers_that_the_user_started() -> None:
+    """Among those that go together, also if nobody waits for them."""
+    model = sharded("zero1")
+    optimizer = make_optimizer(model)
+    train(model, steps=2, optimizer=optimizer)
+    x = batch(0, dist.get_rank(), 4, WIDTH)
+    with torch.no_grad():
+        torch._foreach_mul_(list(model.parameters()), 2)
+    handles = [model.layers[index].unshard(async_op=True) for index in (4, 5)]
+    handles[0].wait()
+    first = model(x)
+    again = model(x)
+    assert_tensors("the output", again, first, bitwise=True)
+    truth = stack()
+    truth.load_state_dict(state_of(model))
+    torch.testing.assert_close(first, truth(x))
+    unit = unit_of(model.layers[5])
+    assert unit is not None
+    assert not unit.is_gathering
+
+
+@on_ranks(2)
+def test_memory_goes_with_the_model() -> None:
+    model = sharded("zero2")
+    train(model)
+    unit = unit_of(model.layers[3])
+    assert unit is not None
+    gathered = unit.groups[0].shards.buffers[0].full
+    memory = torch.multiprocessing.reductions.StorageWeakRef(gathered.untyped_storage())
+    del unit, gathered, model
+    assert memory.expired()
+
+
+class Dies:
+    """What the test below runs by name."""
+
+    @staticmethod
+    def body(where: str) -> None:
+        model = sharded("zero1")
+        optimizer = make_optimizer(model)
+        train(model, steps=2, optimizer=optimizer)
+        if dist.get_rank() == 0:
+            owner: Any = JointGather if where == "gathering" else PendingReductions
+            setattr(owner, "start" if where == "gathering" else "start_joint", lambda *_: os._exit(3))
+        model(batch(5, dist.get_rank(), 4, WIDTH)).square().mean().backward()
+
+
+@pytest.mark.parametrize("where", ["gathering", "reducing"])
+def test_others_name_a_rank_that_dies(where: str) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(__name__, "Dies", {"where": where}, 60.0)
+    assert_others_name(0, 2, caught.value)
+    message = str(caught.value)
+    assert where in message
+    assert "layers.4" in message
+    assert "layers.5" in message
