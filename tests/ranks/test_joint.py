@@ -48,7 +48,7 @@ def joining(nbytes: int) -> Iterator[None]:
     with contextlib.ExitStack() as changed:
         if not nbytes:
             changed.enter_context(mock.patch("shardwise.core.context.MANY", LAYERS + 2))
-        for room in ("hooks", "pending"):
+        for room in ("context", "pending"):
             changed.enter_context(mock.patch(f"shardwise.core.{room}.JOINT_BYTES", nbytes or 1))
         yield
 
@@ -87,7 +87,7 @@ def counting() -> Iterator[dict[str, list[int]]]:
     start, start_joint = JointGather.start, PendingReductions.start_joint
 
     def gather(self: JointGather) -> None:
-        if self._ticket is None:
+        if self._ticket is None and len(self) > 1:
             counts["gathers"].append(len(self))
         start(self)
 
@@ -116,8 +116,8 @@ def test_the_same_bits(preset: str, nbytes: int, precision: torch.dtype | None) 
     if dist.get_world_size() == 1:
         assert not gathers, "nothing is communicated"
     elif nbytes == 2**21:
-        # The order is known from the second pass on; the root's are gathered alone, since forward begins with them.
-        assert gathers == ([] if preset == "ddp" else [LAYERS] * 2)
+        # Once all have been gathered before.
+        assert gathers == ([] if preset == "ddp" else [LAYERS + 1] * 2)
         assert reductions == [LAYERS + 1] * (6 if preset == "zero2" else 3)
     else:
         assert (len(gathers) > 2) == (preset != "ddp")
@@ -222,6 +222,25 @@ def test_units_that_do_not_run_each_time(preset: str) -> None:
     assert_same(found[2], found[0])
 
 
+@on_ranks(2, 3, preset=KEPT)
+def test_ranks_that_evaluate_what_they_like(preset: str) -> None:
+    """While nothing is to be gathered: what goes together afterwards does not depend on that."""
+    found = []
+    for nbytes in (0, SEVERAL, 2**21):
+        with joining(nbytes):
+            model = sharded(preset)
+            optimizer = make_optimizer(model)
+            trained = train(model, optimizer=optimizer)
+            with torch.no_grad():
+                model(batch(0, 0, 4, WIDTH))  # gathers
+                for stop_after in range(3, 17, 4 + 3 * dist.get_rank()):
+                    model(batch(0, 0, 4, WIDTH), stop_after)
+                    model.layers[stop_after](batch(0, 0, 4, WIDTH))
+            found.append(trained | train(model, optimizer=optimizer))
+    assert_same(found[1], found[0], preset)
+    assert_same(found[2], found[0], preset)
+
+
 class PlannedError(Exception):
     """What the tests raise."""
 
@@ -308,7 +327,7 @@ def test_gathers_that_the_user_started() -> None:
     torch.testing.assert_close(first, truth(x))
     unit = unit_of(model.layers[5])
     assert unit is not None
-    assert not unit.is_gathering
+    assert not unit.is_on_its_way
 
 
 @on_ranks(2)

@@ -97,7 +97,7 @@ def test_small_units_together(
     nbytes: int,
     policy: MixedPrecisionPolicy,
 ) -> None:
-    for room in ("hooks", "pending"):
+    for room in ("context", "pending"):
         monkeypatch.setattr(f"shardwise.core.{room}.JOINT_BYTES", nbytes)
     mesh, placements, alone = fake_mesh(2), getattr(Placements, preset), []
     for many in (100, 2):

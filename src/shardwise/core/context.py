@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,7 @@ from .device import backward_number, eager, in_compiled_autograd, label, queue_e
 from .errors import StateError, is_explained
 from .gradient import ReductionLanes
 from .iteration import Iteration
-from .joint import JointGather
+from .joint import JOINT_BYTES, JointGather
 from .lanes import Device, current_device, device_for
 from .order import ExecutionOrder
 from .pending import PendingReductions
@@ -48,14 +48,13 @@ class FSDPCommContext:
         self.order: ExecutionOrder[Unit] = ExecutionOrder()
         self.iteration = Iteration()
         self.reductions = PendingReductions()
-        self.joint: JointGather | None = None
-        """The last of several units."""
         self.has_root = False
         self.forward_root: Unit | None = None
         self.passes = 0
         self._is_agreed = self._replicas_agree = self._is_failing = False
         self._largest_unit: int | None = None
-        self._has_many_small_units = False
+        self._batches: list[list[weakref.ref[Unit]]] = []
+        """Of units that are gathered together, in the order in which they joined: that of the modules."""
         self._units: list[weakref.ref[Unit]] = []
         self._turns: dict[ParamGroup, Unit] | None = None
         """Whose reductions have yet to start in this backward, in the order in which all ranks start them."""
@@ -90,13 +89,16 @@ class FSDPCommContext:
 
     @property
     def has_many_small_units(self) -> bool:
-        """Whether so many units are small that it pays to communicate for several of them at once."""
-        return self.largest_unit >= 0 and self._has_many_small_units
+        """Whether all units keep whole parameters, and so many are small that it pays to communicate for several of
+        them at once."""
+        return self.largest_unit >= 0 and bool(self._batches)
 
     def _measure(self) -> int:
         units = self.units
         sizes = [(unit.measure(), unit.is_root) for unit in units]
-        self._has_many_small_units = sum(unit.is_small for unit in units) >= MANY
+        self._batches = []
+        if all(unit.keeps_unsharded for unit in units) and sum(map(is_small, units)) >= MANY:
+            self._batches = _in_batches(units)
         return max((size for size, is_root in sizes if not is_root), default=0)
 
     def join(self, unit: Unit) -> None:
@@ -151,10 +153,30 @@ class FSDPCommContext:
             if group.options.reduce_comm is not None:
                 yield group.options.reduce_comm
 
-    def gathers_enough_beside(self, unit: Unit) -> bool:
-        """Whether several units are gathered together that nobody has come to yet, nor does ``unit``."""
-        joint = self.joint
-        return not (joint is None or joint.is_awaited or any(group.waits_for(joint) for group in unit.groups))
+    def gather_batches(self, unit: Unit) -> None:
+        """Start gathering ``unit``, which runs forward, with all of its batch, and then the next batch.
+
+        Nothing else decides what goes together, and in which order: ranks may have recorded others, since where nothing
+        is to be gathered each may run what it likes.
+        """
+        joint = JointGather(self.gather_lane)
+        for group in unit.groups:
+            group.unshard(self.gather_lane, joint=joint)
+        if joint:
+            self._gather_together(self._batch(unit.batch), joint)
+        if unit.is_on_its_way:
+            following = self._batch(unit.batch + 1)
+            if not any(other.is_on_its_way for other in following):
+                self._gather_together(following, JointGather(self.gather_lane))
+
+    def _batch(self, index: int) -> list[Unit]:
+        references = self._batches[index] if index < len(self._batches) else ()
+        return [unit for reference in references if (unit := reference()) is not None]
+
+    def _gather_together(self, units: Iterable[Unit], joint: JointGather) -> None:
+        for unit in units:
+            unit.join_gather(joint)
+        joint.start()
 
     def gather_after(self, event: Any, first: Unit) -> None:
         """Let gathers start after ``event``. If the next one is that of ``first``, it does not wait for what is queued
@@ -333,6 +355,27 @@ class FSDPCommContext:
         self.order.forget()
         self.rest()
         self.forward_root, self._queued_end, self._creates_graph = None, None, False
+
+
+def is_small(unit: Unit) -> bool:
+    """Whether a message costs more than what ``unit`` sends."""
+    return 0 < unit.whole_bytes <= JOINT_BYTES // 2
+
+
+def _in_batches(units: Sequence[Unit]) -> list[list[weakref.ref[Unit]]]:
+    """``units`` in runs of neighbours that are small, of no more bytes than are gathered together, or of one that is
+    not; all are told which is theirs."""
+    batches: list[list[weakref.ref[Unit]]] = []
+    room = 0
+    for unit in units:
+        size = unit.whole_bytes if is_small(unit) else JOINT_BYTES
+        if size > room:
+            batches.append([])
+            room = JOINT_BYTES
+        batches[-1].append(unit.reference)
+        unit.batch = len(batches) - 1
+        room -= size
+    return batches
 
 
 def _failed() -> None:

@@ -178,6 +178,11 @@ class ParamGroup:
         """Whether a gather was started that nobody waited for."""
         return self._gather is not None
 
+    @property
+    def is_on_its_way(self) -> bool:
+        """Whether it is gathering, and has to communicate for that."""
+        return self._gather is not None and self._gather[0] is not None
+
     def unshard(
         self, lane: Lane, *, for_backward: bool = False, ahead: bool = False, joint: JointGather | None = None
     ) -> None:
@@ -279,10 +284,6 @@ class ParamGroup:
         """Whether the next gather may be one with those of other groups, for as long as they need."""
         keeps = self._keeps_unsharded and self._prepared is None and self._custom_gather is None
         return keeps and joins(self.shards.buffers)
-
-    def waits_for(self, joint: JointGather) -> bool:
-        """Whether it is gathered by ``joint`` now."""
-        return self._gather is not None and self._gather[0] is joint
 
     def _has_failed_with_others(self) -> bool:
         """Whether the gather under way is one with those of other groups, one of which has waited for it in vain."""

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .awaited import AwaitedCalls
 from .boundary import Call, announce_begin, announce_derivative
-from .context import FSDPCommContext
+from .context import FSDPCommContext, is_small
 from .device import (
     backward_number,
     eager,
@@ -27,7 +27,7 @@ from .device import (
 from .errors import StateError
 from .group import ParamGroup, kept
 from .iteration import Iteration
-from .joint import JOINT_BYTES, JointGather
+from .joint import JointGather
 from .lanes import Lane
 from .lost import LostWrites
 from .parameter import owner_of
@@ -85,8 +85,8 @@ class Unit:
         self.phase = Phase.IDLE
         self.is_root = False
         self.gathered_bytes = 0
-        self.is_small = False
-        """Whether it keeps whole parameters, of so few bytes that it is gathered and reduced together with others."""
+        self.batch = 0
+        """With which others it is gathered, as its context numbers them."""
         self.prefetch_forward: list[weakref.ref[Unit]] = []
         self.prefetch_backward: list[weakref.ref[Unit]] = []
         self._modules = [weakref.ref(module) for module in modules]
@@ -206,8 +206,12 @@ class Unit:
                 context.queue_end_of_backward()
         call = Call(id(module), args, kwargs)
         self._cast_inputs(call)
-        for group in self.groups:
-            group.unshard(context.gather_lane, for_backward=self._recomputes)
+        gathers_in_batches = not self._recomputes and context.has_many_small_units
+        if gathers_in_batches:
+            context.gather_batches(self)
+        else:
+            for group in self.groups:
+                group.unshard(context.gather_lane, for_backward=self._recomputes)
         self._inside.append(call)
         # A unit without parameters waits for nothing, and one more node would change the order in which autograd adds
         # up the gradients of its inputs.
@@ -217,7 +221,8 @@ class Unit:
         if is_first and not self._recomputes:
             # Before the wait, so that a link that all wait for is never idle.
             context.order.enter(self.reference)
-            self._prefetch("forward", self.prefetch_forward, context.order.ahead())
+            expected = iter(()) if gathers_in_batches else context.order.ahead()
+            self._prefetch("forward", self.prefetch_forward, expected)
         for group in self.groups:
             group.wait_for_unshard()
         if self._lost_writes is not None and is_first:
@@ -262,58 +267,55 @@ class Unit:
         self, direction: str, chosen: Sequence[weakref.ref[Unit]], expected: Iterator[Unit], ahead: bool = False
     ) -> None:
         """Start gathering the units that the user chose, or else the expected ones, as many as take no more memory
-        together than the largest unit: one if all are of one size, several if they are small. Those that stay gathered
-        go together, as soon as those before are there."""
+        together than the largest unit: one if all are of one size, several if they are small."""
         if chosen:
             for reference in chosen:
                 if (unit := reference()) is not None:
                     unit.prefetch(direction, unit.context.gather_lane, ahead)
             return
         context = self.context
-        limit, joint = context.largest_unit, None
-        if direction == "forward" and context.has_many_small_units and self._gathers_to_stay:
-            if context.gathers_enough_beside(self):
-                return
-            limit, joint = max(limit, JOINT_BYTES), JointGather(context.gather_lane)
+        limit = context.largest_unit
         for unit in expected if limit else ():
-            if joint is not None and unit.is_gathering:
-                continue
             limit -= unit.gathered_bytes
             if unit is self or limit < 0:
-                break
-            unit.prefetch(direction, context.gather_lane, ahead, joint)
+                return
+            unit.prefetch(direction, context.gather_lane, ahead)
             if not limit:
-                break
-        if joint:
-            context.joint = joint
-            joint.start()
+                return
 
     @property
-    def _gathers_to_stay(self) -> bool:
-        """Whether its parameters are on their way, and will stay gathered between uses."""
-        keep = (group.is_gathering and group.mesh.strategy.keeps_unsharded for group in self.groups)
-        return bool(self.groups) and all(keep)
-
-    @property
-    def is_gathering(self) -> bool:
-        """Whether any of its parameters are on their way."""
-        return any(group.is_gathering for group in self.groups)
+    def is_on_its_way(self) -> bool:
+        """Whether any of its parameters are being communicated."""
+        return any(group.is_on_its_way for group in self.groups)
 
     def measure(self) -> int:
         """Note how many bytes its parameters take on this rank while they are gathered, and give them."""
-        buffers = [buffer for group in self.groups for buffer in group.shards.buffers]
-        self.gathered_bytes = sum([buffer.gathered_bytes for buffer in buffers])
-        keeps = bool(buffers) and all(group.mesh.strategy.keeps_unsharded for group in self.groups)
-        self.is_small = keeps and sum([buffer.full_bytes for buffer in buffers]) <= JOINT_BYTES // 2
+        self.gathered_bytes = sum([buffer.gathered_bytes for group in self.groups for buffer in group.shards.buffers])
         return self.gathered_bytes
 
+    @property
+    def whole_bytes(self) -> int:
+        """Of its parameters, gathered or not."""
+        return sum([buffer.full_bytes for group in self.groups for buffer in group.shards.buffers])
+
+    @property
+    def keeps_unsharded(self) -> bool:
+        """Whether all of its parameters are whole between uses, if it has any."""
+        return all(group.mesh.strategy.keeps_unsharded for group in self.groups)
+
+    @labelled("FSDP::forward_prefetch for {name}")
+    def join_gather(self, joint: JointGather) -> None:
+        """Gather with others, if it has been gathered before, and has to be again."""
+        for group in self.groups:
+            if group.shards.was_gathered:
+                group.unshard(joint.lane, joint=joint)
+
     @labelled("FSDP::{0}_prefetch for {name}")
-    def prefetch(self, direction: str, lane: Lane, ahead: bool = False, joint: JointGather | None = None) -> None:
-        """Start gathering on ``lane`` for a use that is expected soon; ``ahead`` and ``joint`` as in
-        `ParamGroup.unshard`."""
+    def prefetch(self, direction: str, lane: Lane, ahead: bool = False) -> None:
+        """Start gathering on ``lane`` for a use that is expected soon; ``ahead`` as in `ParamGroup.unshard`."""
         for group in self.groups:
             if direction == "forward":
-                group.unshard(lane, joint=joint)
+                group.unshard(lane)
             elif group.options.unshard_in_backward and not group.is_unsharded:
                 group.unshard(lane, for_backward=True, ahead=ahead)
 
@@ -334,7 +336,7 @@ class Unit:
             for unit in reversed(context.units):
                 output = unit.complete_forward(output)
             context.forward_root = None
-            if not context.order.matches:
+            if context.has_many_small_units or not context.order.matches:
                 context.drop_prefetched()
         if context.forward_root is None:
             context.rest()
@@ -601,7 +603,7 @@ class Unit:
         for slots, gradients in group.gradients.take():
             if group.mesh.replicate and group.options.all_reduce_gradients:
                 context.agree_on_replicas()
-            joins = self.is_small and context.has_many_small_units
+            joins = context.has_many_small_units and is_small(self)
             context.reductions.start(group.gradients, slots, gradients, context.reduce_lanes, joins)
 
     def end_of_backward(self) -> None:

@@ -49,7 +49,7 @@ class JointGather:
     """
 
     def __init__(self, lane: Lane):
-        self._lane = lane
+        self.lane = lane
         self._members: list[_Member] = []
         self._gathers: Sequence[tuple[Comm, Gather]] = ()
         self._ticket: Ticket | None = None
@@ -80,14 +80,14 @@ class JointGather:
         Raises:
             RuntimeError: if ranks are known to be gone.
         """
-        if self._ticket is not None:
+        if self._ticket is not None or not self._members:
             return
         alike: defaultdict[tuple[Comm, torch.dtype, torch.device], list[ShardedBuffer]] = defaultdict(list)
         for buffer in chain.from_iterable(member.buffers for member in self._members):
             alike[buffer.comm, buffer.dtype, buffer.device].append(buffer)
         with self._failing():
-            self._gathers = [(comm, _start_gather(buffers, self._lane)) for (comm, *_), buffers in alike.items()]
-            self._ticket = self._lane.submit(functools.partial(_issue, self._gathers, self._purpose))
+            self._gathers = [(comm, _start_gather(buffers, self.lane)) for (comm, *_), buffers in alike.items()]
+            self._ticket = self.lane.submit(functools.partial(_issue, self._gathers, self._purpose))
 
     @property
     def event(self) -> Any:

@@ -255,6 +255,11 @@ class Shards(ABC):
         self._gathered_writes = self._writes
 
     @property
+    def was_gathered(self) -> bool:
+        """Whether they ever were: so on all ranks or none."""
+        return self._gathered_writes >= 0
+
+    @property
     def is_outdated(self) -> bool:
         """Whether they may have changed since the last gather began, as far as anybody told."""
         return self._writes != self._gathered_writes
