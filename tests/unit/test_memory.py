@@ -311,6 +311,35 @@ def test_collectives_of_many_small_units(
             assert (count.gathers, count.reductions, count.all_reduces) == (gathers, reductions, all_reduces)
 
 
+@pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2"])
+def test_memory_goes_with_one_of_many_small_units(fake_mesh: Mesh, preset: str) -> None:
+    """Whether it leaves the model, or its parameters are replaced."""
+    mesh, model = fake_mesh(2), nn.Sequential(*[nn.Linear(8, 8) for _ in range(20)])
+    for unit in (*model, model):
+        fully_shard(unit, mesh=mesh, placements=getattr(Placements, preset))
+
+    def step() -> None:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def memory_of(layer: nn.Module) -> list[StorageWeakRef]:
+        buffer = unit_of(layer).groups[0].shards.buffers[0]  # type: ignore[union-attr]
+        return [StorageWeakRef(tensor.untyped_storage()) for tensor in (buffer.full, buffer.local)]
+
+    for _ in range(3):
+        step()
+    held = memory_of(model[10])
+    del model[10]
+    step()
+    assert all(memory.expired() for memory in held)
+    held = memory_of(model[9])
+    model[9].load_state_dict({name: value.clone() for name, value in model[9].state_dict().items()}, assign=True)
+    step()
+    assert all(memory.expired() for memory in held)
+
+
 def test_evaluation_twice_gathers_kept_parameters_once(fake_mesh: Mesh) -> None:
     model = build(fake_mesh(4), placements=Placements.zero2)
     x = inputs_for(model, 0)

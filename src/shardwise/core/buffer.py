@@ -16,6 +16,7 @@ from .comm import Comm
 from .device import RowSplitter, copy_each, not_inference
 from .lanes import Lane
 from .layout import Layout, TensorLayout, over_fewer
+from .weak import weakly
 
 Allocate = Callable[..., torch.Tensor]
 """``allocate(size, dtype=..., device=...)``."""
@@ -160,11 +161,15 @@ class GatherPlan:
         return Gather([staging], [own], prepare=lambda: copy_each(own.split_with_sizes(sizes), inputs), finish=finish)
 
     def _splitter_with(self, others: Sequence[GatherPlan]) -> RowSplitter:
-        references = [*map(weakref.ref, others)]
-        if self._together is None or self._together[0] != references:
+        known = self._together
+        if known is None or [plan() for plan in known[0]] != [*others]:
+            forget = weakly(self._forget_others)  # the splitter has views of their memory
             packed = [tensor for plan in (self, *others) for tensor in plan._packed_rows]
-            self._together = references, RowSplitter(packed)
-        return self._together[1]
+            self._together = known = [weakref.ref(plan, forget) for plan in others], RowSplitter(packed)
+        return known[1]
+
+    def _forget_others(self, _: object) -> None:
+        self._together = None
 
     @property
     def _packed_rows(self) -> list[torch.Tensor]:

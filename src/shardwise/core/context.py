@@ -53,7 +53,7 @@ class FSDPCommContext:
         self.passes = 0
         self._is_agreed = self._replicas_agree = self._is_failing = False
         self._largest_unit: int | None = None
-        self._batches: list[list[weakref.ref[Unit]]] = []
+        self._batches: list[list[weakref.ref[Unit]]] | None = None
         """Of units that are gathered together, in the order in which they joined: that of the modules."""
         self._units: list[weakref.ref[Unit]] = []
         self._turns: dict[ParamGroup, Unit] | None = None
@@ -84,26 +84,23 @@ class FSDPCommContext:
         """Bytes of the largest unit while it is gathered, roots aside: what may be gathered ahead of its use, so that
         nothing needs the memory of more than two units."""
         if self._largest_unit is None:
-            self._largest_unit = self._measure()
+            sizes = [(unit.measure(), unit.is_root) for unit in self.units]
+            self._largest_unit = max((size for size, is_root in sizes if not is_root), default=0)
         return self._largest_unit
 
     @property
     def has_many_small_units(self) -> bool:
         """Whether all units keep whole parameters, and so many are small that it pays to communicate for several of
         them at once."""
-        return self.largest_unit >= 0 and bool(self._batches)
-
-    def _measure(self) -> int:
-        units = self.units
-        sizes = [(unit.measure(), unit.is_root) for unit in units]
-        self._batches = []
-        if all(unit.keeps_unsharded for unit in units) and sum(map(is_small, units)) >= MANY:
-            self._batches = _in_batches(units)
-        return max((size for size, is_root in sizes if not is_root), default=0)
+        if self._batches is None:
+            # When ranks have just agreed on the units, not in each pass: one that left the model lives on until the
+            # garbage collector comes, on each rank at another time.
+            self._batches = _in_batches(self.units)
+        return bool(self._batches)
 
     def join(self, unit: Unit) -> None:
         """``unit`` shares this context from now on."""
-        self._largest_unit = None
+        self._largest_unit = self._batches = None
         self._units = [reference for reference in self._units if reference() is not None]
         if unit.reference not in self._units:
             self._units.append(unit.reference)
@@ -170,7 +167,8 @@ class FSDPCommContext:
                 self._gather_together(following, JointGather(self.gather_lane))
 
     def _batch(self, index: int) -> list[Unit]:
-        references = self._batches[index] if index < len(self._batches) else ()
+        batches = self._batches or ()
+        references = batches[index] if index < len(batches) else ()
         return [unit for reference in references if (unit := reference()) is not None]
 
     def _gather_together(self, units: Iterable[Unit], joint: JointGather) -> None:
@@ -357,18 +355,18 @@ class FSDPCommContext:
         self.forward_root, self._queued_end, self._creates_graph = None, None, False
 
 
-def is_small(unit: Unit) -> bool:
-    """Whether a message costs more than what ``unit`` sends."""
-    return 0 < unit.whole_bytes <= JOINT_BYTES // 2
-
-
 def _in_batches(units: Sequence[Unit]) -> list[list[weakref.ref[Unit]]]:
     """``units`` in runs of neighbours that are small, of no more bytes than are gathered together, or of one that is
-    not; all are told which is theirs."""
+    not; none, if it does not pay. All are told of it."""
+    sizes = [unit.whole_bytes for unit in units]
+    for unit, size in zip(units, sizes, strict=True):
+        unit.is_small = 0 < size <= JOINT_BYTES // 2
+    if not all(unit.keeps_unsharded for unit in units) or sum(unit.is_small for unit in units) < MANY:
+        return []
     batches: list[list[weakref.ref[Unit]]] = []
     room = 0
-    for unit in units:
-        size = unit.whole_bytes if is_small(unit) else JOINT_BYTES
+    for unit, size in zip(units, sizes, strict=True):
+        size = size if unit.is_small else JOINT_BYTES
         if size > room:
             batches.append([])
             room = JOINT_BYTES

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .awaited import AwaitedCalls
 from .boundary import Call, announce_begin, announce_derivative
-from .context import FSDPCommContext, is_small
+from .context import FSDPCommContext
 from .device import (
     backward_number,
     eager,
@@ -85,8 +85,9 @@ class Unit:
         self.phase = Phase.IDLE
         self.is_root = False
         self.gathered_bytes = 0
-        self.batch = 0
-        """With which others it is gathered, as its context numbers them."""
+        self.is_small, self.batch = False, 0
+        """Whether a message costs more than what it sends; and with which others it is gathered, as its context numbers
+        them."""
         self.prefetch_forward: list[weakref.ref[Unit]] = []
         self.prefetch_backward: list[weakref.ref[Unit]] = []
         self._modules = [weakref.ref(module) for module in modules]
@@ -603,7 +604,7 @@ class Unit:
         for slots, gradients in group.gradients.take():
             if group.mesh.replicate and group.options.all_reduce_gradients:
                 context.agree_on_replicas()
-            joins = context.has_many_small_units and is_small(self)
+            joins = context.has_many_small_units and self.is_small
             context.reductions.start(group.gradients, slots, gradients, context.reduce_lanes, joins)
 
     def end_of_backward(self) -> None:

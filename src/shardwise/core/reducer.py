@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -279,8 +280,9 @@ class GradientReducer:
     def _plan(self, slots: Sequence[Slot], flags: int, dtype: torch.dtype) -> GradientPlan:
         shard = self.mesh.shard
         packs_all = shard.size == 1 or self.options.custom_reduce_scatter is not None
-        # By buffers too: those of other groups, whose gradients are reduced with these, may be made anew.
-        key = (tuple(slots), tuple(slot.buffer for slot in slots), flags, dtype, packs_all)
+        # Weakly, since they may be other groups'; by buffers too, since those of others may be made anew.
+        known = tuple([weakref.ref(one) for slot in slots for one in (slot, slot.buffer)])
+        key = (known, flags, dtype, packs_all)
         if (plan := self._plans.get(key)) is None:
             if len(self._plans) >= MOST_PLANS and all(plan.partial is None for plan in self._plans.values()):
                 self._plans.clear()
