@@ -97,15 +97,59 @@ def test_small_units_together(
     nbytes: int,
     policy: MixedPrecisionPolicy,
 ) -> None:
-    for room in ("context", "pending"):
+    for room in ("root", "pending"):
         monkeypatch.setattr(f"shardwise.core.{room}.JOINT_BYTES", nbytes)
     mesh, placements, alone = fake_mesh(2), getattr(Placements, preset), []
     for many in (100, 2):
-        monkeypatch.setattr("shardwise.core.context.MANY", many)
+        monkeypatch.setattr("shardwise.core.root.MANY", many)
         log = recorded(mesh, prepare, micro_batches=2, placements=placements, mp_policy=policy)
         assert faults(log) == []
         alone.append([entry.name for entry in log if "c10d" in entry.name])
     assert len(alone[1]) < len(alone[0]), "otherwise nothing went together"
+
+
+class Branches(torch.nn.Module):
+    """Two branches, of which one computes on a side stream."""
+
+    def __init__(self, device: RecordingDevice):
+        super().__init__()
+        self.device = device
+        self.branches = torch.nn.ModuleList(
+            torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(10)) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        device = self.device
+        device.wait(9, device.record(0))
+        outputs = []
+        for stream, branch in zip((0, 9), self.branches, strict=True):
+            device.before_submit()
+            device.current, output = stream, x
+            for layer in cast(torch.nn.ModuleList, branch):
+                output = layer(output)
+            outputs.append(output)
+        device.before_submit()
+        device.current = 0
+        device.wait(0, device.record(9))
+        return outputs[0] + outputs[1]
+
+
+def test_small_units_together_on_two_streams(fake_mesh: Mesh) -> None:
+    """Each unit is put in its place on the stream that it computes on."""
+    device, context, mesh = RecordingDevice(), FSDPCommContext("cpu"), fake_mesh(2)
+    context.use_device(device)
+    model = Branches(device)
+    for unit in (*(layer for branch in model.branches for layer in cast(Any, branch)), model):
+        fully_shard(unit, mesh=mesh, placements=Placements.zero2, comm_ctx=context)
+    with Watched(device) as watched:
+        for _ in range(3):
+            with torch.no_grad():
+                model(torch.ones(2, 8))
+                for parameter in model.parameters():
+                    parameter.mul_(1)
+        watched.sweep()
+    assert faults(device.log) == []
+    assert sum("allgather" in entry.name for entry in device.log) == 20 + 2, "otherwise nothing went together"
 
 
 @pytest.mark.parametrize("reshard", [True, False, 2])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import mmap
 import sys
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +16,6 @@ from .comm import Comm
 from .device import RowSplitter, copy_each, not_inference
 from .lanes import Lane
 from .layout import Layout, TensorLayout, over_fewer
-from .weak import weakly
 
 Allocate = Callable[..., torch.Tensor]
 """``allocate(size, dtype=..., device=...)``."""
@@ -69,7 +68,7 @@ class GatherPlan:
                 (self._packed if tensor.packed or pack_all else self._direct).append((tensor, target))
         self._splitter: RowSplitter | None = None
         if all(tensor.is_contiguous_cut for tensor, _ in self._packed):
-            self._splitter = RowSplitter(self._packed_rows)
+            self._splitter = RowSplitter([target.view(layout.world_size, -1) for _, target in self._packed])
         self._outputs = [target for _, target in self._direct]
         self._own = [target.view(layout.world_size, -1)[rank] for target in self._outputs]
         """Where a cast puts this rank's part of each of them."""
@@ -77,8 +76,6 @@ class GatherPlan:
         """Runs of the source to send: the packed one first, where there is one."""
         self._own_rows: list[torch.Tensor] = []
         """This rank's rows of thin tensors in the source."""
-        self._together: tuple[Sequence[weakref.ref[GatherPlan]], RowSplitter] | None = None
-        """With whom this one was gathered last as the first of several, and what took their staging memory apart."""
 
     @property
     def is_one_run(self) -> bool:
@@ -129,11 +126,12 @@ class GatherPlan:
         if own:
             copy_each(own, inputs)
 
-    def _finish(self, staging: torch.Tensor, release: Release | None) -> None:
-        """Put the packed tensors in their places, once the collective is done."""
+    def _finish(self, staging: torch.Tensor, release: Release | None, start: int = 0) -> None:
+        """Put the packed tensors, which begin in each row of ``staging`` at element ``start``, in their places, once
+        the collective is done."""
         allocate_storage(self.full)
         if self._splitter is not None:
-            self._splitter(staging, is_own=release is not None)
+            self._splitter(staging, is_own=release is not None, start=start)
         else:
             rows = staging.view(self.layout.world_size, -1)
             sizes = [tensor.chunk_numel for tensor, _ in self._packed]
@@ -142,39 +140,32 @@ class GatherPlan:
         if release is not None:
             release(staging)
 
-    def start_with(self, others: Sequence[GatherPlan], lane: Lane) -> Gather:
-        """Gather this source and those of ``others``, over the same ranks and in the same dtype, in one run: of each
-        rank first its part of this one. All of them are `is_one_run`."""
-        plans = (self, *others)
-        sizes, world_size = [plan._run for plan in plans], self.layout.world_size
-        staging = lane.allocate((sum(sizes) * world_size,), dtype=self.full.dtype, device=self.full.device)
-        own = staging.view(world_size, -1)[self.comm.rank]
-        inputs = [plan._inputs[0] for plan in plans]
-        splitter = self._splitter_with(others)
 
-        def finish() -> None:
-            for plan in plans:
-                allocate_storage(plan.full)
-            splitter(staging, is_own=True)
-            lane.release(staging)
+def start_together(plans: Sequence[GatherPlan], lane: Lane) -> tuple[Gather, list[Callable[[], None]]]:
+    """Gather the sources of ``plans``, over the same ranks and in the same dtype, in one staging run: of each rank
+    first its part of the first one. All of them are `is_one_run`.
 
-        return Gather([staging], [own], prepare=lambda: copy_each(own.split_with_sizes(sizes), inputs), finish=finish)
+    Returns:
+        The gather, and what finishes it for each of them.
+    """
+    first, sizes = plans[0], [plan._run for plan in plans]
+    world_size = first.layout.world_size
+    staging = lane.allocate((sum(sizes) * world_size,), dtype=first.full.dtype, device=first.full.device)
+    own = staging.view(world_size, -1)[first.comm.rank]
+    inputs = [plan._inputs[0] for plan in plans]
+    left = len(plans)
 
-    def _splitter_with(self, others: Sequence[GatherPlan]) -> RowSplitter:
-        known = self._together
-        if known is None or [plan() for plan in known[0]] != [*others]:
-            forget = weakly(self._forget_others)  # the splitter has views of their memory
-            packed = [tensor for plan in (self, *others) for tensor in plan._packed_rows]
-            self._together = known = [weakref.ref(plan, forget) for plan in others], RowSplitter(packed)
-        return known[1]
+    def release(memory: torch.Tensor) -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            lane.release(memory)
 
-    def _forget_others(self, _: object) -> None:
-        self._together = None
-
-    @property
-    def _packed_rows(self) -> list[torch.Tensor]:
-        """Where each rank's parts of the packed tensors go."""
-        return [target.view(self.layout.world_size, -1) for _, target in self._packed]
+    starts = itertools.accumulate(sizes[:-1], initial=0)
+    finish: list[Callable[[], None]] = [
+        functools.partial(plan._finish, staging, release, start) for plan, start in zip(plans, starts, strict=True)
+    ]
+    return Gather([staging], [own], prepare=lambda: copy_each(own.split_with_sizes(sizes), inputs)), finish
 
 
 def thin_rows(layout: Layout, rank: int) -> list[tuple[int, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,13 +16,9 @@ from .device import backward_number, eager, in_compiled_autograd, label, queue_e
 from .errors import StateError, is_explained
 from .gradient import ReductionLanes
 from .iteration import Iteration
-from .joint import JOINT_BYTES, JointGather
 from .lanes import Device, current_device, device_for
 from .order import ExecutionOrder
 from .pending import PendingReductions
-
-MANY = 16
-"""Small units."""
 
 if TYPE_CHECKING:
     from .group import ParamGroup
@@ -53,8 +49,6 @@ class FSDPCommContext:
         self.passes = 0
         self._is_agreed = self._replicas_agree = self._is_failing = False
         self._largest_unit: int | None = None
-        self._batches: list[list[weakref.ref[Unit]]] | None = None
-        """Of units that are gathered together, in the order in which they joined: that of the modules."""
         self._units: list[weakref.ref[Unit]] = []
         self._turns: dict[ParamGroup, Unit] | None = None
         """Whose reductions have yet to start in this backward, in the order in which all ranks start them."""
@@ -88,19 +82,9 @@ class FSDPCommContext:
             self._largest_unit = max((size for size, is_root in sizes if not is_root), default=0)
         return self._largest_unit
 
-    @property
-    def has_many_small_units(self) -> bool:
-        """Whether all units keep whole parameters, and so many are small that it pays to communicate for several of
-        them at once."""
-        if self._batches is None:
-            # When ranks have just agreed on the units, not in each pass: one that left the model lives on until the
-            # garbage collector comes, on each rank at another time.
-            self._batches = _in_batches(self.units)
-        return bool(self._batches)
-
     def join(self, unit: Unit) -> None:
         """``unit`` shares this context from now on."""
-        self._largest_unit = self._batches = None
+        self._largest_unit = None
         self._units = [reference for reference in self._units if reference() is not None]
         if unit.reference not in self._units:
             self._units.append(unit.reference)
@@ -149,32 +133,6 @@ class FSDPCommContext:
             yield from (group.mesh.shard, *group.mesh.replicate)
             if group.options.reduce_comm is not None:
                 yield group.options.reduce_comm
-
-    def gather_batches(self, unit: Unit) -> None:
-        """Start gathering ``unit``, which runs forward, with all of its batch, and then the next batch.
-
-        Nothing else decides what goes together, and in which order: ranks may have recorded others, since where nothing
-        is to be gathered each may run what it likes.
-        """
-        joint = JointGather(self.gather_lane)
-        for group in unit.groups:
-            group.unshard(self.gather_lane, joint=joint)
-        if joint:
-            self._gather_together(self._batch(unit.batch), joint)
-        if unit.is_on_its_way:
-            following = self._batch(unit.batch + 1)
-            if not any(other.is_on_its_way for other in following):
-                self._gather_together(following, JointGather(self.gather_lane))
-
-    def _batch(self, index: int) -> list[Unit]:
-        batches = self._batches or ()
-        references = batches[index] if index < len(batches) else ()
-        return [unit for reference in references if (unit := reference()) is not None]
-
-    def _gather_together(self, units: Iterable[Unit], joint: JointGather) -> None:
-        for unit in units:
-            unit.join_gather(joint)
-        joint.start()
 
     def gather_after(self, event: Any, first: Unit) -> None:
         """Let gathers start after ``event``. If the next one is that of ``first``, it does not wait for what is queued
@@ -353,27 +311,6 @@ class FSDPCommContext:
         self.order.forget()
         self.rest()
         self.forward_root, self._queued_end, self._creates_graph = None, None, False
-
-
-def _in_batches(units: Sequence[Unit]) -> list[list[weakref.ref[Unit]]]:
-    """``units`` in runs of neighbours that are small, of no more bytes than are gathered together, or of one that is
-    not; none, if it does not pay. All are told of it."""
-    sizes = [unit.whole_bytes for unit in units]
-    for unit, size in zip(units, sizes, strict=True):
-        unit.is_small = 0 < size <= JOINT_BYTES // 2
-    if not all(unit.keeps_unsharded for unit in units) or sum(unit.is_small for unit in units) < MANY:
-        return []
-    batches: list[list[weakref.ref[Unit]]] = []
-    room = 0
-    for unit, size in zip(units, sizes, strict=True):
-        size = size if unit.is_small else JOINT_BYTES
-        if size > room:
-            batches.append([])
-            room = JOINT_BYTES
-        batches[-1].append(unit.reference)
-        unit.batch = len(batches) - 1
-        room -= size
-    return batches
 
 
 def _failed() -> None:

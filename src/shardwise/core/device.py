@@ -167,7 +167,7 @@ class RowSplitter:
     """Takes rows of staging memory apart: piece ``i`` of each of them becomes the row of that number in ``targets[i]``.
 
     Args:
-        targets: rows x elements each; the pieces of a row are as long as their rows, and in their order.
+        targets: rows x elements each, in one memory; the pieces of a row are as long as their rows, and in their order.
     """
 
     def __init__(self, targets: Sequence[torch.Tensor]):
@@ -177,43 +177,45 @@ class RowSplitter:
         """Those that lie at equal distances, as one (pieces x rows x elements): each copy costs a call."""
         self._cuts = [(len(run), run.shape[2]) for run in self._alike]
 
-    def __call__(self, staging: torch.Tensor, *, is_own: bool) -> None:
+    def __call__(self, staging: torch.Tensor, *, is_own: bool, start: int = 0) -> None:
         """Copy everything.
 
         Args:
-            staging: 1-D.
+            staging: 1-D; as many rows, one after the other.
             is_own: whether it is a `Lane`'s; others may free its memory, or let it have another.
+            start: element of each row at which the first piece begins.
         """
         if staging.device.type != "cpu" and len(self._cuts) <= MOST_COPIES:
-            torch._foreach_copy_(self._alike, self._pieces(staging))
+            torch._foreach_copy_(self._alike, self._pieces(staging, start))
             return
         if staging.device.type != "cpu" or not is_own:
-            rows = staging.view(len(self._targets[0]), -1)
+            rows = staging.view(len(self._targets[0]), -1).narrow(1, start, sum(self._sizes))
             torch.split_with_sizes_copy(rows, self._sizes, dim=1, out=self._targets)
             return
-        # To make the views takes as long as to copy them: memory that is used again keeps those of its last cut.
-        kept, views = staging.__dict__.get("_shardwise_pieces", (None, ()))
-        if kept != self._cuts:
-            views = self._pieces(staging)
-            staging.__dict__["_shardwise_pieces"] = self._cuts, views
+        # To make the views takes as long as to copy them: memory that is used again keeps those of its last cuts.
+        kept = staging.__dict__.setdefault("_shardwise_pieces", {})
+        cuts, views = kept.get(start, (None, ()))
+        if cuts != self._cuts:
+            views = self._pieces(staging, start)
+            kept[start] = self._cuts, views
         torch._foreach_copy_(self._alike, views)
 
-    def _pieces(self, staging: torch.Tensor) -> list[torch.Tensor]:
+    def _pieces(self, staging: torch.Tensor, start: int) -> list[torch.Tensor]:
         # Not views of ``staging`` itself, which they would keep alive.
-        memory, rows, start, pieces = staging.data, len(self._targets[0]), staging.storage_offset(), []
+        memory, rows, pieces = staging.data, len(self._targets[0]), []
         for count, size in self._cuts:
-            pieces.append(memory.as_strided((count, rows, size), (size, len(memory) // rows, 1), start))
+            where = staging.storage_offset() + start
+            pieces.append(memory.as_strided((count, rows, size), (size, len(memory) // rows, 1), where))
             start += count * size
         return pieces
 
 
 def _evenly_spaced(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """``tensors`` in runs of neighbours of the same shape, in one memory, each as far behind the one before it."""
+    """``tensors``, of one memory, in runs of neighbours of the same shape, each as far behind the one before it."""
     runs: list[list[torch.Tensor]] = []
     for tensor in tensors:
         run = runs[-1] if runs else []
-        is_alike = bool(run) and run[0].shape == tensor.shape and shares_storage(run[0], tensor)
-        if is_alike and (len(run) == 1 or _step([run[-1], tensor]) == _step(run)):
+        if run and run[0].shape == tensor.shape and (len(run) == 1 or _step([run[-1], tensor]) == _step(run)):
             run.append(tensor)
         else:
             runs.append([tensor])

@@ -71,10 +71,6 @@ def _issue(reference: weakref.ref[ParamGroup], gathers: Sequence[Gather]) -> Seq
     return works
 
 
-_GATHERED = (Gather(),)
-"""What is left to do where others have gathered."""
-
-
 class ParamGroup:
     """Some parameters of one mesh, their buffers (one per dtype), and the verbs on them.
 
@@ -195,10 +191,11 @@ class ParamGroup:
                 gathered last.
             joint: to gather with, if that is possible, and not to start; of the same lane.
         """
-        if self._has_failed_with_others():
+        if self._has_failed_with_others:
             self._gather = None
         if self._gather is not None:
-            if for_backward or not self.shards.is_outdated:
+            is_outdated = self.shards.changed() if self._gathers_with_others else self.shards.is_outdated
+            if for_backward or not is_outdated:
                 return
             self.reshard()  # an optimizer stepped since
         if self.state is ShardState.UNSHARDED:
@@ -254,8 +251,9 @@ class ParamGroup:
         if self.shards.borrowed:
             self.shards.take_borrowed()
         if joint is not None and self._joins():
-            self._gather = joint, _GATHERED
-            joint.add(self.name, self.shards.buffers)
+            # Others wait for it long before: what is written from now on is noticed.
+            self.shards.note_gathered(keeps=True)
+            self._gather = joint, joint.add(self.name, self.shards.buffers)
             return
         prepared, self._prepared = self._prepared, None
         after: tuple[Any, ...] | None = None
@@ -285,8 +283,12 @@ class ParamGroup:
         keeps = self._keeps_unsharded and self._prepared is None and self._custom_gather is None
         return keeps and joins(self.shards.buffers)
 
+    @property
+    def _gathers_with_others(self) -> bool:
+        return self._gather is not None and isinstance(self._gather[0], JointGather)
+
+    @property
     def _has_failed_with_others(self) -> bool:
-        """Whether the gather under way is one with those of other groups, one of which has waited for it in vain."""
         ticket = None if self._gather is None else self._gather[0]
         return isinstance(ticket, JointGather) and ticket.has_failed
 
@@ -330,13 +332,20 @@ class ParamGroup:
 
     @outside_transforms
     def wait_for_unshard(self) -> None:
-        """Wait for the gather and register the unsharded parameters."""
-        if self._has_failed_with_others():
-            self._gather = None
+        """Wait for the gather and register the unsharded parameters.
+
+        Raises:
+            StateError: if it was one with other units, one of which waited for it and failed.
+        """
         if self._gather is None:
             return
-        ticket, gathers = self._gather
+        has_failed, (ticket, gathers) = self._has_failed_with_others, self._gather
         self._gather, self.is_asked_for = None, False
+        if has_failed:
+            raise StateError(
+                f"unit {self.name!r} was gathered together with others, which failed when one of those waited for it: "
+                "call unshard() again"
+            )
         if ticket is not None:
             try:
                 ticket.wait()
@@ -358,7 +367,7 @@ class ParamGroup:
         for gather in gathers:
             if gather.finish is not None:
                 gather.finish()
-        if gathers:
+        if gathers and not isinstance(ticket, JointGather):
             # Where parameters do not stay gathered the next use gathers again anyhow, and maybe ahead.
             keeps = self._keeps_unsharded or not self.options.reshard_after_forward
             self.shards.note_gathered(keeps=keeps or (self._lane is not None and self._lane.is_stream))
@@ -390,6 +399,8 @@ class ParamGroup:
                 from the shards only if those were written. Frees them all the same where writes may go unnoticed.
         """
         keep, self.stays_registered = keep and self.shards.sees_writes, False
+        if self._has_failed_with_others:
+            self._gather = None
         if self._gather is not None:
             self.wait_for_unshard()
         if after_forward and self.policy.reshard_to is not None and self.is_unsharded:

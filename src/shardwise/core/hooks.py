@@ -31,7 +31,7 @@ from .joint import JointGather
 from .lanes import Lane
 from .lost import LostWrites
 from .parameter import owner_of
-from .root import make_root
+from .root import Batch, make_root
 from .slot import GroupOptions
 from .step import end_steps
 from .tree import casting, hidden_tensors, is_flat, map_tensors, opaque_types, tensors_requiring_grad
@@ -85,9 +85,10 @@ class Unit:
         self.phase = Phase.IDLE
         self.is_root = False
         self.gathered_bytes = 0
-        self.is_small, self.batch = False, 0
-        """Whether a message costs more than what it sends; and with which others it is gathered, as its context numbers
-        them."""
+        self.is_small = False
+        """Whether a message costs more than what it sends, as far as was asked."""
+        self.batch: Batch | None = None
+        """With which others it is gathered, where many are small."""
         self.prefetch_forward: list[weakref.ref[Unit]] = []
         self.prefetch_backward: list[weakref.ref[Unit]] = []
         self._modules = [weakref.ref(module) for module in modules]
@@ -207,12 +208,11 @@ class Unit:
                 context.queue_end_of_backward()
         call = Call(id(module), args, kwargs)
         self._cast_inputs(call)
-        gathers_in_batches = not self._recomputes and context.has_many_small_units
-        if gathers_in_batches:
-            context.gather_batches(self)
-        else:
+        if self.batch is None or self._recomputes:
             for group in self.groups:
                 group.unshard(context.gather_lane, for_backward=self._recomputes)
+        else:
+            self._gather_with(self.batch)
         self._inside.append(call)
         # A unit without parameters waits for nothing, and one more node would change the order in which autograd adds
         # up the gradients of its inputs.
@@ -222,8 +222,7 @@ class Unit:
         if is_first and not self._recomputes:
             # Before the wait, so that a link that all wait for is never idle.
             context.order.enter(self.reference)
-            expected = iter(()) if gathers_in_batches else context.order.ahead()
-            self._prefetch("forward", self.prefetch_forward, expected)
+            self._prefetch("forward", self.prefetch_forward, context.order.ahead() if self.batch is None else iter(()))
         for group in self.groups:
             group.wait_for_unshard()
         if self._lost_writes is not None and is_first:
@@ -304,11 +303,23 @@ class Unit:
         """Whether all of its parameters are whole between uses, if it has any."""
         return all(group.mesh.strategy.keeps_unsharded for group in self.groups)
 
+    def _gather_with(self, batch: Batch) -> None:
+        """Start gathering with all of its ``batch``, and then the next one."""
+        lane = self.context.gather_lane
+        joint = JointGather(lane)
+        for group in self.groups:
+            group.unshard(lane, joint=joint)
+        if joint:
+            batch.gather(joint)
+        following = batch.following
+        if following is not None and self.is_on_its_way and not any(unit.is_on_its_way for unit in following):
+            following.gather(JointGather(lane))
+
     @labelled("FSDP::forward_prefetch for {name}")
     def join_gather(self, joint: JointGather) -> None:
         """Gather with others, if it has been gathered before, and has to be again."""
         for group in self.groups:
-            if group.shards.was_gathered:
+            if group.shards.was_gathered and group.has_to_gather(joint.lane):
                 group.unshard(joint.lane, joint=joint)
 
     @labelled("FSDP::{0}_prefetch for {name}")
@@ -337,7 +348,7 @@ class Unit:
             for unit in reversed(context.units):
                 output = unit.complete_forward(output)
             context.forward_root = None
-            if context.has_many_small_units or not context.order.matches:
+            if self.batch is not None or not context.order.matches:
                 context.drop_prefetched()
         if context.forward_root is None:
             context.rest()
@@ -604,7 +615,7 @@ class Unit:
         for slots, gradients in group.gradients.take():
             if group.mesh.replicate and group.options.all_reduce_gradients:
                 context.agree_on_replicas()
-            joins = context.has_many_small_units and self.is_small
+            joins = self.batch is not None and self.is_small
             context.reductions.start(group.gradients, slots, gradients, context.reduce_lanes, joins)
 
     def end_of_backward(self) -> None:

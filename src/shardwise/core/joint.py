@@ -6,15 +6,16 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 
 from .agreement import explain_failure, sized
-from .buffer import Gather, ShardedBuffer
+from .buffer import Gather, ShardedBuffer, start_together
 from .comm import Comm
+from .device import label, outside_transforms
 from .lanes import Lane, Ticket, Waitable
 
 JOINT_BYTES = 2**21
@@ -41,8 +42,8 @@ def _issue(gathers: Sequence[tuple[Comm, Gather]], purpose: str) -> Sequence[Wai
 
 
 class JointGather:
-    """The ticket of groups that are gathered together: started once all of them have been added, and finished for all
-    by the first that waits.
+    """The ticket of groups that are gathered together: started once all of them have been added, or by the first that
+    waits.
 
     Args:
         lane: that communicates.
@@ -51,29 +52,31 @@ class JointGather:
     def __init__(self, lane: Lane):
         self.lane = lane
         self._members: list[_Member] = []
-        self._gathers: Sequence[tuple[Comm, Gather]] = ()
+        self._finish: dict[ShardedBuffer, Callable[[], None]] = {}
         self._ticket: Ticket | None = None
-        self.is_awaited = False
-        """Whether somebody has come to wait for it."""
         self.has_failed = False
         """Whether it raised: nobody waits for it then, and nothing was gathered."""
 
     def __len__(self) -> int:
         return len(self._members)
 
-    def add(self, name: str, buffers: Sequence[ShardedBuffer]) -> None:
+    def add(self, name: str, buffers: Sequence[ShardedBuffer]) -> list[Gather]:
         """Gather also a group.
 
         Args:
             name: of its unit, for messages.
             buffers: of which `joins` says that they can.
+
+        Returns:
+            What is left to do for each of the buffers, once it was waited for.
         """
         self._members.append(_Member(name, buffers))
+        return [Gather(finish=functools.partial(self._finish_one, buffer)) for buffer in buffers]
 
-    @property
-    def _purpose(self) -> str:
-        return ", ".join(member.name for member in self._members)
+    def _finish_one(self, buffer: ShardedBuffer) -> None:
+        self._finish.pop(buffer)()
 
+    @outside_transforms
     def start(self) -> None:
         """Start gathering what was added; does nothing if that has begun.
 
@@ -85,9 +88,20 @@ class JointGather:
         alike: defaultdict[tuple[Comm, torch.dtype, torch.device], list[ShardedBuffer]] = defaultdict(list)
         for buffer in chain.from_iterable(member.buffers for member in self._members):
             alike[buffer.comm, buffer.dtype, buffer.device].append(buffer)
-        with self._failing():
-            self._gathers = [(comm, _start_gather(buffers, self.lane)) for (comm, *_), buffers in alike.items()]
-            self._ticket = self.lane.submit(functools.partial(_issue, self._gathers, self._purpose))
+        names = ", ".join(member.name for member in self._members)
+        with self._failing(), label(f"FSDP::all_gather ({names})"):
+            gathers = [(comm, self._start_gather(buffers)) for (comm, *_), buffers in alike.items()]
+            self._ticket = self.lane.submit(functools.partial(_issue, gathers, names))
+
+    def _start_gather(self, buffers: Sequence[ShardedBuffer]) -> Gather:
+        if len(buffers) == 1:
+            gather = buffers[0].start_gather(self.lane)
+            finish = [gather.finish or _nothing]
+        else:
+            plans = [plan for buffer in buffers if (plan := buffer.run_plan) is not None]
+            gather, finish = start_together(plans, self.lane)
+        self._finish |= zip(buffers, finish, strict=True)
+        return gather
 
     @property
     def event(self) -> Any:
@@ -96,16 +110,11 @@ class JointGather:
         return self._ticket.event
 
     def wait(self) -> None:
-        """Order the compute stream after the gather, and put all in its places; the first time."""
-        self.is_awaited = True
+        """Order the compute stream after the gather."""
         self.start()
         assert self._ticket is not None
         with self._failing():
             self._ticket.wait()
-            for _, gather in self._gathers:
-                if gather.finish is not None:
-                    gather.finish()
-        self._members, self._gathers = [], ()
 
     def synchronize(self) -> None:
         """Order the host after the gather."""
@@ -120,6 +129,7 @@ class JointGather:
             self.has_failed = True
             if isinstance(error, RuntimeError):
                 self._explain(error)
+            self._members, self._finish = [], {}
             raise
 
     def _explain(self, error: RuntimeError) -> None:
@@ -130,8 +140,5 @@ class JointGather:
         explain_failure(error, f"gathering the parameters of units {names} ({sized(sizes)})", *comms)
 
 
-def _start_gather(buffers: Sequence[ShardedBuffer], lane: Lane) -> Gather:
-    if len(buffers) == 1:
-        return buffers[0].start_gather(lane)
-    first, *others = [plan for buffer in buffers if (plan := buffer.run_plan) is not None]
-    return first.start_with(others, lane)
+def _nothing() -> None:
+    """Left to do where a gather fills the parameters themselves."""

@@ -366,7 +366,7 @@ class FSDPModule(_TorchModule):
         """Nothing to set: gathers are asynchronous, and the compute stream allocates for them, in any case."""
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many reductions may be under way at once; each holds one unit's gradients.
+        """How many reductions may be under way at once; each holds gradients of one unit, or of several small ones.
 
         The units of a context share the limit, so ``recurse`` makes no difference between them.
 

@@ -242,7 +242,7 @@ class GradientReducer:
         gradients.clear()
         if len(dtypes) > 1 or (dtypes != {dtype} and like.dtype == dtype):
             filled = [gradient.to(dtype) for gradient in filled]
-        plan = self._plan(slots, len(present), dtype)
+        plan = self._plan(slots, len(present), dtype, of_several=bool(name))
         self._check_partial_sums(plan)
         route, device, name = self._route(dtype), self.mesh.device, name or self.shards.unit_name
         return Reduction(plan, route, filled, present, lanes, device, like.local, deliver, name)
@@ -277,11 +277,12 @@ class GradientReducer:
     def _zeros(self, slot: Slot, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(slot.layout.shape, dtype=dtype, device=self.mesh.device)
 
-    def _plan(self, slots: Sequence[Slot], flags: int, dtype: torch.dtype) -> GradientPlan:
+    def _plan(self, slots: Sequence[Slot], flags: int, dtype: torch.dtype, of_several: bool) -> GradientPlan:
         shard = self.mesh.shard
         packs_all = shard.size == 1 or self.options.custom_reduce_scatter is not None
-        # Weakly, since they may be other groups'; by buffers too, since those of others may be made anew.
-        known = tuple([weakref.ref(one) for slot in slots for one in (slot, slot.buffer)])
+        known: tuple[object, ...] = tuple(slots)
+        if of_several:  # weakly, and by buffers too, which other groups may make anew
+            known = tuple([weakref.ref(one) for slot in slots for one in (slot, slot.buffer)])
         key = (known, flags, dtype, packs_all)
         if (plan := self._plans.get(key)) is None:
             if len(self._plans) >= MOST_PLANS and all(plan.partial is None for plan in self._plans.values()):

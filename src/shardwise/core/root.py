@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -11,11 +12,14 @@ from .context import FSDPCommContext
 from .device import eager, is_replicated_by_torch
 from .errors import StateError
 from .group import ShardState
+from .joint import JOINT_BYTES, JointGather
 from .lanes import device_for
 
 if TYPE_CHECKING:
     from .hooks import Unit
 
+MANY = 16
+"""Small units in a model, from which on it pays to communicate for several at once: few hide behind the computation."""
 UNIT = "_shardwise_unit"
 """The attribute of a wrapped module that is its unit."""
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -94,6 +98,7 @@ def make_root(root: Unit) -> FSDPCommContext:
         if unit is not root:
             unit.join(context, is_root=False, iteration=context.iteration)
     _name_units(root, named)
+    _make_batches(root, units)
     for unit in units:
         for group in unit.groups:
             if group.state is ShardState.SHARDED:
@@ -102,6 +107,62 @@ def make_root(root: Unit) -> FSDPCommContext:
     context.has_root = True
     root.join(context, is_root=True, iteration=context.iteration)
     return context
+
+
+class Batch:
+    """Neighbours in a model that are gathered together. What they are depends on the modules alone, neither on the
+    order in which they ran nor on what is alive: where nothing is to be gathered each rank may run what it likes, and
+    the garbage collector comes to each when it likes.
+
+    Args:
+        following: the next one in the model.
+    """
+
+    def __init__(self, following: Batch | None):
+        self.following = following
+        self._members: list[tuple[weakref.ref[Unit], weakref.ref[nn.Module], Sequence[str]]] = []
+
+    def prepend(self, unit: Unit, root: nn.Module, path: Sequence[str]) -> None:
+        """``unit`` belongs to it, at ``path`` below ``root``."""
+        self._members.insert(0, (unit.reference, weakref.ref(root), path))
+
+    def __iter__(self) -> Iterator[Unit]:
+        """The units that are in the model still."""
+        for reference, root, path in self._members:
+            module = root()
+            for name in path:
+                module = module and module._modules.get(name)
+            if module is not None and (unit := unit_of(module)) is not None and unit is reference():
+                yield unit
+
+    def gather(self, joint: JointGather) -> None:
+        """Gather by ``joint`` those that have to be."""
+        for unit in self:
+            unit.join_gather(joint)
+        joint.start()
+
+
+def _make_batches(root: Unit, units: Sequence[Unit]) -> None:
+    """Divide the ``units`` of a tree into batches, if all keep whole parameters and many are small: runs of neighbours
+    that are, of no more bytes than are gathered together, or one that is not."""
+    sizes = {unit: unit.whole_bytes for unit in units}
+    for unit, size in sizes.items():
+        unit.is_small, unit.batch = 0 < size <= JOINT_BYTES // 2, None
+    if not all(unit.keeps_unsharded for unit in units) or sum(unit.is_small for unit in units) < MANY:
+        return
+    paths: dict[Unit, tuple[nn.Module, Sequence[str]]] = {}
+    for top in root.modules:
+        for name, module in top.named_modules():
+            if (found := unit_of(module)) is not None:
+                paths.setdefault(found, (top, name.split(".") if name else ()))
+    batch, room = Batch(None), JOINT_BYTES
+    for unit in reversed(units):
+        size = sizes[unit] if sizes[unit] <= JOINT_BYTES // 2 else JOINT_BYTES
+        if size > room:
+            batch, room = Batch(batch), JOINT_BYTES
+        batch.prepend(unit, *paths[unit])
+        unit.batch = batch
+        room -= size
 
 
 def _name_units(root: Unit, named: Sequence[tuple[str, nn.Module]]) -> None:
