@@ -139,8 +139,9 @@ def test_small_units_together_on_two_streams(fake_mesh: Mesh) -> None:
     device, context, mesh = RecordingDevice(), FSDPCommContext("cpu"), fake_mesh(2)
     context.use_device(device)
     model = Branches(device)
-    for unit in (*(layer for branch in model.branches for layer in cast(Any, branch)), model):
-        fully_shard(unit, mesh=mesh, placements=Placements.zero2, comm_ctx=context)
+    for layer in (layer for branch in model.branches for layer in cast(Any, branch)):
+        fully_shard(layer, mesh=mesh, placements=Placements.zero2, comm_ctx=context)
+    fully_shard(model, mesh=mesh, placements=Placements.zero2)
     with Watched(device) as watched:
         for _ in range(3):
             with torch.no_grad():
