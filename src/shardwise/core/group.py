@@ -25,7 +25,7 @@ from .device import (
     unwrapped,
     without_torch_function,
 )
-from .errors import StateError
+from .errors import StateError, is_explained
 from .joint import JointGather, joins
 from .lanes import Lane, Lease, Ticket, Waitable
 from .mesh import DataParallelMesh, DataParallelRanks
@@ -350,7 +350,8 @@ class ParamGroup:
             try:
                 ticket.wait()
             except RuntimeError as error:
-                self._explain(error)
+                if not is_explained(error):
+                    self._explain(error)
                 raise
         try:
             self._finish_gathers(ticket, gathers)

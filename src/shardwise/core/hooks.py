@@ -86,9 +86,9 @@ class Unit:
         self.is_root = False
         self.gathered_bytes = 0
         self.is_small = False
-        """Whether a message costs more than what it sends, as far as was asked."""
+        """Whether a message costs more than what it sends; known once the outermost unit is."""
         self.batch: Batch | None = None
-        """With which others it is gathered, where many are small."""
+        """With which others it is gathered, if many are small."""
         self.prefetch_forward: list[weakref.ref[Unit]] = []
         self.prefetch_backward: list[weakref.ref[Unit]] = []
         self._modules = [weakref.ref(module) for module in modules]
@@ -222,7 +222,8 @@ class Unit:
         if is_first and not self._recomputes:
             # Before the wait, so that a link that all wait for is never idle.
             context.order.enter(self.reference)
-            self._prefetch("forward", self.prefetch_forward, context.order.ahead() if self.batch is None else iter(()))
+            if self.batch is None or self.prefetch_forward:
+                self._prefetch("forward", self.prefetch_forward, context.order.ahead())
         for group in self.groups:
             group.wait_for_unshard()
         if self._lost_writes is not None and is_first:
@@ -300,7 +301,7 @@ class Unit:
 
     @property
     def keeps_unsharded(self) -> bool:
-        """Whether all of its parameters are whole between uses, if it has any."""
+        """Whether no strategy frees its parameters between uses."""
         return all(group.mesh.strategy.keeps_unsharded for group in self.groups)
 
     def _gather_with(self, batch: Batch) -> None:

@@ -131,8 +131,9 @@ class Batch:
         for reference, root, path in self._members:
             module = root()
             for name in path:
-                module = module and module._modules.get(name)
-            if module is not None and (unit := unit_of(module)) is not None and unit is reference():
+                module = None if module is None else module._modules.get(name)
+            unit = None if module is None else unit_of(module)
+            if unit is not None and unit is reference():
                 yield unit
 
     def gather(self, joint: JointGather) -> None:
