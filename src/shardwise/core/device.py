@@ -193,11 +193,11 @@ class RowSplitter:
             torch.split_with_sizes_copy(rows, self._sizes, dim=1, out=self._targets)
             return
         # To make the views takes as long as to copy them: memory that is used again keeps those of its last cuts.
-        kept = staging.__dict__.setdefault("_shardwise_pieces", {})
-        cuts, views = kept.get(start, (None, ()))
-        if cuts != self._cuts:
+        kept, cuts = staging.__dict__.setdefault("_shardwise_pieces", {}), (len(self._targets[0]), self._cuts)
+        before, views = kept.get(start, (None, ()))
+        if before != cuts:
             views = self._pieces(staging, start)
-            kept[start] = self._cuts, views
+            kept[start] = cuts, views
         torch._foreach_copy_(self._alike, views)
 
     def _pieces(self, staging: torch.Tensor, start: int) -> list[torch.Tensor]:

@@ -194,7 +194,7 @@ class ParamGroup:
         if self._has_failed_with_others:
             self._gather = None
         if self._gather is not None:
-            is_outdated = self.shards.changed() if self._gathers_with_others else self.shards.is_outdated
+            is_outdated = self.shards.changed() if self._keeps_unsharded else self.shards.is_outdated
             if for_backward or not is_outdated:
                 return
             self.reshard()  # an optimizer stepped since
@@ -231,6 +231,10 @@ class ParamGroup:
                 "forward, call unshard() after the optimizer's step)"
             )
 
+    def may_be_joined(self, lane: Lane) -> bool:
+        """Whether to gather it with others, though nothing uses it yet: if it ever was, and has to be again."""
+        return self.shards.was_gathered and not (self._is_replayed or lane.is_captured) and self.has_to_gather(lane)
+
     def has_to_gather(self, lane: Lane) -> bool:
         """Whether the next forward gathers, on ``lane``."""
         is_there = (self.is_unsharded or self._is_kept) and not self._may_differ(lane)
@@ -250,9 +254,9 @@ class ParamGroup:
         self._lane = lane
         if self.shards.borrowed:
             self.shards.take_borrowed()
+        if self._keeps_unsharded:
+            self.shards.note_gathered(keeps=True)  # it may be used long after: what is written from now on is noticed
         if joint is not None and self._joins():
-            # Others wait for it long before: what is written from now on is noticed.
-            self.shards.note_gathered(keeps=True)
             self._gather = joint, joint.add(self.name, self.shards.buffers)
             return
         prepared, self._prepared = self._prepared, None
@@ -282,10 +286,6 @@ class ParamGroup:
         """Whether the next gather may be one with those of other groups, for as long as they need."""
         keeps = self._keeps_unsharded and self._prepared is None and self._custom_gather is None
         return keeps and joins(self.shards.buffers)
-
-    @property
-    def _gathers_with_others(self) -> bool:
-        return self._gather is not None and isinstance(self._gather[0], JointGather)
 
     @property
     def _has_failed_with_others(self) -> bool:
@@ -368,10 +368,11 @@ class ParamGroup:
         for gather in gathers:
             if gather.finish is not None:
                 gather.finish()
-        if gathers and not isinstance(ticket, JointGather):
-            # Where parameters do not stay gathered the next use gathers again anyhow, and maybe ahead.
-            keeps = self._keeps_unsharded or not self.options.reshard_after_forward
-            self.shards.note_gathered(keeps=keeps or (self._lane is not None and self._lane.is_stream))
+        if gathers:
+            if not self._keeps_unsharded:
+                # Where parameters do not stay gathered the next use gathers again anyhow, and maybe ahead.
+                keeps = not self.options.reshard_after_forward
+                self.shards.note_gathered(keeps=keeps or (self._lane is not None and self._lane.is_stream))
             if self._lease is not None:
                 self._lease.settle()  # staging memory goes with the gathers
 

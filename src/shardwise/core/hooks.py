@@ -208,11 +208,12 @@ class Unit:
                 context.queue_end_of_backward()
         call = Call(id(module), args, kwargs)
         self._cast_inputs(call)
-        if self.batch is None or self._recomputes:
+        batch = self._current_batch
+        if batch is not None:
+            self._gather_with(batch)
+        else:
             for group in self.groups:
                 group.unshard(context.gather_lane, for_backward=self._recomputes)
-        else:
-            self._gather_with(self.batch)
         self._inside.append(call)
         # A unit without parameters waits for nothing, and one more node would change the order in which autograd adds
         # up the gradients of its inputs.
@@ -222,7 +223,7 @@ class Unit:
         if is_first and not self._recomputes:
             # Before the wait, so that a link that all wait for is never idle.
             context.order.enter(self.reference)
-            if self.batch is None or self.prefetch_forward:
+            if batch is None or self.prefetch_forward:
                 self._prefetch("forward", self.prefetch_forward, context.order.ahead())
         for group in self.groups:
             group.wait_for_unshard()
@@ -304,6 +305,13 @@ class Unit:
         """Whether no strategy frees its parameters between uses."""
         return all(group.mesh.strategy.keeps_unsharded for group in self.groups)
 
+    @property
+    def _current_batch(self) -> Batch | None:
+        """Its batch, if this is a forward of the whole model: ranks may have let go of that at different times."""
+        if self.batch is None or self._recomputes or self.context.forward_root is not self.batch.root():
+            return None
+        return self.batch
+
     def _gather_with(self, batch: Batch) -> None:
         """Start gathering with all of its ``batch``, and then the next one."""
         lane = self.context.gather_lane
@@ -318,9 +326,11 @@ class Unit:
 
     @labelled("FSDP::forward_prefetch for {name}")
     def join_gather(self, joint: JointGather) -> None:
-        """Gather with others, if it has been gathered before, and has to be again."""
+        """Gather with others, unless it is in use."""
+        if self.is_in_forward or self.phase is Phase.PRE_BACKWARD:
+            return
         for group in self.groups:
-            if group.shards.was_gathered and group.has_to_gather(joint.lane):
+            if group.may_be_joined(joint.lane):
                 group.unshard(joint.lane, joint=joint)
 
     @labelled("FSDP::{0}_prefetch for {name}")
@@ -349,8 +359,10 @@ class Unit:
             for unit in reversed(context.units):
                 output = unit.complete_forward(output)
             context.forward_root = None
-            if self.batch is not None or not context.order.matches:
+            if not context.order.matches:
                 context.drop_prefetched()
+            elif self.batch is not None:
+                self.batch.drop_prefetched()
         if context.forward_root is None:
             context.rest()
             context.note_success()

@@ -115,6 +115,7 @@ class JointGather:
         assert self._ticket is not None
         with self._failing():
             self._ticket.wait()
+        self._members = []  # units may leave the model
 
     def synchronize(self) -> None:
         """Order the host after the gather."""

@@ -147,9 +147,7 @@ class GradientReducer:
         if is_own and not is_elsewhere(slots[0].buffer.local, self.mesh.device) and self._completes_sums():
             self._deliver_own(slots, gradients)
             return None
-        idle: list[Slot] = []
-        if self._absences and self._completes_sums():
-            idle = [slot for slot in slots if self._absences[slot] >= IDLE_AFTER]
+        idle = self._idle(slots) if self._completes_sums() else []
         if not idle:
             return self.start(slots, gradients, lanes, present, functools.partial(self.deliver_and_note, slots))
         active = [slot for slot in slots if slot not in idle]
@@ -166,6 +164,10 @@ class GradientReducer:
         told = [had[slot] for slot in (*active, *idle)]
         return self.start(active, [whole.pop(slot) for slot in active], lanes, told, deliver)
 
+    def _idle(self, slots: Sequence[Slot]) -> list[Slot]:
+        """Those of ``slots`` that are left out until a rank has a gradient for them."""
+        return [slot for slot in slots if self._absences[slot] >= IDLE_AFTER] if self._absences else []
+
     def _complete(self, slots: Sequence[Slot], gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """``gradients``, with zeros where there are none, if the user wants that."""
         if not self.options.zeros_for_unused:
@@ -177,7 +179,7 @@ class GradientReducer:
         """``gradients`` of ``slots``, to be reduced together with those of others; None if they have to be alone."""
         options = self.options
         is_plain = options.all_reduce_hook is None and options.custom_reduce_scatter is None
-        if self._absences or not (is_plain and self._completes_sums()) or self.mesh.size == 1:
+        if not (is_plain and self._completes_sums()) or self.mesh.size == 1 or self._idle(slots):
             return None
         gradients = self._complete(slots, gradients)
         like = slots[0].buffer

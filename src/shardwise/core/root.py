@@ -115,11 +115,12 @@ class Batch:
     the garbage collector comes to each when it likes.
 
     Args:
+        root: of the model.
         following: the next one in the model.
     """
 
-    def __init__(self, following: Batch | None):
-        self.following = following
+    def __init__(self, root: weakref.ref[Unit], following: Batch | None):
+        self.root, self.following = root, following
         self._members: list[tuple[weakref.ref[Unit], weakref.ref[nn.Module], Sequence[str]]] = []
 
     def prepend(self, unit: Unit, root: nn.Module, path: Sequence[str]) -> None:
@@ -142,6 +143,13 @@ class Batch:
             unit.join_gather(joint)
         joint.start()
 
+    def drop_prefetched(self) -> None:
+        """Free what was gathered, from here on, for units that then did not run."""
+        for unit in self:
+            unit.drop_prefetched()
+        if self.following is not None:
+            self.following.drop_prefetched()
+
 
 def _make_batches(root: Unit, units: Sequence[Unit]) -> None:
     """Divide the ``units`` of a tree into batches, if all keep whole parameters and many are small: runs of neighbours
@@ -156,11 +164,11 @@ def _make_batches(root: Unit, units: Sequence[Unit]) -> None:
         for name, module in top.named_modules():
             if (found := unit_of(module)) is not None:
                 paths.setdefault(found, (top, name.split(".") if name else ()))
-    batch, room = Batch(None), JOINT_BYTES
+    batch, room = Batch(root.reference, None), JOINT_BYTES
     for unit in reversed(units):
         size = sizes[unit] if sizes[unit] <= JOINT_BYTES // 2 else JOINT_BYTES
         if size > room:
-            batch, room = Batch(batch), JOINT_BYTES
+            batch, room = Batch(root.reference, batch), JOINT_BYTES
         batch.prepend(unit, *paths[unit])
         unit.batch = batch
         room -= size
