@@ -22,6 +22,7 @@ from shardwise.core.hooks import Unit
 from shardwise.core.joint import JointGather
 from shardwise.core.module import unit_of
 from shardwise.core.pending import PendingReductions
+from shardwise.core.root import units_of
 
 from ..interruptions import interrupted
 from ..models import Stack, wrap
@@ -310,6 +311,79 @@ def test_the_garbage_collector_comes_to_one_rank_alone(preset: str) -> None:
     with torch.no_grad():
         torch.testing.assert_close(model(x), truth(x))
     gc.enable()
+
+
+@on_ranks(2)
+def test_layers_that_outlive_their_model_on_one_rank() -> None:
+    model = sharded("zero1")
+    train(model)
+    layers = list(model.layers)
+    model.__dict__["itself"] = model
+    gc.disable()
+    del model
+    if dist.get_rank() == 0:
+        gc.collect()
+    x = batch(0, dist.get_rank(), 4, WIDTH)
+    outputs = []
+    for _ in range(2):
+        output = x
+        for layer in layers:
+            output = layer(output)
+        outputs.append(output)
+    assert_tensors("the output", outputs[1], outputs[0], bitwise=True)
+    gc.enable()
+
+
+class Shift(nn.Module):
+    """Adds a parameter's sum."""
+
+    def __init__(self, numel: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(numel))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1e-3 * self.weight.sum()
+
+
+@on_ranks(4)
+def test_batches_of_the_same_size_over_other_numbers_of_ranks() -> None:
+    """Staging memory of one is used again for the other, with rows of another length."""
+    meshes = [init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]]
+    found = []
+    for nbytes in (0, 2**14):
+        torch.manual_seed(1)
+        model = nn.Sequential(*[Shift(256 if index < 32 else 128) for index in range(64)])
+        with joining(0) if not nbytes else mock.patch("shardwise.core.root.JOINT_BYTES", nbytes):
+            for index, layer in enumerate(model):
+                shardwise.fully_shard(layer, mesh=meshes[index >= 32], placements="zero2")
+            shardwise.fully_shard(model, mesh=meshes[0], placements="zero2")
+            optimizer, outputs = torch.optim.SGD(model.parameters(), 0.1), {}
+            for step in range(3):
+                output = model(torch.ones(3))
+                output.square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                outputs[str(step)] = output.detach()
+        found.append(outputs)
+    assert_same(found[1], found[0])
+
+
+@on_ranks(2)
+def test_the_root_is_not_gathered_again_while_it_runs() -> None:
+    """Where units run twice, and everything is gathered whenever it is used, as once a graph was captured."""
+    model = sharded("zero2")
+    train(model)
+    for unit in units_of(model):
+        for group in unit.groups:
+            group._is_replayed = True
+    layers = model.layers
+    model.layers = nn.ModuleList([*layers, *layers])
+    x = batch(0, dist.get_rank(), 4, WIDTH)
+    output = model(x)
+    truth = stack()
+    truth.layers = nn.ModuleList([*truth.layers, *truth.layers])
+    truth.load_state_dict(state_of(model), strict=False)
+    torch.testing.assert_close(output, truth(x))
 
 
 @on_ranks(2)
