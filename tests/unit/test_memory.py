@@ -266,6 +266,20 @@ def test_collectives_per_step(fake_mesh: Mesh, world_size: int) -> None:
         assert (backward.gathers, backward.reductions, backward.all_reduces) == (layers, layers + 1, 0)
 
 
+def collectives_of_steps(model: Any) -> list[tuple[int, int, int]]:
+    """Gathers, reductions and all-reduces of each of three steps of three micro-batches."""
+    optimizer, x, found = torch.optim.AdamW(model.parameters()), inputs_for(model, 0), []
+    for _ in range(3):
+        with counted() as count:
+            for micro_batch in range(3):
+                model.set_is_last_backward(micro_batch == 2)
+                model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((count.gathers, count.reductions, count.all_reduces))
+    return found
+
+
 @pytest.mark.parametrize(
     ("preset", "gathers", "reductions", "all_reduces"),
     [("zero1", 4, 4, 0), ("zero2", 4, 12, 0), ("ddp", 0, 0, 4)],
@@ -274,16 +288,7 @@ def test_collectives_of_kept_parameters(
     fake_mesh: Mesh, preset: str, gathers: int, reductions: int, all_reduces: int
 ) -> None:
     model = build(fake_mesh(4), placements=getattr(Placements, preset))
-    optimizer = torch.optim.AdamW(model.parameters())
-    x = inputs_for(model, 0)
-    for _ in range(3):
-        with counted() as count:
-            for micro_batch in range(3):
-                model.set_is_last_backward(micro_batch == 2)  # type: ignore[operator]
-                model(x).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert (count.gathers, count.reductions, count.all_reduces) == (gathers, reductions, all_reduces)
+    assert collectives_of_steps(model) == [(gathers, reductions, all_reduces)] * 3
 
 
 @pytest.mark.parametrize(
@@ -298,17 +303,8 @@ def test_collectives_of_many_small_units(
     mesh, model = fake_mesh(4), Transformer(layers=20, width=72)
     for unit in (*model.layers, model):
         fully_shard(unit, mesh=mesh, placements=getattr(Placements, preset))
-    optimizer = torch.optim.AdamW(model.parameters())
-    x = inputs_for(model, 0)
-    for step in range(3):
-        with counted() as count:
-            for micro_batch in range(3):
-                model.set_is_last_backward(micro_batch == 2)  # type: ignore[operator]
-                model(x).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        if step:  # the order is known then
-            assert (count.gathers, count.reductions, count.all_reduces) == (gathers, reductions, all_reduces)
+    # Once all have been gathered before, and the order is known.
+    assert collectives_of_steps(model)[1:] == [(gathers, reductions, all_reduces)] * 2
 
 
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2"])
