@@ -24,6 +24,7 @@ from shardwise.core.device import owns_memory
 from shardwise.core.gradient import GradientPlan
 from shardwise.core.lanes import Lane
 from shardwise.core.module import unit_of
+from shardwise.core.root import Batch
 
 from ..models import Transformer, inputs_for
 
@@ -334,6 +335,21 @@ def test_memory_goes_with_one_of_many_small_units(fake_mesh: Mesh, preset: str) 
     model[9].load_state_dict({name: value.clone() for name, value in model[9].state_dict().items()}, assign=True)
     step()
     assert all(memory.expired() for memory in held)
+
+
+def test_a_model_of_many_batches(fake_mesh: Mesh) -> None:
+    """More of them than Python calls can be inside of each other."""
+    model = fully_shard(nn.Linear(2, 2), mesh=fake_mesh(2))
+    unit = unit_of(model)
+    assert unit is not None
+    batch: Batch | None = None
+    for _ in range(5000):
+        batch = Batch(unit.reference, batch)
+    assert batch is not None
+    batch.prepend(unit, model, ())
+    unit.groups[0].unshard(unit.context.gather_lane)
+    batch.drop_prefetched()
+    assert not unit.is_on_its_way
 
 
 def test_evaluation_twice_gathers_kept_parameters_once(fake_mesh: Mesh) -> None:

@@ -99,13 +99,13 @@ def test_small_units_together(
 ) -> None:
     for room in ("root", "pending"):
         monkeypatch.setattr(f"shardwise.core.{room}.JOINT_BYTES", nbytes)
-    mesh, placements, alone = fake_mesh(2), getattr(Placements, preset), []
+    mesh, placements, issued = fake_mesh(2), getattr(Placements, preset), []
     for many in (100, 2):
         monkeypatch.setattr("shardwise.core.root.MANY", many)
         log = recorded(mesh, prepare, micro_batches=2, placements=placements, mp_policy=policy)
         assert faults(log) == []
-        alone.append([entry.name for entry in log if "c10d" in entry.name])
-    assert len(alone[1]) < len(alone[0]), "otherwise nothing went together"
+        issued.append([entry.name for entry in log if "c10d" in entry.name])
+    assert len(issued[1]) < len(issued[0]), "otherwise nothing went together"
 
 
 class Branches(torch.nn.Module):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .agreement import explain_failure, sized
+from .agreement import explain_failure
 from .buffer import Gather
 from .comm import StagedCollective, by_custom
 from .device import (
@@ -26,7 +26,7 @@ from .device import (
     without_torch_function,
 )
 from .errors import StateError, is_explained
-from .joint import JointGather, joins
+from .joint import JointGather, joins, size_of
 from .lanes import Lane, Lease, Ticket, Waitable
 from .mesh import DataParallelMesh, DataParallelRanks
 from .parameter import make_sharded_parameter, mark_replaced, remember_successor
@@ -377,8 +377,7 @@ class ParamGroup:
                 self._lease.settle()  # staging memory goes with the gathers
 
     def _explain(self, error: RuntimeError) -> None:
-        sizes = [(buffer.dtype, tensor.numel) for buffer in self.shards.buffers for tensor in buffer.layout.tensors]
-        what = f"gathering the parameters of unit {self.name!r} ({sized(sizes)})"
+        what = f"gathering the parameters of unit {self.name!r} ({size_of(self.shards.buffers)})"
         explain_failure(error, what, self.shards.buffers[0].gather_comm, self.mesh.shard)
 
     def _free(self) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -30,6 +30,11 @@ class _Member(NamedTuple):
 def joins(buffers: Sequence[ShardedBuffer]) -> bool:
     """Whether ``buffers`` can be gathered in one run with those of other groups."""
     return all(buffer.run_plan is not None for buffer in buffers)
+
+
+def size_of(buffers: Iterable[ShardedBuffer]) -> str:
+    """What is gathered of ``buffers``, for messages."""
+    return sized((buffer.dtype, tensor.numel) for buffer in buffers for tensor in buffer.layout.tensors)
 
 
 def _issue(gathers: Sequence[tuple[Comm, Gather]], purpose: str) -> Sequence[Waitable]:
@@ -96,7 +101,8 @@ class JointGather:
     def _start_gather(self, buffers: Sequence[ShardedBuffer]) -> Gather:
         if len(buffers) == 1:
             gather = buffers[0].start_gather(self.lane)
-            finish = [gather.finish or _nothing]
+            assert gather.finish is not None, "what joins is staged"
+            finish = [gather.finish]
         else:
             plans = [plan for buffer in buffers if (plan := buffer.run_plan) is not None]
             gather, finish = start_together(plans, self.lane)
@@ -135,11 +141,6 @@ class JointGather:
 
     def _explain(self, error: RuntimeError) -> None:
         buffers = [buffer for member in self._members for buffer in member.buffers]
-        sizes = [(buffer.dtype, tensor.numel) for buffer in buffers for tensor in buffer.layout.tensors]
         names = ", ".join(repr(member.name) for member in self._members)
         comms = dict.fromkeys(buffer.comm for buffer in buffers)
-        explain_failure(error, f"gathering the parameters of units {names} ({sized(sizes)})", *comms)
-
-
-def _nothing() -> None:
-    """Left to do where a gather fills the parameters themselves."""
+        explain_failure(error, f"gathering the parameters of units {names} ({size_of(buffers)})", *comms)

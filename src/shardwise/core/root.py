@@ -145,10 +145,11 @@ class Batch:
 
     def drop_prefetched(self) -> None:
         """Free what was gathered, from here on, for units that then did not run."""
-        for unit in self:
-            unit.drop_prefetched()
-        if self.following is not None:
-            self.following.drop_prefetched()
+        batch: Batch | None = self
+        while batch is not None:
+            for unit in batch:
+                unit.drop_prefetched()
+            batch = batch.following
 
 
 def _make_batches(root: Unit, units: Sequence[Unit]) -> None:
