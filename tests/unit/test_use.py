@@ -568,6 +568,23 @@ def test_ignored_parameters_on_the_meta_device_are_refused(fake_mesh: Mesh) -> N
         model(torch.ones(2, 4))
 
 
+@pytest.mark.parametrize("has_run", [False, True])
+def test_what_needs_whole_parameters_for_good_is_refused(fake_mesh: Mesh, has_run: bool) -> None:
+    mesh, model = fake_mesh(2), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    inputs = torch.randn(3, 4)
+    if has_run:
+        model(inputs).sum().backward()
+        model.zero_grad()
+    with pytest.raises(StateError, match=r"Sequential \(root\)' is sharded, .* cannot be exported"):
+        torch.export.export(model, (inputs,))
+    with pytest.raises(StateError, match=r"'root' \(FSDPSequential\) is sharded, and share_memory"):
+        model.share_memory()
+    model(inputs).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("inner", [True, False])
 def test_what_torch_has_sharded_is_refused_as_that(fake_mesh: Mesh, inner: bool) -> None:
     mesh, model = fake_mesh(2), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

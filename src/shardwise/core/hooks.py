@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -171,6 +171,8 @@ class Unit:
         """Gather, register for backward, wait, install, prefetch."""
         if is_watched():
             self.show_ranges()
+        if torch.compiler.is_exporting():
+            self._refuse_export()
         if not self.has_context and len(self._modules) == 1 and not self.modules:
             self._modules = [weakref.ref(module)]  # by `copy.copy`, of one that is gone
         context = self.context
@@ -192,6 +194,16 @@ class Unit:
         if not self._is_checked:
             self._check_unsharded()
         return self._enter_forward(module, args, kwargs)
+
+    def _refuse_export(self) -> NoReturn:
+        """
+        Raises:
+            StateError: a program that is exported has no place for gathers, and torch's own error names nothing.
+        """
+        raise StateError(
+            f"unit {self.title!r} is sharded, and a sharded model cannot be exported by torch.export: export an unsharded "
+            "model with the values of shardwise.full_state_dict(model)"
+        )
 
     @labelled("FSDP::pre_forward ({name})")
     def _enter_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
