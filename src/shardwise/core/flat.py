@@ -263,8 +263,11 @@ class FlatSlot(Slot):
 
     # -- Unsharded gradients
 
-    @property
-    def has_gradient(self) -> bool:
+    @staticmethod
+    def have_gradients(slots: Sequence[Any]) -> bool:
+        return any(slot._has_gradient() for slot in slots)
+
+    def _has_gradient(self) -> bool:
         self._forget_zeroed()
         return self.accumulated is not None or any(face.grad is not None for face in self._faces)
 

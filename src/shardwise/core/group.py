@@ -191,7 +191,7 @@ class ParamGroup:
                 gathered last.
             joint: to gather with, if that is possible, and not to start; of the same lane.
         """
-        if self._has_failed_with_others:
+        if self._gather is not None and self._has_failed_with_others:
             self._gather = None
         if self._gather is not None:
             is_outdated = self.shards.changed() if self._keeps_unsharded else self.shards.is_outdated
@@ -400,7 +400,7 @@ class ParamGroup:
                 from the shards only if those were written. Frees them all the same where writes may go unnoticed.
         """
         keep, self.stays_registered = keep and self.shards.sees_writes, False
-        if self._has_failed_with_others:
+        if self._gather is not None and self._has_failed_with_others:
             self._gather = None
         if self._gather is not None:
             self.wait_for_unshard()

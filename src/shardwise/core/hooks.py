@@ -201,8 +201,8 @@ class Unit:
             StateError: a program that is exported has no place for gathers, and torch's own error names nothing.
         """
         raise StateError(
-            f"unit {self.title!r} is sharded, and a sharded model cannot be exported by torch.export: export an unsharded "
-            "model with the values of shardwise.full_state_dict(model)"
+            f"unit {self.title!r} is sharded, and a sharded model cannot be exported by torch.export: export an "
+            "unsharded one with the values of shardwise.full_state_dict(model)"
         )
 
     @labelled("FSDP::pre_forward ({name})")

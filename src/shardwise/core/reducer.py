@@ -82,7 +82,7 @@ class GradientReducer:
 
     def has_any(self) -> bool:
         """Whether an unsharded gradient waits for its reduction."""
-        return any(slot.has_gradient for slot in self.slots)
+        return self.slots[0].have_gradients(self.slots)
 
     def awaits_reduction(self) -> bool:
         """Whether a backward that took no part has to reduce: what earlier ones accumulated or summed, or zeros."""

@@ -117,10 +117,13 @@ class Slot:
 
     # -- Unsharded gradients
 
-    @property
-    def has_gradient(self) -> bool:
-        """Whether an unsharded gradient waits for its reduction."""
-        return self.accumulated is not None or (self.unsharded is not None and self.unsharded.grad is not None)
+    @staticmethod
+    def have_gradients(slots: Sequence[Slot]) -> bool:
+        """Whether an unsharded gradient of any of ``slots`` of one kind waits for its reduction."""
+        for slot in slots:
+            if slot.accumulated is not None or ((face := slot.unsharded) is not None and face.grad is not None):
+                return True
+        return False
 
     def drop_gradient(self) -> None:
         """Forget unsharded gradients."""
