@@ -573,6 +573,9 @@ def test_ranks_that_would_write_other_files(apart: bool) -> None:
             shardwise.fully_shard(model, mesh=mesh_of_all())
             action = lambda model=model, size=size: save_safetensors(model, directory, max_shard_size=size)  # noqa: E731
             assert_raises_alike(ValueError, what, action)
+        own = directory / "own" if dist.get_rank() == 2 else directory
+        action = lambda: save_safetensors(alike, own)  # noqa: E731
+        assert_raises_alike(ValueError, "directory is .* on rank 0 and .*/own on rank 2: all ranks that hold", action)
         assert list(directory.iterdir()) == []
 
 

@@ -1317,6 +1317,33 @@ def test_extras_of_another_form_are_an_error(tmp_path: Path) -> None:
     assert loader.position == 3
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"more": Loader()}, r"extra of the checkpoint has no 'more'; it has 'step', 'loader'"),
+        ([Loader()], r"extra of the checkpoint has the form dict, and what is to be filled list of 1 items"),
+        ({"step": Loader()}, r"extra\['step'\] of the checkpoint has the form int, and what is to be filled Loader"),
+    ],
+)
+def test_what_extras_lack_is_known_before_anything_is_loaded(tmp_path: Path, given: Any, message: str) -> None:
+    save(tmp_path, model=nn.Linear(2, 2), extra={"step": 1, "loader": Loader(3)})
+    model = nn.Linear(2, 2)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, model=model, extra=given)
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+
+
+def test_directories_that_are_none(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    for verb in (latest, load, functools.partial(save, model=model), functools.partial(save_safetensors, model)):
+        with pytest.raises(TypeError, match="directory must be a path, not int"):
+            verb(3)  # type: ignore[operator]
+        with pytest.raises(ValueError, match="directory is no path, since it has a null character"):
+            verb(f"{tmp_path}\0")  # type: ignore[operator]
+    assert not [*tmp_path.iterdir()]
+
+
 class Pair(NamedTuple):
     loader: Any
     count: int

@@ -754,6 +754,18 @@ def test_writes_without_memory_are_not_lost_in_silence() -> None:
         materialize(model)
 
 
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["before sharding", "after it"])
+def test_writes_to_what_is_to_be_sharded_are_not_lost_in_silence(fake_mesh: Any, is_sharded: bool) -> None:
+    model = on_meta(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    if is_sharded:
+        fully_shard(model, mesh=fake_mesh(2))
+    model[1].reset_parameters()
+    if not is_sharded:
+        fully_shard(model, mesh=fake_mesh(2))
+    with pytest.raises(RuntimeError, match=r"'1.weight' was written after init_on_meta"):
+        materialize(model)
+
+
 def test_conversions_between_context_and_materialize() -> None:
     model = on_meta(tied).to(torch.bfloat16)
     copied = copy.deepcopy(model)

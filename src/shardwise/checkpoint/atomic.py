@@ -37,9 +37,10 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
         Its path, below ``directory``; None if there is none, or no such directory.
 
     Raises:
+        TypeError: if it is not a path.
         ValueError: for a URL.
     """
-    refuse_url(directory)
+    path_of(directory)
     found = checkpoints_in(Path(directory))
     return found[-1] if found else None
 
@@ -53,6 +54,8 @@ def path_of(directory: str | os.PathLike[str]) -> Path:
     """
     if not isinstance(directory, (str, os.PathLike)):
         raise TypeError(f"directory must be a path, not {type(directory).__name__}")
+    if "\0" in str(directory):
+        raise ValueError(f"directory is no path, since it has a null character: {str(directory)!r}")
     refuse_url(directory)
     return Path(os.path.abspath(directory))
 

@@ -278,19 +278,47 @@ def _like(value: Any, items: Sequence[Any]) -> Any:
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
-def restore(given: Any, loaded: Any, where: str) -> Any:
+def check_form(given: Any, loaded: Any, where: str) -> None:
+    """See that `restore` finds something for each object with a state.
+
+    Args:
+        given: what the caller passed.
+        loaded: what the checkpoint has, its tensors or not.
+        where: what it is called in messages.
+
+    Raises:
+        ValueError: if the checkpoint has nothing for an object with a state, or another form.
+    """
+    if is_stateful(given):
+        if isinstance(loaded, Mapping) or not isinstance(given.state_dict(), Mapping):
+            return
+    elif isinstance(given, dict) and isinstance(loaded, Mapping):
+        for key, item in given.items():
+            if key not in loaded and _has_stateful(item):
+                raise ValueError(f"{where} of the checkpoint has no {key!r}; it has {', '.join(map(repr, loaded))}")
+        for key, item in loaded.items():
+            check_form(given.get(key), item, f"{where}[{key!r}]")
+        return
+    elif _are_alike(given, loaded):
+        for index, (old, new) in enumerate(zip(given, loaded, strict=True)):
+            check_form(old, new, f"{where}[{index}]")
+        return
+    if _has_stateful(given):
+        raise ValueError(
+            f"{where} of the checkpoint has the form {_form_of(loaded)}, and what is to be filled {_form_of(given)}: "
+            "its objects would not be loaded; pass the form that was saved"
+        )
+
+
+def restore(given: Any, loaded: Any) -> Any:
     """Put what was loaded into what the caller has: objects with a state take theirs, dicts and lists are filled.
 
     Args:
         given: what the caller passed.
-        loaded: of the same form, with state dicts in the place of objects.
-        where: what it is called in messages.
+        loaded: with state dicts in the place of objects; `check_form` has seen it.
 
     Returns:
         ``given`` if it could be filled, else ``loaded``.
-
-    Raises:
-        ValueError: if the checkpoint has nothing for an object with a state, or another form.
     """
     if is_stateful(given):
         given.load_state_dict(loaded)
@@ -300,23 +328,23 @@ def restore(given: Any, loaded: Any, where: str) -> Any:
             given.state_dict()
         return given
     if isinstance(given, dict) and isinstance(loaded, Mapping):
-        for key, item in given.items():
-            if key not in loaded and _has_stateful(item):
-                raise ValueError(f"{where} of the checkpoint has no {key!r}; it has {', '.join(map(repr, loaded))}")
         for key, item in loaded.items():
-            given[key] = restore(given.get(key), item, f"{where}[{key!r}]")
+            given[key] = restore(given.get(key), item)
         return given
-    if isinstance(given, list) and isinstance(loaded, list) and len(given) == len(loaded):
-        given[:] = _restore_items(given, loaded, where)
+    if _are_alike(given, loaded):
+        items = [*map(restore, given, loaded)]
+        if isinstance(given, tuple):
+            return _like(given, items)
+        given[:] = items
         return given
-    if isinstance(given, tuple) and isinstance(loaded, (list, tuple)) and len(given) == len(loaded):
-        return _like(given, _restore_items(given, loaded, where))
-    if _has_stateful(given):
-        raise ValueError(
-            f"{where} of the checkpoint has the form {_form_of(loaded)}, and what is to be filled {_form_of(given)}: "
-            "its objects would not be loaded; pass the form that was saved"
-        )
     return loaded
+
+
+def _are_alike(given: Any, loaded: Any) -> bool:
+    """Whether both are sequences of as many items; tuples are saved as such, or as lists."""
+    if isinstance(given, list):
+        return isinstance(loaded, list) and len(given) == len(loaded)
+    return isinstance(given, tuple) and isinstance(loaded, (list, tuple)) and len(given) == len(loaded)
 
 
 def _has_stateful(value: Any) -> bool:
@@ -327,8 +355,3 @@ def _has_stateful(value: Any) -> bool:
 def _form_of(value: Any) -> str:
     length = f" of {len(value)} items" if isinstance(value, (list, tuple)) else ""
     return type(value).__name__ + length
-
-
-def _restore_items(given: Sequence[Any], loaded: Sequence[Any], where: str) -> list[Any]:
-    pairs = enumerate(zip(given, loaded, strict=True))
-    return [restore(old, new, f"{where}[{index}]") for index, (old, new) in pairs]

@@ -17,7 +17,7 @@ from ..core.device import detached
 from .contents import EXTRA, EXTRA_TENSORS, MODEL, OPTIMIZER, RANKS, RNG, SCHEDULER
 from .model_state import Misfit, SavedModel
 from .names import listed, parameter_names
-from .objects import Path, capture, release, restore, tree_of
+from .objects import Path, capture, check_form, release, restore, tree_of
 from .optimizer_state import CLASSES, CUTS, GROUPS, STATE, SavedOptimizer, optimizer_paths
 from .reading import StoredData
 from .rng import seed_from, set_random_state
@@ -67,6 +67,7 @@ class Restoring:
                 raise ValueError(f"the checkpoint {stored.directory} has no {name}; it has {stored.tops()}")
         self._rng_keys = list(stored.below(f"{RNG}.")) if wanted.rng and self._saved_by is not None else []
         self._read_objects()
+        self._check_forms()
         self._optimizer = self._saved_optimizer()
 
     def misfit(self) -> Misfit:
@@ -99,6 +100,13 @@ class Restoring:
         own = {key: self._own(key) for key in keys}
         read = self._stored.read_objects(own.values())
         self._values = {key: read[where] for key, where in own.items() if where in read}
+
+    def _check_forms(self) -> None:
+        """See that what is to be filled has the form of what was saved, of which the tensors are not read yet."""
+        for name, given in ((SCHEDULER, self._wanted.scheduler), (EXTRA, self._wanted.extra)):
+            if given is not None:
+                stored = self._stored.below(f"{name}.").items()
+                check_form(given, tree_of((path, self._values.get(key)) for key, path in stored), name)
 
     def _saved_optimizer(self) -> SavedOptimizer | None:
         model, optimizers = self._wanted.model, self._wanted.optimizers
@@ -173,9 +181,9 @@ class Restoring:
         if self._optimizer is not None:
             self._optimizer.load(self._values)
         if wanted.scheduler is not None:
-            restore(wanted.scheduler, self._tree(SCHEDULER), SCHEDULER)
+            restore(wanted.scheduler, self._tree(SCHEDULER))
         extra = self._tree(EXTRA)
-        extra = extra if wanted.extra is None else restore(wanted.extra, extra, EXTRA)
+        extra = extra if wanted.extra is None else restore(wanted.extra, extra)
         # Last, since anything above may draw numbers.
         for key in self._rng_keys:
             self._restore_rng(key)

@@ -119,7 +119,11 @@ def _renamed(stored: Mapping[str, StoredTensor], rename: Rename | None) -> tuple
         raise TypeError(f"rename must be a dict or a function, not {type(rename).__name__}")
     old_names: dict[str, list[str]] = defaultdict(list)
     for old in stored:
-        new = rename.get(old, old) if isinstance(rename, Mapping) else rename(old)
+        try:
+            new = rename.get(old, old) if isinstance(rename, Mapping) else rename(old)
+        except Exception as error:
+            error.add_note(f"by rename, called with the name {old!r} of a tensor in the files")
+            raise
         if new is not None and not isinstance(new, str):
             raise TypeError(f"rename gave {new!r} for {old!r}: it must give a name, or None to leave the tensor out")
         if new is not None:
@@ -197,7 +201,7 @@ def save_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, max
 
     Raises:
         ValueError: for an invalid size, a dtype that the format does not have, a tensor without values; or if ranks
-            differ in the size or in the shapes of tensors, such as buffers.
+            differ in the directory, in the size or in the shapes of tensors, such as buffers.
         TypeError: for an argument of a wrong type.
         OSError: if the directory cannot be written, or is full. Every error is raised on all ranks.
     """
@@ -213,8 +217,7 @@ def save_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, max
     warn_of_groups("save_safetensors", peers, saving.tensors)
     # Each writes where its own plan says.
     peers.refuse_unlike("save_safetensors", tensors, [file.header for file in files], otherwise="max_shard_size")
-    token = peers.exchange(secrets.token_hex(4))[0]
-    target = _Target(path, files, token)
+    target = _Target(path, files, _token(peers, path))
     try:
         with peers.together():
             if peers.is_first:
@@ -232,6 +235,23 @@ def save_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, max
             if not is_explained(error):  # else they cannot communicate
                 peers.exchange(None)  # no rank goes on before the first one has cleaned up
         raise
+
+
+def _token(peers: Peers, directory: Path) -> str:
+    """The first rank's part of temporary names.
+
+    Raises:
+        ValueError: if ranks save into different directories.
+    """
+    told = peers.exchange((directory, secrets.token_hex(4)))
+    first, token = told[0]
+    for rank, (other, _) in zip(peers.ranks, told, strict=True):
+        if other != first:
+            raise ValueError(
+                f"directory is {first} on rank {peers.ranks[0]} and {other} on rank {rank}: all ranks that hold the "
+                "model save it together"
+            )
+    return token
 
 
 def _parse_size(size: int | str) -> int:

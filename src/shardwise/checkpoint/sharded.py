@@ -82,7 +82,7 @@ def save(
         StateError: if parameters have no values yet.
         TypeError: for an argument of a wrong type, or what cannot be pickled.
         ValueError: if the optimizer has parameters that ``model`` does not have, a number is out of range, or ranks
-            give different directories, or not all parts of the model.
+            give different directories or settings, or not all parts of the model.
     """
     with doing("saving a checkpoint to", directory):
         ranks, failed = saving_ranks(), background.take_error()
@@ -94,7 +94,8 @@ def save(
             leaves = contents(_module(model), _optimizers(model, optimizer), _scheduler(scheduler), extra)
             return host_copies(leaves) if async_ else leaves
 
-        leaves, draft, path, final = _begin(ranks, directory, step, model, collect)
+        settings = {"step": step, "keep": keep, "async_": async_}
+        leaves, draft, path, final = _begin(ranks, directory, settings, model, collect)
         work = functools.partial(_write, path, leaves, ranks, draft, keep, shown=not async_)
         _start(work, draft) if async_ else work()
         return final
@@ -113,24 +114,32 @@ def _start(work: Callable[[], None], draft: Draft | None) -> None:
 def _begin(
     ranks: SavingRanks,
     directory: str | os.PathLike[str],
-    step: int | None,
+    settings: Mapping[str, Any],
     model: nn.Module | None,
     collect: Callable[[], Leaves],
 ) -> tuple[Leaves, Draft | None, Path, Path]:
     """Collect this rank's leaves and make a draft. Returns the leaves, the draft (None but on the first rank), the path
-    of the draft and that of the checkpoint."""
+    of the draft and that of the checkpoint.
+
+    Args:
+        ranks: that save it.
+        directory: root of the checkpoint.
+        settings: arguments of `save` that ranks must not differ in.
+        model: or None.
+        collect: gives the leaves.
+    """
     draft: Draft | None = None
     try:
         with ranks.together():
             root = path_of(directory)
             leaves = collect()
             own = digests(leaves, model)
-            draft = _new_draft(root, step) if ranks.is_first else None
+            draft = _new_draft(root, settings["step"]) if ranks.is_first else None
         warn_of_groups(
             "save", ranks, {key_of(path): leaf for path, leaf in leaves.items() if not isinstance(leaf, Pickled)}
         )
         paths = (draft.path, draft.final) if draft is not None else None
-        exchanged = ranks.exchange((root, (own, paths)))
+        exchanged = ranks.exchange(({"directory": root, **settings}, (own, paths)))
         path, final = cast(tuple[Path, Path], _first(exchanged)[1])
     except BaseException as error:
         _abandon(draft, ranks, error)
@@ -214,7 +223,8 @@ def load(
         CheckpointError: if it cannot be read.
         FileNotFoundError: if there is no checkpoint.
         TypeError: for an argument of a wrong type.
-        ValueError: listing what the checkpoint lacks, or what does not fit; or if ranks give different directories.
+        ValueError: listing what the checkpoint lacks, or what does not fit; or if ranks give different directories or
+            settings.
     """
     with doing("loading a checkpoint from", directory):
         ranks = saving_ranks()
@@ -222,7 +232,8 @@ def load(
         with ranks.together():
             check_flags(load, "load", {"rng": rng, "strict": strict, "weights_only": weights_only})
             wanted = Wanted(_module(model), _optimizers(model, optimizer), _scheduler(scheduler), extra, rng)
-            told = (root := path_of(directory)), _find(root, ranks)
+            given = {"directory": (root := path_of(directory)), "rng": rng, "strict": strict}
+            told = {**given, "weights_only": weights_only}, _find(root, ranks)
         path, manifest = _first(ranks.exchange(told))
         share = sum(file.size for file in manifest.files.values()) // ranks.size if manifest is not None else 0
         with Progress("Loading", 2 * share, shown=ranks.is_first) as progress, torch.no_grad(), not_inference():
@@ -301,19 +312,20 @@ def _find(path: Path, ranks: SavingRanks) -> tuple[Path, Manifest | None]:
         raise type(error)(f"{error}. {_beside(path)}") from error
 
 
-def _first(exchanged: Sequence[tuple[Path, T]]) -> T:
-    """What the first rank tells, where each rank tells it with the directory that it was given.
+def _first(exchanged: Sequence[tuple[Mapping[str, object], T]]) -> T:
+    """What the first rank tells, where each rank tells it with the arguments that it was given.
 
     Raises:
-        ValueError: if these differ, as those of groups of ranks do that have a model each.
+        ValueError: if these differ, as directories of groups of ranks do that have a model each.
     """
     first, told = exchanged[0]
-    for rank, (root, _) in enumerate(exchanged):
-        if root != first:
-            raise ValueError(
-                f"directory is {first} on the first rank and {root} on rank {rank}: all ranks of the default process "
-                "group save and load one checkpoint together"
-            )
+    for rank, (given, _) in enumerate(exchanged):
+        for name, value in given.items():
+            if value != first[name]:
+                raise ValueError(
+                    f"{name} is {first[name]} on the first rank and {value} on rank {rank}: all ranks of the default "
+                    "process group save and load one checkpoint together"
+                )
     return told
 
 

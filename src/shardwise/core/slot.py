@@ -68,6 +68,8 @@ class Slot:
     before each gather, and its gradient goes there."""
     has_values: bool = True
     """False from the moment a meta parameter gets memory until something is written there."""
+    lost_writes: bool = False
+    """Whether its parameter was written before it was sharded, while it had no memory that would hold that."""
     face_is_meta: bool = False
     """Whether the sharded face is on the meta device though the buffer, for others of the unit, is not."""
 

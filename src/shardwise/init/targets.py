@@ -87,13 +87,18 @@ class Target(ABC):
         origin = next((origin for site in self.sites if (origin := _origin_at(site)) is not None), None)
         if origin is None or tuple(origin.view.size) != self.shape or not origin.record.is_written(origin.view.storage):
             return None
-        registered = self.sites[0].get()
-        if not isinstance(registered, DTensor) and registered._version:
+        if self.lost_writes:
             raise StateError(
                 f"parameter {self.name!r} was written after init_on_meta and before it had memory, so nothing was "
                 "stored: initialize it inside the context, or after materialize"
             )
         return origin
+
+    @property
+    def lost_writes(self) -> bool:
+        """Whether it was written since the record of its history ended, without memory."""
+        registered = self.sites[0].get()
+        return not isinstance(registered, DTensor) and registered._version > 0
 
     def forget_history(self) -> None:
         """Drop its history: it has values now."""
@@ -111,6 +116,11 @@ class SlotTarget(Target):
     @property
     def device(self) -> torch.device:
         return self.slot.local.device
+
+    @property
+    def lost_writes(self) -> bool:
+        sharded = self.slot.sharded
+        return self.slot.lost_writes or (local_of(sharded).is_meta and sharded._version > 0)
 
     @torch.no_grad()
     def write_elements(self, blocks: Blocks) -> None:
