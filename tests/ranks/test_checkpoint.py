@@ -1221,8 +1221,6 @@ def test_errors_of_one_rank_are_raised_on_all() -> None:
                 verb(directory / "other" if rank else directory, model=model)
         with pytest.raises(ValueError, match=r"step is 0 on the first rank and 1 on rank 1: all ranks"):
             save(directory, model=model, step=rank)
-        with pytest.raises(ValueError, match=r"strict is False on the first rank and True on rank 1: all ranks"):
-            load(directory, model=model, strict=bool(rank))
         assert os.listdir(directory) == ["checkpoint-000001"]
         dist.barrier()
         blocked = directory / "file"

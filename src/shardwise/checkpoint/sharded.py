@@ -223,8 +223,7 @@ def load(
         CheckpointError: if it cannot be read.
         FileNotFoundError: if there is no checkpoint.
         TypeError: for an argument of a wrong type.
-        ValueError: listing what the checkpoint lacks, or what does not fit; or if ranks give different directories or
-            settings.
+        ValueError: listing what the checkpoint lacks, or what does not fit; or if ranks give different directories.
     """
     with doing("loading a checkpoint from", directory):
         ranks = saving_ranks()
@@ -232,8 +231,7 @@ def load(
         with ranks.together():
             check_flags(load, "load", {"rng": rng, "strict": strict, "weights_only": weights_only})
             wanted = Wanted(_module(model), _optimizers(model, optimizer), _scheduler(scheduler), extra, rng)
-            given = {"directory": (root := path_of(directory)), "rng": rng, "strict": strict}
-            told = {**given, "weights_only": weights_only}, _find(root, ranks)
+            told = {"directory": (root := path_of(directory))}, _find(root, ranks)
         path, manifest = _first(ranks.exchange(told))
         share = sum(file.size for file in manifest.files.values()) // ranks.size if manifest is not None else 0
         with Progress("Loading", 2 * share, shown=ranks.is_first) as progress, torch.no_grad(), not_inference():
