@@ -371,7 +371,7 @@ class _FabricStrategy(ProcessesStrategy):
             TypeError: for a ``state`` that is none of these.
             ValueError: if it does not fit, or for a sharded checkpoint without ``state``.
         """
-        path = path_of(self.broadcast(path))
+        path = path_of(self.broadcast(path), "path")
         kind = agreed_kind(path)
         if kind is Kind.NOTHING:
             raise FileNotFoundError(f"there is no checkpoint at {path}")

@@ -45,17 +45,21 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     return found[-1] if found else None
 
 
-def path_of(directory: str | os.PathLike[str]) -> Path:
+def path_of(directory: str | os.PathLike[str], argument: str = "directory") -> Path:
     """``directory`` as an absolute path.
+
+    Args:
+        directory: or a file.
+        argument: what it is called in messages.
 
     Raises:
         TypeError: if it is not a path.
         ValueError: for a URL.
     """
     if not isinstance(directory, (str, os.PathLike)):
-        raise TypeError(f"directory must be a path, not {type(directory).__name__}")
+        raise TypeError(f"{argument} must be a path, not {type(directory).__name__}")
     if "\0" in str(directory):
-        raise ValueError(f"directory is no path, since it has a null character: {str(directory)!r}")
+        raise ValueError(f"{argument} is no path, since it has a null character: {str(directory)!r}")
     refuse_url(directory)
     return Path(os.path.abspath(directory))
 

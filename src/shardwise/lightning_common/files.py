@@ -58,7 +58,7 @@ def place_of(path: str | os.PathLike[str]) -> Path:
         TypeError: if it is not a path.
         ValueError: for a URL.
     """
-    absolute = path_of(path)
+    absolute = path_of(path, "path")
     return absolute.parent.resolve() / absolute.name
 
 
@@ -69,7 +69,7 @@ def target_of(path: str | os.PathLike[str]) -> Path:
         TypeError: if it is not a path.
         ValueError: for a URL.
     """
-    return path_of(path).resolve()
+    return path_of(path, "path").resolve()
 
 
 def agreed_kind(path: Path) -> Kind:
@@ -161,9 +161,13 @@ def save_file(path: Path, content: Any) -> FileSum:
 
     Raises:
         CheckpointError: naming the file, if it cannot be written.
+        TypeError: naming the file, if something cannot be pickled.
     """
     with naming(path), summed(path, "wb") as stream:
-        torch.save(content, cast(IO[bytes], stream))
+        try:
+            torch.save(content, cast(IO[bytes], stream))
+        except (AttributeError, pickle.PicklingError, TypeError) as error:
+            raise TypeError(f"{path} cannot be saved, since something in it cannot be pickled: {error}") from error
         stream.flush()
         os.fsync(stream.fileno())
     return stream.sum
