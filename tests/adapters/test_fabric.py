@@ -717,6 +717,10 @@ def failing_disks(directory: Path) -> None:
                 used.save(path, {"model": model, "step": 2})
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        with pytest.raises(TypeError, match=r"unfinished.* cannot be saved, since something in it cannot be pickled"):
+            used.save(path, {"model": model, "step": lambda: 2})
+        with pytest.raises(TypeError, match="path must be a path, not int"):
+            used.save(3, {"model": model})
         state = {"step": 0}
         used.load(path, state)
         assert state == {"step": 1}
