@@ -112,8 +112,14 @@ def _check_factors(init_scale: Any, growth_factor: Any, backoff_factor: Any, gro
             raise TypeError(f"ShardedGradScaler({name}={value!r}): must be a number")
         if not 0 < float(value) < math.inf:
             raise ValueError(f"ShardedGradScaler({name}={value}): must be above 0 and finite")
+    if growth_factor <= 1:
+        raise ValueError(f"ShardedGradScaler(growth_factor={growth_factor}): must be above 1, to let it grow")
+    if backoff_factor >= 1:
+        raise ValueError(f"ShardedGradScaler(backoff_factor={backoff_factor}): must be below 1, to shrink the scale")
     if not isinstance(growth_interval, SupportsIndex):
         raise TypeError(f"ShardedGradScaler(growth_interval={growth_interval!r}): must be an int, a number of steps")
+    if int(growth_interval) < 1:
+        raise ValueError(f"ShardedGradScaler(growth_interval={growth_interval}): must be at least 1 step")
 
 
 def sharded_scaler(scaler: Any) -> Any:

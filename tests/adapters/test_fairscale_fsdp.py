@@ -262,6 +262,9 @@ def _compare_optimizers(
     for number, values in optimizer.state_dict()["state"].items():
         for key in ("exp_avg_sq", "step"):  # FairScale gathers into one buffer, where `.cpu()` copies nothing here
             assert_same(torch.as_tensor(part["state"][number][key]), values[key], False, mixed)
+    other = FSDP(nn.Sequential(nn.Linear(7, 13), nn.Linear(13, 5), nn.Linear(5, 3)))
+    with pytest.raises(ValueError, match=r"modules have \[4, 2\] parameters, and those of this one \[6\]"):
+        other.get_shard_from_optim_state_dict(shared[0])
 
 
 @needs_fairscale

@@ -914,6 +914,8 @@ def test_a_state_of_other_param_groups_is_refused() -> None:
     other = OSS(list(mine.parameters())[:2], optim=Adam)
     with pytest.raises(ValueError, match="doesn't match the size"):
         other.load_state_dict(optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"with 'state' and 'param_groups', and this has 'params'"):
+        oss.load_state_dict({"params": []})
     train_both(mine, oss, plain, optimizer, range(1))
     assert_same(mine.parameters(), plain.parameters())
 

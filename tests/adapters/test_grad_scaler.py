@@ -356,6 +356,9 @@ def test_misuse_is_told() -> None:
         ({"init_scale": -1.0}, ValueError),
         ({"growth_factor": float("inf")}, ValueError),
         ({"backoff_factor": 0.0}, ValueError),
+        ({"growth_factor": 1.0}, ValueError),
+        ({"backoff_factor": 1.0}, ValueError),
+        ({"growth_interval": 0}, ValueError),
     ],
 )
 def test_wrong_arguments(given: dict[str, Any], kind: type[Exception]) -> None:

@@ -605,8 +605,9 @@ class FullyShardedDataParallel(Settings):
             them in the order of `parameters`.
 
         Raises:
-            ValueError: if it has more parameters, splits parameters that are joined here, or is no state dict of an
-                optimizer.
+            ValueError: if it has more parameters, splits parameters that are joined here, is no state dict of an
+                optimizer, or FairScale gathered it from a model wrapped otherwise, as far as the numbers of parameters
+                tell.
             TypeError: for anything that is not a mapping, as what `gather_full_optim_state_dict` gives where it is not
                 received.
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -274,6 +275,8 @@ def shard_optimizer_state(
             f"this has {', '.join(map(repr, list(full)[:5])) or 'nothing'}"
         )
     is_fairscales = "param_id_map" in full
+    if is_fairscales:
+        _check_wrapping(instances, full["param_id_map"])
     parts = _parts_by_instance(instances) if is_fairscales else numbered_parts(root, instances)
     numbers: dict[int, dict[int, int]] = {}
     for number, (slot, part) in enumerate(parts):
@@ -296,6 +299,25 @@ def shard_optimizer_state(
     dropped = ("state", "param_groups", "param_id_map", "uncollected_local_ids")
     others = {key: copy.deepcopy(value) for key, value in full.items() if key not in dropped}
     return {**others, "state": state, "param_groups": groups}
+
+
+def _check_wrapping(instances: Sequence[FullyShardedDataParallel], numbered: Mapping[int, int]) -> None:
+    """
+    Args:
+        instances: in the order in which FairScale numbers their parameters, one instance after the other.
+        numbered: by each parameter's number that of the instance that FairScale's model had it in; empty if unknown.
+
+    Raises:
+        ValueError: if those had other numbers of parameters: state would go to other parameters.
+    """
+    counts = Counter(numbered.values())
+    theirs = [counts[instance] for instance in sorted(counts)]
+    own = [count for instance in instances if (count := sum(len(slot.parts) for slot in instance._own_slots()))]
+    if theirs and theirs != own:
+        raise ValueError(
+            f"the optimizer state is that of a FairScale model whose wrapped modules have {theirs} parameters, and "
+            f"those of this one {own}: FairScale numbers them by wrapped module, so wrap this model as that one was"
+        )
 
 
 def _in_parameters_order(

@@ -467,11 +467,16 @@ class OSS(Optimizer):
                 changed, and later steps do not change its tensors.
 
         Raises:
-            ValueError: if its param groups do not have as many parameters as these.
+            ValueError: if it is no optimizer's, or its param groups do not have as many parameters as these.
         """
         given: dict[str, Any] = {}
 
         def keep(_: Optimizer, whole: dict[str, Any]) -> dict[str, Any]:
+            if not {"state", "param_groups"} <= whole.keys():
+                raise ValueError(
+                    "OSS.load_state_dict takes an optimizer's state dict, with 'state' and 'param_groups', and this "
+                    f"has {', '.join(map(repr, list(whole)[:5])) or 'nothing'}"
+                )
             given.update(whole)
             return {**whole, "state": {}}
 
@@ -612,7 +617,7 @@ def _fetch(
         return like
     device = comm.host_device
     if own is not None:
-        tensor = own.detach().to(device).contiguous().view(-1)
+        tensor = own.detach().to(device).resolve_conj().contiguous().view(-1)
     else:
         tensor = torch.empty(like.numel(), dtype=like.dtype, device=device)
     with communicating("gathering the optimizer's state", comm):
