@@ -1154,6 +1154,8 @@ def test_refuses_what_does_not_fit() -> None:
                 ("compute_device", "nope", ValueError),
                 ("compute_device", 1.5, TypeError),
                 ("compute_device", "", ValueError),
+                ("compute_device", "meta", ValueError),
+                ("state_dict_device", "cuda:99", ValueError),
                 ("state_dict_device", "nope", ValueError),
                 ("state_dict_device", torch.float32, TypeError),
             )
