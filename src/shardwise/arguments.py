@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from numbers import Integral, Real
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 AnyClass = TypeVar("AnyClass", bound=type)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Support(Enum):
@@ -91,6 +94,21 @@ def check_flag(name: str, key: str, value: object) -> None:
     # NumPy's is no int.
     if not (value is None or isinstance(value, int) or type(value).__name__ in ("bool", "bool_")):
         raise TypeError(f"{name}({key}={value!r}): pass True or False, not {type(value).__name__}")
+
+
+def takes_flags(method: Callable[P, R]) -> Callable[P, R]:
+    """``method``, which refuses what `check_flag` does for each parameter annotated as a bool."""
+    signature = inspect.signature(method)
+    flags = [name for name, parameter in signature.parameters.items() if parameter.annotation in (bool, "bool")]
+
+    @functools.wraps(method)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        given = signature.bind(*args, **kwargs).arguments
+        for name in flags:
+            check_flag(method.__name__, name, given.get(name))
+        return method(*args, **kwargs)
+
+    return run
 
 
 def is_whole_number(value: object) -> bool:

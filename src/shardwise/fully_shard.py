@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
+from .arguments import check_flag
 from .core.annotated import describe
 from .core.context import FSDPCommContext
 from .core.device import local_of, tell_libraries
@@ -183,7 +184,7 @@ def _root_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
                 f"call fully_shard on each module in it, or on a list of them"
             )
         if (unit := unit_of(member)) is not None:
-            raise ValueError(f"{type(member).__name__} {unit.name!r} was wrapped by fully_shard already; wrap it once")
+            raise ValueError(f"{type(member).__name__} {unit.title!r} was wrapped by fully_shard already; wrap it once")
         wrapped_class(type(member))  # a class that refuses does so before anything is changed
     inside = {id(child) for member in given for child in member.modules() if child is not member}
     return [member for member in dict.fromkeys(given) if id(member) not in inside]
@@ -221,8 +222,9 @@ def _policy(
         dtype = getattr(mp_policy, name)
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise TypeError(f"mp_policy: {name} must be a torch.dtype, not {dtype!r}")
-        if dtype is not None and name != "output_dtype" and not (dtype.is_floating_point or dtype.is_complex):
+        if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
             raise ValueError(f"mp_policy: {name} must be a floating-point dtype, not {dtype}")
+    check_flag("mp_policy", "cast_forward_inputs", mp_policy.cast_forward_inputs)
     override = _dtype_override(mp_policy)
     if override is not None and not callable(override):
         raise TypeError(f"mp_policy: param_dtype_override_fn must be a function, not {type(override).__name__}")
@@ -232,6 +234,7 @@ def _policy(
         raise ValueError(f"reshard_after_forward must be a bool, an int or None, not {reshard_after_forward!r}")
     policy = GroupPolicy(mp_policy)
     if isinstance(offload_policy, CPUOffloadPolicy):
+        check_flag("offload_policy", "pin_memory", offload_policy.pin_memory)
         policy.offload, policy.pin_memory = True, offload_policy.pin_memory
     if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
         if mesh.strategy.keeps_unsharded:

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -385,9 +385,13 @@ def test_conversion_frees_gradients_that_were_not_reduced(fake_mesh: Mesh) -> No
     assert memory.expired()
 
 
+def refuse(*_: Any) -> NoReturn:
+    raise ArithmeticError("no gradient")
+
+
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "zero3"])
-@pytest.mark.parametrize("trained", [False, True])
-def test_deleting_the_model_frees_it_at_once(fake_mesh: Mesh, preset: str, trained: bool) -> None:
+@pytest.mark.parametrize("trained", [False, True, "in vain"])
+def test_deleting_the_model_frees_it_at_once(fake_mesh: Mesh, preset: str, trained: bool | str) -> None:
     gc.collect()
     gc.disable()
     try:
@@ -395,7 +399,13 @@ def test_deleting_the_model_frees_it_at_once(fake_mesh: Mesh, preset: str, train
         model = build(fake_mesh(4), placements=getattr(Placements, preset), mp_policy=policy)
         if trained:
             model(inputs_for(model, 0)).sum().backward()
-        model(inputs_for(model, 0))
+        if trained == "in vain":
+            handle = model.layers[0].register_full_backward_hook(refuse)
+            with pytest.raises(ArithmeticError):
+                model(inputs_for(model, 0)).sum().backward()
+            handle.remove()
+        else:
+            model(inputs_for(model, 0))
         unit = unit_of(model.layers[0])
         assert unit is not None
         watched = [

@@ -19,7 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import shardwise
-from shardwise import CheckpointError, fully_shard
+from shardwise import (
+    CheckpointError,
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from shardwise.fairscale import OSS, FullyShardedDataParallel
 from shardwise.optim import flat
 
@@ -187,3 +193,77 @@ def test_norms_that_are_no_numbers(
     with pytest.raises(error, match=message):
         clip(*arguments)
     clip("1.0", "inf")
+
+
+FLAGS = (
+    "set_is_last_backward",
+    "set_requires_gradient_sync",
+    "set_requires_all_reduce",
+    "set_reshard_after_backward",
+    "set_keep_unsharded_storage",
+    "set_unshard_in_backward",
+    "set_force_sum_reduction_for_comms",
+    "set_reduce_scatter_unused_params",
+    "set_separate_reduce_scatter_group",
+    "set_allocate_memory_from_process_group_for_comm",
+    "set_manual_backward_finalization",
+)
+
+
+@pytest.mark.parametrize("method", FLAGS)
+def test_flags_that_are_none(fake_mesh: Mesh, method: str) -> None:
+    model: Any = fully_shard(nn.Linear(2, 2), mesh=fake_mesh(2))
+    with pytest.raises(TypeError, match=rf"{method}\(\w+='no'\): pass True or False, not str"):
+        getattr(model, method)("no")
+    getattr(model, method)(False)
+
+
+@pytest.mark.parametrize(
+    ("policies", "message"),
+    [
+        ({"mp_policy": MixedPrecisionPolicy(cast_forward_inputs="no")}, r"mp_policy\(cast_forward_inputs='no'\)"),  # type: ignore[arg-type]
+        ({"offload_policy": CPUOffloadPolicy(pin_memory="no")}, r"offload_policy\(pin_memory='no'\)"),  # type: ignore[arg-type]
+        ({"mp_policy": MixedPrecisionPolicy(output_dtype=torch.int64)}, "output_dtype must be a floating-point dtype"),
+    ],
+)
+def test_policies_with_what_cannot_be(fake_mesh: Mesh, policies: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        fully_shard(nn.Linear(2, 2), mesh=fake_mesh(2), **policies)
+
+
+def test_divide_factors_in_tensors(fake_mesh: Mesh) -> None:
+    model: Any = fully_shard(nn.Linear(2, 2), mesh=fake_mesh(2))
+    with pytest.raises(ValueError, match=r"must be one number, not a tensor of shape \(2,\)"):
+        model.set_gradient_divide_factor(torch.ones(2))
+    model.set_gradient_divide_factor(torch.tensor(0.0))
+    with pytest.raises(ValueError, match=r"unit 'Linear \(root\)': the gradient divide factor .* holds 0\.0"):
+        model(torch.ones(1, 2)).sum().backward()
+
+
+def test_a_forward_method_that_is_none(fake_mesh: Mesh) -> None:
+    model: Any = fully_shard(nn.Linear(2, 2), mesh=fake_mesh(2))
+    for name in ("training", None):
+        with pytest.raises(ValueError, match=f"Linear has no method {name!r} to register"):
+            register_fsdp_forward_method(model, name)  # type: ignore[arg-type]
+    assert model.training is True
+
+
+def test_state_that_cannot_move_with_repointed_parameters(fake_mesh: Mesh) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(torch.ones(1, 3)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)  # type: ignore[arg-type]
+    groups = [[*group["params"]] for group in optimizer.param_groups]
+    fully_shard(model, mesh=fake_mesh(2))
+    with pytest.raises(
+        ValueError, match=r"repoint: state '\w+' that LBFGS has for parameter 'weight' has shape \(8,\)"
+    ):
+        shardwise.repoint(optimizer)
+    held = [group["params"] for group in optimizer.param_groups]
+    assert all(one is other for own, now in zip(groups, held, strict=True) for one, other in zip(own, now, strict=True))

@@ -18,6 +18,7 @@ SOURCE = Path(shardwise.__file__).parent
 
 ORDER = [
     "placements",
+    "arguments",
     "core.errors",
     "core.changing",
     "core.weak",
@@ -56,7 +57,6 @@ ORDER = [
     "core.module",
     "fully_shard",
     "sites",
-    "arguments",
     "checkpoint.objects",
     "checkpoint.atomic",
     "checkpoint.integrity",

@@ -94,8 +94,7 @@ def save(
             leaves = contents(_module(model), _optimizers(model, optimizer), _scheduler(scheduler), extra)
             return host_copies(leaves) if async_ else leaves
 
-        settings = {"step": step, "keep": keep, "async_": async_}
-        leaves, draft, path, final = _begin(ranks, directory, settings, model, collect)
+        leaves, draft, path, final = _begin(ranks, directory, (step, keep, async_), model, collect)
         work = functools.partial(_write, path, leaves, ranks, draft, keep, shown=not async_)
         _start(work, draft) if async_ else work()
         return final
@@ -114,7 +113,7 @@ def _start(work: Callable[[], None], draft: Draft | None) -> None:
 def _begin(
     ranks: SavingRanks,
     directory: str | os.PathLike[str],
-    settings: Mapping[str, Any],
+    settings: tuple[int | None, int | None, bool],
     model: nn.Module | None,
     collect: Callable[[], Leaves],
 ) -> tuple[Leaves, Draft | None, Path, Path]:
@@ -124,7 +123,7 @@ def _begin(
     Args:
         ranks: that save it.
         directory: root of the checkpoint.
-        settings: arguments of `save` that ranks must not differ in.
+        settings: the arguments ``step``, ``keep`` and ``async_``, in which ranks must not differ.
         model: or None.
         collect: gives the leaves.
     """
@@ -134,12 +133,13 @@ def _begin(
             root = path_of(directory)
             leaves = collect()
             own = digests(leaves, model)
-            draft = _new_draft(root, settings["step"]) if ranks.is_first else None
+            draft = _new_draft(root, settings[0]) if ranks.is_first else None
         warn_of_groups(
             "save", ranks, {key_of(path): leaf for path, leaf in leaves.items() if not isinstance(leaf, Pickled)}
         )
         paths = (draft.path, draft.final) if draft is not None else None
-        exchanged = ranks.exchange(({"directory": root, **settings}, (own, paths)))
+        given = {"directory": root, **dict(zip(("step", "keep", "async_"), settings, strict=True))}
+        exchanged = ranks.exchange((given, (own, paths)))
         path, final = cast(tuple[Path, Path], _first(exchanged)[1])
     except BaseException as error:
         _abandon(draft, ranks, error)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from .group import ParamGroup
     from .hooks import Unit
 
+    _Turns = weakref.WeakKeyDictionary[ParamGroup, weakref.ref[Unit]]
+
 
 class FSDPCommContext:
     """Streams, order and micro-batch state shared by units.
@@ -50,9 +52,10 @@ class FSDPCommContext:
         self._is_agreed = self._replicas_agree = self._is_failing = False
         self._largest_unit: int | None = None
         self._units: list[weakref.ref[Unit]] = []
-        self._turns: dict[ParamGroup, Unit] | None = None
-        """Whose reductions have yet to start in this backward, in the order in which all ranks start them."""
-        self._ready: set[ParamGroup] = set()
+        self._turns: _Turns | None = None
+        """Whose reductions have yet to start in this backward, in the order in which all ranks start them. Weakly: one
+        that an exception ends leaves them."""
+        self._ready: weakref.WeakSet[ParamGroup] = weakref.WeakSet()
         self._queued_end: Callable[[], Any] | None = None
         """From the first unit that a backward comes to until its end; gives None if it failed before that."""
         self._backward = -1
@@ -193,27 +196,30 @@ class FSDPCommContext:
         backward passes may have come to other units."""
         if self._turns is None:
             self._turns = self._make_turns()
-        self._turns.setdefault(group, unit)  # what comes late is the last
+        self._turns.setdefault(group, unit.reference)  # what comes late is the last
         self._ready.add(group)
         while self._turns and (first := next(iter(self._turns))) in self._ready:
-            self._turns.pop(first).start_reduction(first)
-            self._ready.remove(first)
+            if (next_unit := self._turns.pop(first)()) is not None:
+                next_unit.start_reduction(first)
+            self._ready.discard(first)
 
-    def _make_turns(self) -> dict[ParamGroup, Unit]:
-        return {
-            group: unit
-            for unit in self._as_backward_comes()
-            for group in unit.groups
-            if group.takes_turns and unit.reduces(group) and group.gradients.may_have_any()
-        }
+    def _make_turns(self) -> _Turns:
+        return weakref.WeakKeyDictionary(
+            {
+                group: unit.reference
+                for unit in self._as_backward_comes()
+                for group in unit.groups
+                if group.takes_turns and unit.reduces(group) and group.gradients.may_have_any()
+            }
+        )
 
     def _finish_turns(self) -> None:
         """Reduce also what no backward of this rank came to: other ranks may have gradients of it."""
         turns = self._make_turns() if self._turns is None else self._turns
         self._turns = None
         self._ready.clear()
-        for group, unit in turns.items():
-            if not unit.runs_forward:
+        for group, reference in [*turns.items()]:
+            if (unit := reference()) is not None and not unit.runs_forward:
                 group.show_once(self.gather_lane)
                 unit.start_reduction(group)
 

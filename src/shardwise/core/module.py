@@ -14,6 +14,7 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
+from ..arguments import takes_flags
 from .comm import (
     Comm,
     ProcessGroupMemory,
@@ -233,6 +234,7 @@ class FSDPModule(_TorchModule):
             raise StateError(f"{method}() was called on {unit.title!r}; call it on the root: {roots[0]}")
         return context
 
+    @takes_flags
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Whether `finalize_backward` ends iterations, and no backward, whatever `set_is_last_backward` says.
 
@@ -267,6 +269,7 @@ class FSDPModule(_TorchModule):
         handle.wait()
         return None
 
+    @takes_flags
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the iteration's last micro-batch.
 
@@ -276,12 +279,14 @@ class FSDPModule(_TorchModule):
         _ = self._unit.context  # a root that is made later would bring another iteration
         self._unit.iteration.is_last_backward = is_last_backward
 
+    @takes_flags
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients; if not, they add up unsharded, in ``reduce_dtype`` if that is set."""
         for options in self._options(recurse):
             options.reduce_gradients = requires_gradient_sync
             options.all_reduce_gradients = requires_gradient_sync
 
+    @takes_flags
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """On a (replicate, shard) mesh: whether backward also reduces over the replicating axis; if not, the
         reduce-scattered sums add up until it does."""
@@ -305,6 +310,7 @@ class FSDPModule(_TorchModule):
                 group.options.reshard_after_forward = reshard_after_forward
                 group.policy.reshard_to = None
 
+    @takes_flags
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether parameters are resharded after backward; keeping them saves a gather while accumulating."""
         for options in self._options(recurse):
@@ -328,6 +334,7 @@ class FSDPModule(_TorchModule):
     def reduce_grads(self, value: bool) -> None:
         self.set_requires_gradient_sync(value, recurse=False)
 
+    @takes_flags
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Whether unsharded parameters keep their memory, and so their addresses, while they are sharded (a captured
         CUDA graph needs that); their values are gathered again all the same."""
@@ -356,6 +363,7 @@ class FSDPModule(_TorchModule):
         units = _units_of(modules, "set_modules_to_backward_prefetch")
         self._unit.prefetch_backward = [unit.reference for unit in units]
 
+    @takes_flags
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether this unit's parameters are gathered for backward; those of an embedding need not be."""
         for options in self._unit.options:
@@ -423,6 +431,7 @@ class FSDPModule(_TorchModule):
             )
         return unit.options[0]
 
+    @takes_flags
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Stage this unit's collectives in the process group's own memory, where its backend has an allocator. A
         collective.
@@ -447,9 +456,10 @@ class FSDPModule(_TorchModule):
             ValueError: if the process group's backend has no symmetric memory, or nothing is gathered over ranks.
         """
         for group in self._unit.groups:
-            require_symmetric_memory(group.mesh.shard.group, group.mesh.device, backend, self._unit.name)
+            require_symmetric_memory(group.mesh.shard.group, group.mesh.device, backend, self._unit.title)
             group.options.custom_gather = SymmetricMemoryGather(group.mesh.shard.group, group.mesh.device, backend)
 
+    @takes_flags
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Reduce gradients over a communicator of their own, so that gathers need not wait for them. A collective."""
         known: dict[int, Comm] = {}
@@ -459,6 +469,7 @@ class FSDPModule(_TorchModule):
                 known[id(shard)] = group.options.reduce_comm or new_group_like(shard.group, group.mesh.device)
             group.options.reduce_comm = known.get(id(shard))
 
+    @takes_flags
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Whether a trainable parameter without a gradient on any rank gets zeros instead of None.
 
@@ -475,15 +486,19 @@ class FSDPModule(_TorchModule):
 
         Raises:
             TypeError: if it is neither a number nor a tensor.
-            ValueError: for a number that is not positive and finite.
+            ValueError: for a number that is not positive and finite, which of a tensor is asked when it is read, or a
+                tensor of several.
         """
         if factor is not None and not isinstance(factor, (numbers.Real, torch.Tensor)):
             raise TypeError(f"the gradient divide factor must be a number, not {factor!r}")
+        if isinstance(factor, torch.Tensor) and factor.numel() != 1:
+            raise ValueError(f"the gradient divide factor must be one number, not a tensor of shape {(*factor.shape,)}")
         if isinstance(factor, numbers.Real) and not 0 < factor < math.inf:
             raise ValueError(f"the gradient divide factor must be positive and finite, not {factor!r}")
         for options in self._unit.options:
             options.divide_factor = factor
 
+    @takes_flags
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Reduce this unit's gradients by sums and divide separately, instead of by the backend's average."""
         for options in self._unit.options:
@@ -605,7 +620,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     unit = unit_of(module) if isinstance(module, nn.Module) else None
     if unit is None:
         return
-    if not hasattr(module, method_name):
+    if not (isinstance(method_name, str) and callable(getattr(module, method_name, None))):
         raise ValueError(f"{type(module).__name__} has no method {method_name!r} to register as a forward method")
     bound, function = getattr(module, method_name), function_of(module, method_name)
     reference, is_method = weakref.ref(module), isinstance(bound, MethodType)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -255,9 +256,7 @@ class GradientReducer:
         if options.divisors is not None:
             scale = Scale(before=options.divisors[0], after=options.divisors[1])
         else:
-            # A number, since a tensor may hold another one by the next time.
-            factor = None if options.divide_factor is None else float(options.divide_factor)
-            scale = gradient_scale(dtype, mesh.shard.size, size, factor, options.force_sum)
+            scale = gradient_scale(dtype, mesh.shard.size, size, self._divide_factor, options.force_sum)
         return Route(
             options.reduce_comm or mesh.shard,
             mesh.replicate,
@@ -266,6 +265,23 @@ class GradientReducer:
             hook=options.all_reduce_hook,
             custom=options.custom_reduce_scatter,
         )
+
+    @property
+    def _divide_factor(self) -> float | None:
+        """That the user set: now, since a tensor may hold another one by the next time.
+
+        Raises:
+            ValueError: if it is not positive and finite.
+        """
+        if self.options.divide_factor is None:
+            return None
+        factor = float(self.options.divide_factor)
+        if not 0 < factor < math.inf:
+            raise ValueError(
+                f"unit {self.shards.unit_name!r}: the gradient divide factor must be positive and finite, and the "
+                f"tensor that was set holds {factor}"
+            )
+        return factor
 
     def _check_partial_sums(self, plan: GradientPlan) -> None:
         for other in self._plans.values():
@@ -297,7 +313,7 @@ class GradientReducer:
 
     def _deliver_own(self, slots: Sequence[Slot], gradients: list[torch.Tensor | None]) -> None:
         """A world of one: the unsharded gradient is the shard, with the precision that a reduction would leave it."""
-        factor, like = self.options.divide_factor, slots[0].buffer
+        factor, like = self._divide_factor, slots[0].buffer
         if self.options.divisors is not None:
             factor = self.options.divisors[0] * self.options.divisors[1]
         shards: list[torch.Tensor | None] = []

@@ -10,9 +10,10 @@ from torch.optim import Optimizer
 
 from ..core.device import local_of, shard_like, spec_of, wrap_local
 from ..core.flat import refuse_flat
-from ..core.parameter import owner_of, successor_of
+from ..core.parameter import name_of, owner_of, successor_of
 from ..core.slot import Slot
 from ..core.step import parameters_of
+from ..core.tree import tensors_in
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
@@ -23,7 +24,7 @@ def repoint(optimizer: AnyOptimizer) -> AnyOptimizer:
     loaded with ``assign=True``.
 
     Param groups keep their order and hyper-parameters. Existing state moves along: tensors of the parameter's shape
-    are cut as the parameter is, others (step counts) stay as they are. Without this, such an optimizer would step
+    are cut as the parameter is, numbers (step counts) stay as they are. Without this, such an optimizer would step
     tensors that no module uses any more.
 
     Args:
@@ -34,15 +35,36 @@ def repoint(optimizer: AnyOptimizer) -> AnyOptimizer:
 
     Raises:
         TypeError: if it is not an optimizer.
+        ValueError: naming state of another shape, as that of LBFGS, which cannot be cut; nothing is changed then.
     """
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(f"repoint takes an optimizer, not {type(optimizer).__name__}")
+    for parameter in parameters_of(optimizer):
+        _check_state(optimizer, parameter)
     held = {*map(id, parameters_of(optimizer))}
     for group in optimizer.param_groups:
         refuse_flat(group["params"], "repoint")
         # In place: LBFGS, for one, keeps the list itself.
         group["params"][:] = [new for old in group["params"] for new in _repointed(optimizer, old, held)]
     return optimizer
+
+
+def _check_state(optimizer: Optimizer, parameter: torch.Tensor) -> None:
+    """
+    Raises:
+        ValueError: naming state of ``parameter``, which was replaced, that cannot move along.
+    """
+    sharded = successor_of(parameter)
+    if sharded is None or sharded is parameter:
+        return
+    for key, value in optimizer.state.get(parameter, {}).items():
+        for tensor in tensors_in(value):
+            if tensor.numel() > 1 and not (tensor is value and tensor.shape == parameter.shape):
+                raise ValueError(
+                    f"repoint: state {key!r} that {type(optimizer).__name__} has for {name_of(sharded)} has shape "
+                    f"{(*tensor.shape,)}, and the parameter {(*parameter.shape,)}, so it cannot be cut as that is: "
+                    "call repoint before the first step, or make a new optimizer of the sharded parameters"
+                )
 
 
 def _repointed(optimizer: Optimizer, parameter: torch.Tensor, held: set[int]) -> list[torch.Tensor]:
