@@ -103,7 +103,10 @@ def takes_flags(method: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(method)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        given = signature.bind(*args, **kwargs).arguments
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            return method(*args, **kwargs)  # whose own error names it
         for name in flags:
             check_flag(method.__name__, name, given.get(name))
         return method(*args, **kwargs)

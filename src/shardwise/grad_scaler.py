@@ -118,8 +118,6 @@ def _check_factors(init_scale: Any, growth_factor: Any, backoff_factor: Any, gro
         raise ValueError(f"ShardedGradScaler(backoff_factor={backoff_factor}): must be below 1, to shrink the scale")
     if not isinstance(growth_interval, SupportsIndex):
         raise TypeError(f"ShardedGradScaler(growth_interval={growth_interval!r}): must be an int, a number of steps")
-    if int(growth_interval) < 1:
-        raise ValueError(f"ShardedGradScaler(growth_interval={growth_interval}): must be at least 1 step")
 
 
 def sharded_scaler(scaler: Any) -> Any:

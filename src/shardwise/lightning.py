@@ -68,14 +68,6 @@ from .lightning_common.processes import ProcessesStrategy
 from .lightning_common.units import Sharding, move_metrics
 from .lightning_common.weights import load_values
 
-_LIMITS = {
-    "sanity_check": "limit_val_batches",
-    "validate": "limit_val_batches",
-    "test": "limit_test_batches",
-    "predict": "limit_predict_batches",
-}
-"""By stage, what limits its batches."""
-
 
 @documented(TRAINER_ARGUMENTS)
 class _TrainerStrategy(ProcessesStrategy):
@@ -341,19 +333,18 @@ class _TrainerStrategy(ProcessesStrategy):
             return self._step("predict_step", args, kwargs)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Nothing, if ranks that evaluate or predict together have as many batches, which Lightning's sampler for
-        predictions does not see to, nor do loaders of users; of one without a length nobody knows.
+        """Nothing, if ranks that predict together have as many batches, which Lightning's sampler does not see to; of a
+        loader without a length nobody knows.
 
         Raises:
             ValueError: on all ranks, if they do not: one would wait in a step for another that has ended.
         """
-        stage = self.lightning_module.trainer.state.stage
-        if stage is not None and (name := _LIMITS.get(stage.value)) is not None:
-            self._refuse_uneven(dataloader, name)
+        if (trainer := self.lightning_module.trainer).predicting:
+            self._refuse_uneven(dataloader, trainer.limit_predict_batches)
         return dataloader
 
-    def _refuse_uneven(self, dataloader: Any, name: str) -> None:
-        ranks, batches, limit = saving_ranks(), None, getattr(self.lightning_module.trainer, name)
+    def _refuse_uneven(self, dataloader: Any, limit: int | float) -> None:
+        ranks, batches = saving_ranks(), None
         with ranks.together():
             length = self.namespace.of("fabric", "utilities.data", "sized_len")(dataloader)
             if length is not None:
@@ -363,9 +354,9 @@ class _TrainerStrategy(ProcessesStrategy):
             counts = {rank: everywhere[rank][1] for rank in group}
             if None not in counts.values() and len(set(counts.values())) > 1:
                 raise ValueError(
-                    f"ranks have different numbers of batches ({counts}, by rank), and each is a step of all: choose a "
-                    f"number of samples that the ranks divide evenly, {name}, or pass a loader with torch's "
-                    "DistributedSampler, which repeats samples at the end"
+                    f"ranks have different numbers of batches to predict ({counts}, by rank), and each is a step of "
+                    "all: choose a number of samples that the ranks divide evenly, limit_predict_batches, or pass a "
+                    "loader with torch's DistributedSampler, which repeats samples at the end"
                 )
 
     @contextmanager

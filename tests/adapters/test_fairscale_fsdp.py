@@ -263,7 +263,7 @@ def _compare_optimizers(
         for key in ("exp_avg_sq", "step"):  # FairScale gathers into one buffer, where `.cpu()` copies nothing here
             assert_same(torch.as_tensor(part["state"][number][key]), values[key], False, mixed)
     other = FSDP(nn.Sequential(nn.Linear(7, 13), nn.Linear(13, 5), nn.Linear(5, 3)))
-    with pytest.raises(ValueError, match=r"modules have \[4, 2\] parameters, and those of this one \[6\]"):
+    with pytest.raises(ValueError, match=r"with parameters 0 to 3 in one wrapped module, and here"):
         other.get_shard_from_optim_state_dict(shared[0])
 
 
@@ -1154,8 +1154,6 @@ def test_refuses_what_does_not_fit() -> None:
                 ("compute_device", "nope", ValueError),
                 ("compute_device", 1.5, TypeError),
                 ("compute_device", "", ValueError),
-                ("compute_device", "meta", ValueError),
-                ("state_dict_device", "cuda:99", ValueError),
                 ("state_dict_device", "nope", ValueError),
                 ("state_dict_device", torch.float32, TypeError),
             )

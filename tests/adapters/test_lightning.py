@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.nn.functional import all_gather
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 pytest.importorskip("lightning")
 
@@ -289,20 +289,6 @@ def uneven_predictions(directory: Path) -> None:
         used.predict(Module(), uneven)
     assert len(trainer(directory, "shardwise", limit_predict_batches=1).predict(Module(), uneven)) == 1
     assert len(used.predict(Module(), DataLoader(TensorDataset(inputs), batch_size=BATCH, sampler=even))) == 2
-
-
-def uneven_evaluations(directory: Path) -> None:
-    own: Any = Subset(make_data(), range(BATCH * (2 + (dist.get_rank() == 0))))
-    uneven = DataLoader(own, batch_size=BATCH)
-    limits = {"limit_val_batches": 2, "limit_test_batches": 2}
-    for action in (
-        lambda used: used.validate(Module(), uneven, verbose=False),
-        lambda used: used.test(Module(), uneven, verbose=False),
-        lambda used: used.fit(Module(), loader(True), uneven),
-    ):
-        with raises(ValueError, "0: 3", f"{world_size() - 1}: 2", "DistributedSampler"):
-            action(trainer(directory, "shardwise", use_distributed_sampler=False))
-        action(trainer(directory, "shardwise", use_distributed_sampler=False, **limits))
 
 
 def clipping(directory: Path) -> None:
@@ -1746,7 +1732,6 @@ CASES = (
     all_hooks,
     every_stage,
     uneven_predictions,
-    uneven_evaluations,
     clipping,
     accumulation,
     accumulation_left_over,

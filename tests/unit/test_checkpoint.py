@@ -1322,7 +1322,7 @@ def test_extras_of_another_form_are_an_error(tmp_path: Path) -> None:
     [
         ({"more": Loader()}, r"extra of the checkpoint has no 'more'; it has 'step', 'loader'"),
         ([Loader()], r"extra of the checkpoint has the form dict, and what is to be filled list of 1 items"),
-        ({"step": Loader()}, r"extra\['step'\] of the checkpoint has the form int, and what is to be filled Loader"),
+        ({"step": [Loader()]}, r"extra\['step'\] of the checkpoint has the form int, and what is to be filled list"),
     ],
 )
 def test_what_extras_lack_is_known_before_anything_is_loaded(tmp_path: Path, given: Any, message: str) -> None:

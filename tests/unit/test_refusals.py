@@ -248,7 +248,7 @@ def test_a_forward_method_that_is_none(fake_mesh: Mesh) -> None:
     assert model.training is True
 
 
-def test_state_that_cannot_move_with_repointed_parameters(fake_mesh: Mesh) -> None:
+def test_state_that_does_not_move_with_repointed_parameters(fake_mesh: Mesh) -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
 
@@ -259,11 +259,6 @@ def test_state_that_cannot_move_with_repointed_parameters(fake_mesh: Mesh) -> No
         return loss
 
     optimizer.step(closure)  # type: ignore[arg-type]
-    groups = [[*group["params"]] for group in optimizer.param_groups]
     fully_shard(model, mesh=fake_mesh(2))
-    with pytest.raises(
-        ValueError, match=r"repoint: state '\w+' that LBFGS has for parameter 'weight' has shape \(8,\)"
-    ):
+    with pytest.warns(UserWarning, match=r"state '\w+' that LBFGS has for parameter 'weight' stays whole"):
         shardwise.repoint(optimizer)
-    held = [group["params"] for group in optimizer.param_groups]
-    assert all(one is other for own, now in zip(groups, held, strict=True) for one, other in zip(own, now, strict=True))

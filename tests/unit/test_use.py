@@ -577,10 +577,17 @@ def test_what_needs_whole_parameters_for_good_is_refused(fake_mesh: Mesh, has_ru
     if has_run:
         model(inputs).sum().backward()
         model.zero_grad()
-    with pytest.raises(StateError, match=r"Sequential \(root\)' is sharded, .* cannot be exported"):
+    with pytest.raises(StateError, match=r"is sharded, and cannot be exported .* unshard\(\)"):
         torch.export.export(model, (inputs,))
-    with pytest.raises(StateError, match=r"'root' \(FSDPSequential\) is sharded, and share_memory"):
-        model.share_memory()
+    for sharing in (model, nn.Sequential(model)):
+        with pytest.raises(StateError, match=r"is sharded, and share_memory"):
+            sharing.share_memory()
+    for unit in (model, model[0]):
+        unit.unshard()
+    expected = model(inputs)
+    for unit in (model, model[0]):
+        unit.unshard()
+    assert torch.equal(torch.export.export(model, (inputs,)).module()(inputs), expected)
     model(inputs).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 

@@ -290,38 +290,40 @@ def check_form(given: Any, loaded: Any, where: str) -> None:
         ValueError: if the checkpoint has nothing for an object with a state, or another form.
     """
     if is_stateful(given):
-        if isinstance(loaded, Mapping) or not isinstance(given.state_dict(), Mapping):
-            return
-    elif isinstance(given, dict) and isinstance(loaded, Mapping):
+        return  # it knows what it takes
+    if isinstance(given, dict) and isinstance(loaded, Mapping):
         for key, item in given.items():
             if key not in loaded and _has_stateful(item):
                 raise ValueError(f"{where} of the checkpoint has no {key!r}; it has {', '.join(map(repr, loaded))}")
         for key, item in loaded.items():
             check_form(given.get(key), item, f"{where}[{key!r}]")
-        return
     elif _are_alike(given, loaded):
         for index, (old, new) in enumerate(zip(given, loaded, strict=True)):
             check_form(old, new, f"{where}[{index}]")
-        return
-    if _has_stateful(given):
+    elif _has_stateful(given):
         raise ValueError(
             f"{where} of the checkpoint has the form {_form_of(loaded)}, and what is to be filled {_form_of(given)}: "
             "its objects would not be loaded; pass the form that was saved"
         )
 
 
-def restore(given: Any, loaded: Any) -> Any:
+def restore(given: Any, loaded: Any, where: str) -> Any:
     """Put what was loaded into what the caller has: objects with a state take theirs, dicts and lists are filled.
 
     Args:
         given: what the caller passed.
         loaded: with state dicts in the place of objects; `check_form` has seen it.
+        where: what it is called in messages.
 
     Returns:
         ``given`` if it could be filled, else ``loaded``.
     """
     if is_stateful(given):
-        given.load_state_dict(loaded)
+        try:
+            given.load_state_dict(loaded)
+        except Exception as error:
+            error.add_note(f"when the {type(given).__name__} that was passed took {where} of the checkpoint")
+            raise
         # torchdata's loaders make their iterators when they are asked for their state, and draw a number: now, before
         # the generators are restored, as when they were saved. Their workers are as in training.
         with torch.enable_grad():
@@ -329,10 +331,11 @@ def restore(given: Any, loaded: Any) -> Any:
         return given
     if isinstance(given, dict) and isinstance(loaded, Mapping):
         for key, item in loaded.items():
-            given[key] = restore(given.get(key), item)
+            given[key] = restore(given.get(key), item, f"{where}[{key!r}]")
         return given
     if _are_alike(given, loaded):
-        items = [*map(restore, given, loaded)]
+        pairs = enumerate(zip(given, loaded, strict=True))
+        items = [restore(old, new, f"{where}[{index}]") for index, (old, new) in pairs]
         if isinstance(given, tuple):
             return _like(given, items)
         given[:] = items

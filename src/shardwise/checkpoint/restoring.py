@@ -103,10 +103,11 @@ class Restoring:
 
     def _check_forms(self) -> None:
         """See that what is to be filled has the form of what was saved, of which the tensors are not read yet."""
+        unread = torch.empty(0)
         for name, given in ((SCHEDULER, self._wanted.scheduler), (EXTRA, self._wanted.extra)):
             if given is not None:
                 stored = self._stored.below(f"{name}.").items()
-                check_form(given, tree_of((path, self._values.get(key)) for key, path in stored), name)
+                check_form(given, tree_of((path, self._values.get(key, unread)) for key, path in stored), name)
 
     def _saved_optimizer(self) -> SavedOptimizer | None:
         model, optimizers = self._wanted.model, self._wanted.optimizers
@@ -181,9 +182,9 @@ class Restoring:
         if self._optimizer is not None:
             self._optimizer.load(self._values)
         if wanted.scheduler is not None:
-            restore(wanted.scheduler, self._tree(SCHEDULER))
+            restore(wanted.scheduler, self._tree(SCHEDULER), SCHEDULER)
         extra = self._tree(EXTRA)
-        extra = extra if wanted.extra is None else restore(wanted.extra, extra)
+        extra = extra if wanted.extra is None else restore(wanted.extra, extra, EXTRA)
         # Last, since anything above may draw numbers.
         for key in self._rng_keys:
             self._restore_rng(key)

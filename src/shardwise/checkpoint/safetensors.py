@@ -243,7 +243,7 @@ def _token(peers: Peers, directory: Path) -> str:
     Raises:
         ValueError: if ranks save into different directories.
     """
-    told = peers.exchange((directory, secrets.token_hex(4)))
+    told = peers.exchange((directory.resolve(), secrets.token_hex(4)))
     first, token = told[0]
     for rank, (other, _) in zip(peers.ranks, told, strict=True):
         if other != first:

@@ -319,7 +319,7 @@ def _first(exchanged: Sequence[tuple[Mapping[str, object], T]]) -> T:
     first, told = exchanged[0]
     for rank, (given, _) in enumerate(exchanged):
         for name, value in given.items():
-            if value != first[name]:
+            if value != first[name] and None not in (value, first[name]):  # the first rank alone reads some
                 raise ValueError(
                     f"{name} is {first[name]} on the first rank and {value} on rank {rank}: all ranks of the default "
                     "process group save and load one checkpoint together"

@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -172,7 +172,7 @@ class Unit:
         if is_watched():
             self.show_ranges()
         if torch.compiler.is_exporting():
-            self._refuse_export()
+            self._check_export()
         if not self.has_context and len(self._modules) == 1 and not self.modules:
             self._modules = [weakref.ref(module)]  # by `copy.copy`, of one that is gone
         context = self.context
@@ -195,15 +195,16 @@ class Unit:
             self._check_unsharded()
         return self._enter_forward(module, args, kwargs)
 
-    def _refuse_export(self) -> NoReturn:
+    def _check_export(self) -> None:
         """
         Raises:
             StateError: a program that is exported has no place for gathers, and torch's own error names nothing.
         """
-        raise StateError(
-            f"unit {self.title!r} is sharded, and a sharded model cannot be exported by torch.export: export an "
-            "unsharded one with the values of shardwise.full_state_dict(model)"
-        )
+        if not all(group.is_unsharded for group in self.groups):
+            raise StateError(
+                f"unit {self.title!r} is sharded, and cannot be exported by torch.export: call unshard() on it, and on "
+                "every other unit, or export an unsharded model with the values of shardwise.full_state_dict(model)"
+            )
 
     @labelled("FSDP::pre_forward ({name})")
     def _enter_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -100,14 +100,6 @@ class FSDPModule(_TorchModule):
             "copy it before fully_shard, or build a second model and load this one's state dict"
         )
 
-    def share_memory(self) -> NoReturn:
-        """Refused: torch ends the process when it asks a DTensor for its memory."""
-        raise StateError(
-            f"module {self._unit.name or 'root'!r} ({type(self).__name__}) is sharded, and share_memory() would share "
-            "this rank's shards alone: let ranks be the processes that train it, and give others "
-            "shardwise.full_state_dict(model)"
-        )
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         """For `copy.copy`, which gets what it always did; whoever pickles it gets an error."""
         made = super().__reduce_ex__(protocol)
@@ -189,6 +181,12 @@ class FSDPModule(_TorchModule):
             unit.context.rest()
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        if getattr(args[0] if args else None, "__qualname__", "").startswith("Module.share_memory."):
+            # torch ends the process when it asks a DTensor for its memory.
+            raise StateError(
+                f"module {self._unit.title!r} is sharded, and share_memory() would share this rank's shards alone: let "
+                "ranks be the processes that train it, and give others shardwise.full_state_dict(model)"
+            )
         units = self._units(recurse=True)
         for unit in units:
             for group in unit.groups:

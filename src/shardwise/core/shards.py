@@ -371,7 +371,8 @@ class ParameterShards(Shards):
         sharded.__dict__.update(marks_of(member.value))
         take_hooks(sharded, member.value)
         slot = Slot(member.name, member.places, buffer, index, sharded, member.parallel, member.keeps_dtype)
-        slot.lost_writes = member.value.is_meta and member.parallel is None and member.value._version > 0
+        counts_writes = member.value.is_meta and member.parallel is None and not member.value.is_inference()
+        slot.lost_writes = counts_writes and member.value._version > 0
         self.slots.append(slot)
         for place in member.places:
             place.put(sharded)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -301,23 +301,28 @@ def shard_optimizer_state(
     return {**others, "state": state, "param_groups": groups}
 
 
-def _check_wrapping(instances: Sequence[FullyShardedDataParallel], numbered: Mapping[int, int]) -> None:
+def _check_wrapping(instances: Sequence[FullyShardedDataParallel], numbered: Mapping[int, int | None]) -> None:
     """
     Args:
         instances: in the order in which FairScale numbers their parameters, one instance after the other.
-        numbered: by each parameter's number that of the instance that FairScale's model had it in; empty if unknown.
+        numbered: by each parameter's number that of the instance that FairScale's model had it in; None for those of
+            instances without state.
 
     Raises:
-        ValueError: if those had other numbers of parameters: state would go to other parameters.
+        ValueError: if the parameters with state were divided otherwise: it would go to other parameters.
     """
-    counts = Counter(numbered.values())
-    theirs = [counts[instance] for instance in sorted(counts)]
-    own = [count for instance in instances if (count := sum(len(slot.parts) for slot in instance._own_slots()))]
-    if theirs and theirs != own:
-        raise ValueError(
-            f"the optimizer state is that of a FairScale model whose wrapped modules have {theirs} parameters, and "
-            f"those of this one {own}: FairScale numbers them by wrapped module, so wrap this model as that one was"
-        )
+    ends = [*accumulate(sum(len(slot.parts) for slot in instance._own_slots()) for instance in instances)]
+    own = {*zip([0, *ends], ends, strict=False)}
+    start = 0
+    for instance, members in groupby(numbered[number] for number in sorted(numbered)):
+        stop = start + len([*members])
+        if instance is not None and (start, stop) not in own:
+            raise ValueError(
+                f"the optimizer state is that of a FairScale model with parameters {start} to {stop - 1} in one "
+                "wrapped module, and here they are divided otherwise: FairScale numbers them by wrapped module, so "
+                "wrap this model as that one was"
+            )
+        start = stop
 
 
 def _in_parameters_order(

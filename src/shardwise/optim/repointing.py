@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, TypeVar
 
 import torch
@@ -24,8 +25,8 @@ def repoint(optimizer: AnyOptimizer) -> AnyOptimizer:
     loaded with ``assign=True``.
 
     Param groups keep their order and hyper-parameters. Existing state moves along: tensors of the parameter's shape
-    are cut as the parameter is, numbers (step counts) stay as they are. Without this, such an optimizer would step
-    tensors that no module uses any more.
+    are cut as the parameter is, others (step counts) stay as they are, with a warning if they are no numbers (LBFGS).
+    Without this, such an optimizer would step tensors that no module uses any more.
 
     Args:
         optimizer: changed in place; parameters that were not replaced stay.
@@ -35,36 +36,15 @@ def repoint(optimizer: AnyOptimizer) -> AnyOptimizer:
 
     Raises:
         TypeError: if it is not an optimizer.
-        ValueError: naming state of another shape, as that of LBFGS, which cannot be cut; nothing is changed then.
     """
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(f"repoint takes an optimizer, not {type(optimizer).__name__}")
-    for parameter in parameters_of(optimizer):
-        _check_state(optimizer, parameter)
     held = {*map(id, parameters_of(optimizer))}
     for group in optimizer.param_groups:
         refuse_flat(group["params"], "repoint")
         # In place: LBFGS, for one, keeps the list itself.
         group["params"][:] = [new for old in group["params"] for new in _repointed(optimizer, old, held)]
     return optimizer
-
-
-def _check_state(optimizer: Optimizer, parameter: torch.Tensor) -> None:
-    """
-    Raises:
-        ValueError: naming state of ``parameter``, which was replaced, that cannot move along.
-    """
-    sharded = successor_of(parameter)
-    if sharded is None or sharded is parameter:
-        return
-    for key, value in optimizer.state.get(parameter, {}).items():
-        for tensor in tensors_in(value):
-            if tensor.numel() > 1 and not (tensor is value and tensor.shape == parameter.shape):
-                raise ValueError(
-                    f"repoint: state {key!r} that {type(optimizer).__name__} has for {name_of(sharded)} has shape "
-                    f"{(*tensor.shape,)}, and the parameter {(*parameter.shape,)}, so it cannot be cut as that is: "
-                    "call repoint before the first step, or make a new optimizer of the sharded parameters"
-                )
 
 
 def _repointed(optimizer: Optimizer, parameter: torch.Tensor, held: set[int]) -> list[torch.Tensor]:
@@ -77,8 +57,24 @@ def _repointed(optimizer: Optimizer, parameter: torch.Tensor, held: set[int]) ->
         return []
     held.add(id(sharded))
     if state is not None:
+        if not isinstance(parameter, DTensor):
+            _warn_of_uncut(optimizer, state, parameter, sharded)
         optimizer.state[sharded] = {name: _cut(value, parameter, sharded) for name, value in state.items()}
     return [sharded]
+
+
+def _warn_of_uncut(optimizer: Optimizer, state: dict[str, Any], parameter: torch.Tensor, sharded: torch.Tensor) -> None:
+    """Warn of what ``optimizer`` cannot compute with beside a ``sharded`` parameter, if it does."""
+    for key, value in state.items():
+        for tensor in tensors_in(value):
+            if tensor.numel() > 1 and not (tensor is value and tensor.shape == parameter.shape):
+                warnings.warn(
+                    f"repoint: state {key!r} that {type(optimizer).__name__} has for {name_of(sharded)} stays whole, "
+                    f"since it is no tensor of the parameter's shape {(*parameter.shape,)}: if the next step fails by "
+                    "it, call repoint before the first step, or make a new optimizer of the sharded parameters",
+                    stacklevel=5,
+                )
+                return
 
 
 def _cut(value: Any, original: torch.Tensor, sharded: torch.Tensor) -> Any:
