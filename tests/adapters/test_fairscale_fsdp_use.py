@@ -883,8 +883,15 @@ def test_refuses_optimizer_state_of_other_shapes() -> None:
     # FairScale gives state without dims as a list with that of each rank.
     group = {"params": [0, 1]}
     state = {0: {"mu_product": [torch.tensor(0.5), torch.tensor(0.25)]}}
-    part = model.get_shard_from_optim_state_dict({"state": state, "param_groups": [group], "param_id_map": {}})
+    saved: dict[str, Any] = {"state": state, "param_groups": [group], "param_id_map": {}}
+    part = model.get_shard_from_optim_state_dict(saved)
     assert part["state"][0]["mu_product"] == (0.5, 0.25)[dist.get_rank()]
+    # By parameter the instance that FairScale had it in; none for those of an instance without state.
+    for divided in ({0: 0, 1: 0}, {0: None, 1: None}):
+        assert model.get_shard_from_optim_state_dict({**saved, "param_id_map": divided})["state"]
+    for divided in ({0: 0, 1: 1}, {0: None, 1: 1}):
+        with pytest.raises(ValueError, match="here they are divided otherwise"):
+            model.get_shard_from_optim_state_dict({**saved, "param_id_map": divided})
 
 
 # -- Copies, and memory
