@@ -30,7 +30,8 @@ class Placements:
 
     The ZeRO stages (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054) are the class attributes
     ``ddp``, ``zero1``, ``zero2``, ``zero3``; ``hsdp`` is ``zero3`` that insists on a two-axis mesh.
-    Every preset works on a two-axis mesh, replicated over the first axis.
+    Every preset works on a two-axis mesh, replicated over the first axis. Ranks that hold copies of one another must
+    begin with the same values: nothing compares them.
 
     Raises:
         ValueError: for an unknown state, or for a combination that no training step can use.

@@ -720,7 +720,9 @@ def test_a_collective_that_does_not_start_names_the_unit(
 
 
 def test_transformer_alone_is_no_fsdp_module() -> None:
-    shardwise.register_fsdp_forward_method(Transformer(), "forward")  # nothing to do, no error
+    module = Transformer()
+    shardwise.register_fsdp_forward_method(module, "forward")  # nothing to do, no error
+    assert "forward" not in vars(module)
     shardwise.register_fsdp_forward_method(None, "forward")  # type: ignore[arg-type]  # a stage without an encoder, say
 
 

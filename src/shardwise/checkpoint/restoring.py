@@ -68,7 +68,7 @@ class Restoring:
         self._rng_keys = list(stored.below(f"{RNG}.")) if wanted.rng and self._saved_by is not None else []
         self._read_objects()
         self._check_forms()
-        self._optimizer = self._saved_optimizer()
+        self._optimizer: SavedOptimizer | None = None
 
     def misfit(self) -> Misfit:
         """Where the model differs from the saved one."""
@@ -151,6 +151,7 @@ class Restoring:
         Args:
             advance: called with the number of bytes read.
         """
+        self._optimizer = self._saved_optimizer()  # whose names would be wrong if the model's were
         targets = self._model.targets(self._own) if self._model is not None else {}
         if self._model is not None and self._optimizer is not None:
             targets.update(self._optimizer.targets(self._model.device))

@@ -1,4 +1,4 @@
-"""FSDPCommContext: what the units of one tree share. There are no globals."""
+"""FSDPCommContext: what the units of one tree share."""
 
 from __future__ import annotations
 

@@ -343,8 +343,9 @@ def _used_while_sharded(operator: str, writes_sharded: bool, parameters: Sequenc
         if operator in ("copy_", "set_", "__setitem__") and writes_sharded:
             return (
                 f"parameter {name!r} of unit {unit!r} is sharded, and a plain tensor cannot be written into it: "
-                "load whole tensors by torch.distributed.checkpoint.state_dict.set_model_state_dict with "
-                "StateDictOptions(full_state_dict=True), or shard the value by distribute_tensor first"
+                "load whole tensors by shardwise.load_full_state_dict(model, state_dict), or by torch's "
+                "set_model_state_dict with StateDictOptions(full_state_dict=True), or shard the value by "
+                "distribute_tensor first"
             )
         message = (
             f"parameter {name!r} was used outside the forward of its unit {unit!r}, where it is sharded: "

@@ -199,7 +199,7 @@ def _children(model: nn.Module, are_wanted: bool) -> tuple[set[nn.Module], set[n
     waiting = [model] if are_wanted else []
     while waiting:
         for child in waiting.pop().children():
-            if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            if is_never_called(child):
                 containers.add(child)
                 waiting.append(child)
             else:

@@ -66,7 +66,7 @@ WRAPPER_ARGUMENTS = {
     "device_mesh": Argument("ranks to shard over, or (replicate, shard) for HYBRID_SHARD, instead of process_group"),
     "sync_module_states": Argument("all ranks begin with the values of the first, whatever this says", ACCEPTED),
     "forward_prefetch": Argument("the next unit is always gathered while one computes", ACCEPTED),
-    "limit_all_gathers": Argument("one unit is gathered ahead at most, whatever this says", ACCEPTED),
+    "limit_all_gathers": Argument("no more is gathered ahead than the bytes of the largest unit", ACCEPTED),
     "device_id": Argument("the device is that of MMEngine, get_device(), in every case", ACCEPTED),
     "device_ids": Argument(
         "MMEngine's DDPStrategy passes it, which saves on one rank only: use strategy=dict(type='ShardwiseStrategy')",
