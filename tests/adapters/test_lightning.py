@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 pytest.importorskip("lightning")
 
-from shardwise import full_state_dict, fully_shard
+from shardwise import FSDPModule, full_state_dict, fully_shard
 from shardwise.core.module import unit_of
 from tests.adapters.lightning_ranks import check_in_ranks
 
@@ -1723,7 +1723,44 @@ def factored_state_resumed(directory: Path) -> None:
         assert all(isinstance(rows, DTensor) and rows.placements == (Shard(0),) for rows in kept)
 
 
+class Chain(nn.ModuleList):
+    """A container that is called, with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__([nn.Linear(7, 5), nn.Linear(5, 3)])
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            x = layer(x)
+        return x * self.scale
+
+
+def manual_optimization_of_a_list_that_is_called(directory: Path) -> None:
+    class Manual(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.chain = Chain()
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer, (inputs, targets) = self.optimizers(), batch
+            self.manual_backward(F.mse_loss(self.chain(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    torch.manual_seed(1)
+    used = Manual()
+    trainer(directory, max_epochs=1).fit(used, loader(True))
+    assert isinstance(used.chain, FSDPModule)
+    assert not torch.equal(used.chain.scale.full_tensor(), torch.ones(3))  # type: ignore[operator]
+
+
 CASES = (
+    manual_optimization_of_a_list_that_is_called,
     factored_state_resumed,
     file_replaced,
     other_numbers_of_optimizers,

@@ -1334,6 +1334,14 @@ def test_what_extras_lack_is_known_before_anything_is_loaded(tmp_path: Path, giv
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
 
 
+def test_a_deeper_model_is_named_before_its_optimizer(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    save(tmp_path, model=model, optimizer=AdamW(model.parameters()))
+    deeper = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"does not have '1\.weight', '1\.bias'"):
+        load(tmp_path, model=deeper, optimizer=AdamW(deeper.parameters()))
+
+
 def test_directories_that_are_none(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     for verb in (latest, load, functools.partial(save, model=model), functools.partial(save_safetensors, model)):
