@@ -114,6 +114,18 @@ def takes_flags(method: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
+def check_state_dict(name: str, given: Mapping[Any, Any]) -> None:
+    """
+    Raises:
+        ValueError: if what ``name`` is given is not an optimizer's state dict.
+    """
+    if not {"state", "param_groups"} <= given.keys():
+        raise ValueError(
+            f"{name} takes an optimizer's state dict, with 'state' and 'param_groups', and this has "
+            f"{', '.join(map(repr, list(given)[:5])) or 'nothing'}"
+        )
+
+
 def is_whole_number(value: object) -> bool:
     """Whether ``value`` is an int, NumPy's too, and no bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)

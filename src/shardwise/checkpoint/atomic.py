@@ -38,7 +38,7 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
 
     Raises:
         TypeError: if it is not a path.
-        ValueError: for a URL.
+        ValueError: for a URL, or a null character in it.
     """
     path_of(directory)
     found = checkpoints_in(Path(directory))
@@ -54,7 +54,7 @@ def path_of(directory: str | os.PathLike[str], argument: str = "directory") -> P
 
     Raises:
         TypeError: if it is not a path.
-        ValueError: for a URL.
+        ValueError: for a URL, or a null character in it.
     """
     if not isinstance(directory, (str, os.PathLike)):
         raise TypeError(f"{argument} must be a path, not {type(directory).__name__}")

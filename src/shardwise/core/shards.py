@@ -372,7 +372,7 @@ class ParameterShards(Shards):
         take_hooks(sharded, member.value)
         slot = Slot(member.name, member.places, buffer, index, sharded, member.parallel, member.keeps_dtype)
         counts_writes = member.value.is_meta and member.parallel is None and not member.value.is_inference()
-        slot.lost_writes = counts_writes and member.value._version > 0
+        slot.lost_writes = counts_writes and get_version(member.value) > 0
         self.slots.append(slot)
         for place in member.places:
             place.put(sharded)

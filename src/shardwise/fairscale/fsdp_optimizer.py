@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
+from ..arguments import check_state_dict
 from ..core.agreement import communicating
 from ..core.comm import Comm
 from ..core.flat import FlatPart, FlatSlot
@@ -269,11 +270,7 @@ def shard_optimizer_state(
             "get_shard_from_optim_state_dict takes the whole state on every rank, in a dict, not "
             f"{type(full).__name__}: gather_full_optim_state_dict(recipient_rank=None) gives it to all"
         )
-    if not {"state", "param_groups"} <= full.keys():
-        raise ValueError(
-            "get_shard_from_optim_state_dict takes an optimizer's state dict, with 'state' and 'param_groups', and "
-            f"this has {', '.join(map(repr, list(full)[:5])) or 'nothing'}"
-        )
+    check_state_dict("get_shard_from_optim_state_dict", full)
     is_fairscales = "param_id_map" in full
     if is_fairscales:
         _check_wrapping(instances, full["param_id_map"])

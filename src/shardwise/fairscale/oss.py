@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import SGD, Optimizer
 
-from ..arguments import Argument, Support, check_arguments, documented, is_at_least, to_float
+from ..arguments import Argument, Support, check_arguments, check_state_dict, documented, is_at_least, to_float
 from ..core.agreement import communicating, explain_failure
 from ..core.comm import Comm, GrouplessComm, comm_for
 from ..core.device import sent_to
@@ -472,11 +472,7 @@ class OSS(Optimizer):
         given: dict[str, Any] = {}
 
         def keep(_: Optimizer, whole: dict[str, Any]) -> dict[str, Any]:
-            if not {"state", "param_groups"} <= whole.keys():
-                raise ValueError(
-                    "OSS.load_state_dict takes an optimizer's state dict, with 'state' and 'param_groups', and this "
-                    f"has {', '.join(map(repr, list(whole)[:5])) or 'nothing'}"
-                )
+            check_state_dict("OSS.load_state_dict", whole)
             given.update(whole)
             return {**whole, "state": {}}
 

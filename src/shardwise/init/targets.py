@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..core.device import local_of, shard_like, spec_of, wrap_local
+from ..core.device import get_version, local_of, shard_like, spec_of, wrap_local
 from ..core.errors import StateError
 from ..core.parameter import owner_of, refuse_lazy
 from ..core.shards import Shards
@@ -98,7 +98,7 @@ class Target(ABC):
     def lost_writes(self) -> bool:
         """Whether it was written since the record of its history ended, without memory."""
         registered = self.sites[0].get()
-        return not isinstance(registered, DTensor) and registered._version > 0
+        return not isinstance(registered, DTensor) and get_version(registered) > 0
 
     def forget_history(self) -> None:
         """Drop its history: it has values now."""
@@ -120,7 +120,7 @@ class SlotTarget(Target):
     @property
     def lost_writes(self) -> bool:
         sharded = self.slot.sharded
-        return self.slot.lost_writes or (local_of(sharded).is_meta and sharded._version > 0)
+        return self.slot.lost_writes or (local_of(sharded).is_meta and get_version(sharded) > 0)
 
     @torch.no_grad()
     def write_elements(self, blocks: Blocks) -> None:

@@ -172,12 +172,12 @@ class Sharding:
             return []
         chosen: list[tuple[nn.Module, dict[str, Any]]] = []
 
-        policy, (children, containers) = self._chooser(), _children(model, children_too)
+        policy, children = self._chooser(), _children(model, children_too)
 
         def choose(module: nn.Module, recurse: bool, unwrapped_params: int, **asked: Any) -> bool:
             # The model itself is wrapped last, and what is never called not at all.
-            is_left = module is model or module in containers or is_never_called(module)
-            if module in children and not is_left:
+            is_left = module is model or is_never_called(module)
+            if module in children:
                 return recurse or unwrapped_params > 0
             if is_left and (children or not recurse):
                 return recurse
@@ -192,19 +192,17 @@ class Sharding:
         return chosen
 
 
-def _children(model: nn.Module, are_wanted: bool) -> tuple[set[nn.Module], set[nn.Module]]:
-    """The outermost modules inside ``model`` that can be called, and the containers that they are in."""
+def _children(model: nn.Module, are_wanted: bool) -> set[nn.Module]:
+    """The outermost modules inside ``model`` that can be called."""
     children: set[nn.Module] = set()
-    containers: set[nn.Module] = set()
     waiting = [model] if are_wanted else []
     while waiting:
         for child in waiting.pop().children():
             if is_never_called(child):
-                containers.add(child)
                 waiting.append(child)
             else:
                 children.add(child)
-    return children, containers
+    return children
 
 
 def refuse_uninitialized(model: nn.Module, init_fn: InitFn | None) -> None:
