@@ -24,6 +24,7 @@ from .core.hooks import Unit
 from .core.mesh import DataParallelMesh, data_parallel_mesh, smaller_mesh
 from .core.module import FSDPModule, become_fsdp_module, wrapped_class
 from .core.parameter import Place, alias_of, owner_of, refuse_lazy, successor_of
+from .core.replicas import note_ignored
 from .core.root import is_never_called, managed_modules, unit_of
 from .core.shards import ParameterShards
 from .core.slot import GroupPolicy, ManagedParameter
@@ -318,6 +319,7 @@ def _ignored(parameters: Iterable[nn.Parameter] | None) -> list[nn.Parameter]:
     for parameter in given:
         if not isinstance(parameter, nn.Parameter):
             raise TypeError(f"ignored_params has {parameter!r:.80}: it takes the parameters themselves")
+    note_ignored(given)
     return given
 
 

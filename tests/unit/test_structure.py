@@ -31,6 +31,7 @@ ORDER = [
     "core.comm",
     "core.posts",
     "core.agreement",
+    "core.replicas",
     "core.mesh",
     "core.model_parallel",
     "core.annotated",

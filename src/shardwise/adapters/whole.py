@@ -9,11 +9,11 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..checkpoint.names import listed
 from ..checkpoint.objects import Path, is_sum, key_of, leaves
 from ..checkpoint.optimizer_state import untold_state
 from ..checkpoint.ranks import saving_ranks
 from ..core.device import not_inference, shard_like
+from ..core.errors import listed
 from ..core.step import ELEMENTWISE, parameters_of
 from ..core.tree import map_tensors, tensors_in
 

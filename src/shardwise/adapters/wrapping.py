@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from ..checkpoint.names import listed
 from ..checkpoint.peers import Peers
 from ..core.changing import changing
+from ..core.errors import listed
 from ..core.extension import inner_tensors
 from ..core.module import FSDPModule, function_of, unit_of, units_of
 from ..core.parameter import owner_of

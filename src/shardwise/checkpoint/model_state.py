@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from ..core.device import local_of, spec_of, wrap_local
+from ..core.errors import listed
 from .matching import convertible, differing_ties
-from .names import listed
 from .objects import tree_of
 from .peers import Peers
 from .reading import StoredData

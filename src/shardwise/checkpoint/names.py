@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,15 +10,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 """Names under which compiled and activation-checkpointed modules keep the original one."""
-
-SHOWN = 10
-"""Names that a message lists at most."""
-
-
-def listed(names: Iterable[str]) -> str:
-    """Names for a message."""
-    ordered = list(names)
-    return ", ".join(map(repr, ordered[:SHOWN])) + (f" and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else "")
 
 
 def plain_name(model: nn.Module, name: str) -> str:

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.optim import Optimizer
 
 from ..core.device import detached, local_of, make_spec, region_of, shard_inside, spec_of, wrap_local
+from ..core.errors import listed
 from ..core.step import parameters_of
-from .names import listed
 from .objects import Path, is_sum, tree_of
 from .reading import StoredData
 

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..core.agreement import communicating
 from ..core.comm import comm_for
+from ..core.errors import listed
 from ..core.mesh import mesh_device
 from .interrupts import held
-from .names import listed
 
 T = TypeVar("T")
 

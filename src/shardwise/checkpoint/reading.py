@@ -32,9 +32,9 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ..core.device import HOST
+from ..core.errors import listed
 from .atomic import DCP_METADATA
 from .integrity import CheckpointError, CorruptFileError, Manifest, is_plain, raw, read_all
-from .names import listed
 from .objects import Path, UnsafeObjectError, key_of, unpickled
 
 

@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..core.device import detached
+from ..core.errors import listed
 from .contents import EXTRA, EXTRA_TENSORS, MODEL, OPTIMIZER, RANKS, RNG, SCHEDULER
 from .model_state import Misfit, SavedModel
-from .names import listed, parameter_names
+from .names import parameter_names
 from .objects import Path, capture, check_form, release, restore, tree_of
 from .optimizer_state import CLASSES, CUTS, GROUPS, STATE, SavedOptimizer, optimizer_paths
 from .reading import StoredData

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ..arguments import check_flag, check_flags, is_whole_number
 from ..core.agreement import doing
 from ..core.device import local_of, not_inference, untracked
-from ..core.errors import StateError, is_explained
+from ..core.errors import StateError, is_explained, listed
 from .asynchronous import background, host_copies
 from .atomic import DCP_METADATA, MANIFEST, Draft, checkpoints_in, is_name_of_ours, latest, path_of, prune
 from .contents import apart, contents, digests
@@ -24,7 +24,6 @@ from .groups import warn_of_groups
 from .integrity import CheckpointError, CorruptFileError, Manifest, find_damage
 from .interrupts import held
 from .model_state import check_fit
-from .names import listed
 from .objects import Pickled, is_stateful, key_of
 from .optimizer_state import optimizers_in
 from .progress import Progress

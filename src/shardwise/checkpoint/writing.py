@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from ..core.device import HOST
+from ..core.errors import listed
 from .atomic import DCP_METADATA
 from .integrity import CheckpointError, FileSum, Manifest, is_plain, raw, sum_file, summed
-from .names import listed
 from .objects import Path, Pickled, key_of
 from .ranks import SavingRanks
 

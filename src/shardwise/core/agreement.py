@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
@@ -53,17 +53,30 @@ def check_alike(sharing: Iterable[tuple[Comm, ParamGroup]]) -> None:
     Raises:
         StateError: naming another rank, which has other parameters, dtypes or units.
     """
-    by_comm: defaultdict[Comm, list[ParamGroup]] = defaultdict(list)
-    for comm, group in sharing:
-        by_comm[comm].append(group)
-    for comm, members in by_comm.items():
-        signed = [(_signature(group), _described(group)) for group in members]
+    for comm, members in by_comm(sharing).items():
+        signed = [(signature(group), _described(group)) for group in members]
         counts = Counter(signature for signature, _ in signed)
         # Their order says nothing: ranks may have wrapped units in any.
         number = post(comm, " ".join(sorted(counts.elements())))
         _posted[comm] = number, counts, dict(signed)
         if text := _difference(comm):
             raise StateError(text)
+
+
+def by_comm(sharing: Iterable[tuple[Comm, ParamGroup]]) -> Mapping[Comm, Sequence[ParamGroup]]:
+    """The groups that communicate over each."""
+    found: defaultdict[Comm, list[ParamGroup]] = defaultdict(list)
+    for comm, group in sharing:
+        found[comm].append(group)
+    return found
+
+
+def neighbors(comm: Comm, number: str) -> Iterator[tuple[int, Counter[str]]]:
+    """The two ranks next to this one, numbered as in the default group, with the words that they have posted by now
+    under ``number``, if they have."""
+    for neighbor in sorted({(comm.rank + step) % comm.size for step in (-1, 1)} - {comm.rank}):
+        if (posted := posted_by(comm, neighbor, number)) is not None:
+            yield comm.global_rank(neighbor), Counter(posted.split())
 
 
 @contextlib.contextmanager
@@ -170,11 +183,10 @@ def _difference(comm: Comm) -> str:
     if comm not in _posted:
         return ""
     number, counts, descriptions = _posted[comm]
-    for neighbor in sorted({(comm.rank + step) % comm.size for step in (-1, 1)} - {comm.rank}):
-        posted = posted_by(comm, neighbor, number)
-        if posted is None or (theirs := Counter(posted.split())) == counts:
+    own = comm.global_rank(comm.rank)
+    for rank, theirs in neighbors(comm, number):
+        if theirs == counts:
             continue
-        own, rank = comm.global_rank(comm.rank), comm.global_rank(neighbor)
         only_here = next(iter(counts - theirs), None)
         if only_here is None:
             what = f"rank {rank} has {(theirs - counts).total()} more units than rank {own}"
@@ -187,7 +199,7 @@ def _difference(comm: Comm) -> str:
     return ""
 
 
-def _signature(group: ParamGroup) -> str:
+def signature(group: ParamGroup) -> str:
     """The same for all groups whose gathers and reductions are alike."""
     parts = [(_shape(slot), slot.layout.dim, _dtype(slot)) for slot in group.slots]
     precision = group.policy.precision

@@ -19,6 +19,7 @@ from .iteration import Iteration
 from .lanes import Device, current_device, device_for
 from .order import ExecutionOrder
 from .pending import PendingReductions
+from .replicas import compare_values
 
 if TYPE_CHECKING:
     from .group import ParamGroup
@@ -182,13 +183,16 @@ class FSDPCommContext:
                 unit.guard_gradients()
 
     def agree_on_replicas(self) -> None:
-        """Gradients are about to be summed over replicas.
+        """Gradients are about to be summed over replicas; if they are the first, warn if another has other parameters.
 
         Raises:
             StateError: if they are the first, and another replica has other units.
         """
         if not self._replicas_agree:
-            check_alike((comm, group) for group in self.groups for comm in group.mesh.replicate if comm.size > 1)
+            sharing = [(comm, group) for group in self.groups for comm in group.mesh.replicate if comm.size > 1]
+            check_alike(sharing)
+            if not self.gather_lane.is_captured:  # which a sum's value would end
+                compare_values(sharing)
             self._replicas_agree = True
 
     def reduce_in_turn(self, unit: Unit, group: ParamGroup) -> None:

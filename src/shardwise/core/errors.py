@@ -1,6 +1,8 @@
-"""Errors that are more than one builtin kind, and notes on those of the backends."""
+"""Errors that are more than one builtin kind, notes on those of the backends, and names in messages."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 _EXPLAINED = "shardwise: this happened while"
 
@@ -27,3 +29,13 @@ class StateError(ValueError, RuntimeError):
 
 class UnsupportedShardError(ValueError, NotImplementedError):
     """A tensor cannot be cut as asked; torch's FSDP2 raises NotImplementedError for it."""
+
+
+SHOWN = 10
+"""Names that a message lists at most."""
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names for a message."""
+    ordered = list(names)
+    return ", ".join(map(repr, ordered[:SHOWN])) + (f" and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else "")

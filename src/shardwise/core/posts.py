@@ -25,16 +25,17 @@ told_failures: weakref.WeakKeyDictionary[Comm, str] = weakref.WeakKeyDictionary(
 """How this rank failed, by the ranks that it has told so and that may wait because of it."""
 
 
-def post(comm: Comm, text: str) -> str:
-    """Let the other ranks of ``comm`` read ``text``; gives its number, the same on all ranks that post as often, and
-    empty if it cannot be read."""
+def post(comm: Comm, text: str, topic: str = "") -> str:
+    """Let the other ranks of ``comm`` read ``text``; gives its number, the same on all ranks that post as often on
+    ``topic``, and empty if it cannot be read."""
     with contextlib.suppress(*NO_STORE):
         store, place = _store(comm)
         assert dist.group.WORLD is not None
         posts = _posts.setdefault(dist.group.WORLD, Counter())
         _worlds[place] = _world(place)
-        posts[place] += 1
-        number = f"{_worlds[place]}.{posts[place]}"
+        posts.setdefault(place, 0)
+        posts[topic + place] += 1
+        number = f"{_worlds[place]}.{topic}{posts[topic + place]}"
         store.set(f"{number}/{comm.rank}", text)
         return number
     return ""

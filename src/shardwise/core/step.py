@@ -23,7 +23,8 @@ from .device import (
     wrap_local,
 )
 from .errors import StateError
-from .parameter import ShardedParameter, SteppedParameter, TracedParameter, name_of_replaced, note_writes
+from .parameter import ShardedParameter, SteppedParameter, TracedParameter, name_of_replaced, note_writes, owner_of
+from .replicas import compare_gradients
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {
@@ -62,6 +63,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     tracer = trace_by(None)
     try:
         _refuse_replaced(optimizer)
+        compare_gradients(optimizer, owner_of)
         if getattr(optimizer, "notes_writes", False) or not any(
             type(parameter) is ShardedParameter for parameter in parameters_of(optimizer)
         ):

@@ -24,7 +24,7 @@ from ..checkpoint.atomic import DCP_METADATA, MANIFEST, path_of, sync_directory
 from ..checkpoint.integrity import CheckpointError, FileSum, Manifest, summed
 from ..checkpoint.interrupts import held
 from ..checkpoint.model_state import SavedModel, check_fit
-from ..checkpoint.names import listed, parameter_names
+from ..checkpoint.names import parameter_names
 from ..checkpoint.objects import as_saved, key_of, leaves
 from ..checkpoint.optimizer_state import SavedOptimizer, optimizer_paths
 from ..checkpoint.ranks import saving_ranks
@@ -32,6 +32,7 @@ from ..checkpoint.sharded import open_checked
 from ..checkpoint.weights import weights_of
 from ..checkpoint.writing import naming, write_leaves
 from ..core.device import not_inference
+from ..core.errors import listed
 from .replacing import METADATA, foreign_in, is_sharded, remove, staying, take_place_of
 
 
