@@ -77,7 +77,7 @@ def compare_gradients(optimizer: Optimizer, owner_of: Callable[[torch.Tensor], S
     names = [name for group in optimizer.param_groups for name in group.get("param_names", group["params"])]
     unowned = {
         number: str(name) if isinstance(name, str) else f"one of shape {tuple(name.shape)}"
-        for number, (one, name) in enumerate(zip(parameters, names, strict=True))
+        for number, (one, name) in enumerate(zip(parameters, names, strict=False))
         if one.requires_grad and owner_of(one) is None and one not in _ignored
     }
     words = {f"{number}:{sum_of_bits([parameters[number].grad])}": name for number, name in unowned.items()}
