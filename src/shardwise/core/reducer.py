@@ -316,14 +316,18 @@ class GradientReducer:
         factor, like = self._divide_factor, slots[0].buffer
         if self.options.divisors is not None:
             factor = self.options.divisors[0] * self.options.divisors[1]
-        shards: list[torch.Tensor | None] = []
-        for gradient in gradients:
-            if gradient is not None:
-                gradient = gradient.to(self._reduce_dtype(gradient.dtype, like))
-                if factor not in (None, 1):
-                    gradient.div_(factor)
-                gradient = gradient.to(like.local.dtype)
-            shards.append(gradient)
+        own = like.local.dtype
+        reduced = {
+            dtype: self._reduce_dtype(dtype, like) for dtype in {one.dtype for one in gradients if one is not None}
+        }
+        shards = gradients[:]
+        if factor not in (None, 1) or any((dtype, wanted) != (own, own) for dtype, wanted in reduced.items()):
+            for index, gradient in enumerate(gradients):
+                if gradient is not None:
+                    gradient = gradient.to(reduced[gradient.dtype])
+                    if factor not in (None, 1):
+                        gradient.div_(factor)
+                    shards[index] = gradient.to(own)
         gradients.clear()
         self._deliver(slots, shards)
 
