@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 AGREEING = "agreeing with the other ranks"
 """What ranks that wait in vain were doing, if no verb tells."""
+HAPPENED = "shardwise: this happened on rank"
+"""A note of an error that another rank raised first."""
 
 
 class Peers:
@@ -99,7 +101,8 @@ class Peers:
         is_same = own is not None and (type(own), str(own)) == (type(first), str(first))
         if own is not None and (is_same or not isinstance(own, Exception)):
             raise own
-        first.add_note(f"shardwise: this happened on rank {rank}")
+        if not any(note.startswith(HAPPENED) for note in getattr(first, "__notes__", ())):  # else others told it
+            first.add_note(f"{HAPPENED} {rank}")
         raise first from own
 
     def position_unlike(self, value: object) -> int | None:
