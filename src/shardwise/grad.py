@@ -1,4 +1,4 @@
-"""What happens to sharded gradients between backward and the optimizer: norms, clipping, loss scaling."""
+"""What happens to sharded gradients between backward and the optimizer: norms and clipping."""
 
 from __future__ import annotations
 
@@ -22,19 +22,6 @@ from .core.mesh import mesh_device
 from .core.norms import in_order, local_norms
 from .core.parameter import owner_of, successor_of
 from .core.shards import ParameterShards, Shards
-from .grad_scaler import ShardedGradScaler
-
-__all__ = [
-    "ShardedGradScaler",
-    "clip_grad_norm_",
-    "joint_norm",
-    "norm_dtype",
-    "norm_of_nothing",
-    "norm_over_ranks",
-    "scale_to_norm",
-    "share_of_norm",
-    "total_norm",
-]
 
 OF_NORM = "computing the norm of the gradients"
 """What ranks that wait in vain were doing."""

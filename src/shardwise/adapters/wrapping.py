@@ -23,9 +23,9 @@ from ..checkpoint.names import listed
 from ..checkpoint.peers import Peers
 from ..core.changing import changing
 from ..core.extension import inner_tensors
-from ..core.module import FSDPModule, function_of, unit_of, units_of
+from ..core.module import FSDPModule, function_of
 from ..core.parameter import owner_of
-from ..core.root import is_never_called
+from ..core.root import is_never_called, unit_of, units_of
 from ..core.step import parameters_of
 from ..core.whole import without_repeats
 from ..fairscale.ranks import refuse_sparse

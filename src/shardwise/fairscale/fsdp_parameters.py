@@ -12,9 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from ..core.extension import is_extended
 from ..core.flat import FlatPart, FlatRun
-from ..core.module import unit_of
 from ..core.parameter import Place, owner_of, refuse_lazy, successor_of
-from ..core.root import managed_modules
+from ..core.root import managed_modules, unit_of
 from ..core.whole import WholeBroadcast
 from ..sites import under
 from .flat_parameter import FlatParameter

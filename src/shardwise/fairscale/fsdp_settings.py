@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from ..arguments import check_flag
 from ..core.group import ParamGroup
 from ..core.hooks import Unit
-from ..core.module import unit_of
+from ..core.root import unit_of
 from .ranks import given_group, given_reduce_group, name_of_reduce_group, ranks_of, reduce_comm_of
 
 
