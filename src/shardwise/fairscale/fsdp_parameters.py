@@ -191,7 +191,7 @@ def check_same_model(
             one that has no shape yet.
     """
     if not is_stand_in(group) and group.size() > 1:
-        described = [*describe_settings(settings), *(describe(name, tensor) for name, tensor in named)]
+        described = [*describe_settings(settings), *((name, describe(tensor)) for name, tensor in named)]
         check_same_on_ranks("FullyShardedDataParallel", comm_of(group, device), described, device)
     for name, tensor in named:
         refuse_lazy(repr(name), tensor)

@@ -274,8 +274,7 @@ class OSS(Optimizer):
     def _described(self) -> list[tuple[str, ...]]:
         """What has to be the same on all ranks, so that they send and receive the same."""
         settings = f"broadcast_buffer_size={self.broadcast_buffer_size}", f"broadcast_fp16={self.broadcast_fp16}"
-        found: list[tuple[str, ...]] = [("settings", *settings)]
-        return found + [describe(name, parameter) for name, parameter in self.named()]
+        return [("settings", *settings), *((name, describe(parameter)) for name, parameter in self.named())]
 
     def named(self) -> list[tuple[str, torch.Tensor]]:
         """What messages call each parameter, in the order of ``param_groups``."""
