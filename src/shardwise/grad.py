@@ -1,4 +1,4 @@
-"""What happens to sharded gradients between backward and the optimizer: norms, clipping, loss scaling."""
+"""What happens to sharded gradients between backward and the optimizer: norms and clipping."""
 
 from __future__ import annotations
 
@@ -19,22 +19,9 @@ from .core.comm import Comm, comm_for
 from .core.device import eager, local_of, scale_each, sent_to, spec_of, without_torch_function
 from .core.flat import refuse_flat
 from .core.mesh import mesh_device
-from .core.norms import in_order, local_norms
+from .core.norms import in_order, local_norms, norm_of_nothing
 from .core.parameter import owner_of, successor_of
 from .core.shards import ParameterShards, Shards
-from .grad_scaler import ShardedGradScaler
-
-__all__ = [
-    "ShardedGradScaler",
-    "clip_grad_norm_",
-    "joint_norm",
-    "norm_dtype",
-    "norm_of_nothing",
-    "norm_over_ranks",
-    "scale_to_norm",
-    "share_of_norm",
-    "total_norm",
-]
 
 OF_NORM = "computing the norm of the gradients"
 """What ranks that wait in vain were doing."""
@@ -247,7 +234,8 @@ def _norm_over_groups(
     of_all = [norms.pop(everyone.size())] if everyone.size() in norms else []
     # Whatever gradients this rank has: those of another group may be there.
     shares = [share_of_norm(norm, count, norm_type) for count, norm in norms.items()]
-    share = joint_norm(shares or [norm_of_nothing(norm_type, dtype, device)], norm_type)
+    nothing = torch.full((), norm_of_nothing(norm_type), dtype=dtype, device=device)
+    share = joint_norm(shares or [nothing], norm_type)
     for axis in range(everyone.ndim):
         share = norm_over_ranks(share, comm_for(everyone.get_group(axis), device), norm_type)
     return joint_norm([*of_all, share], norm_type).to(parameters[0].device)
@@ -256,11 +244,6 @@ def _norm_over_groups(
 def norm_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype:
     """That norms are added up in which ranks have of unlike ``tensors``: float32, float64 if any of them needs it."""
     return torch.float64 if any(one.dtype.to_real() == torch.float64 for one in tensors) else torch.float32
-
-
-def norm_of_nothing(norm_type: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The 0-dim norm that leaves a norm of norms as it is."""
-    return torch.full((), math.inf if norm_type < 0 else 0.0, dtype=dtype, device=device)
 
 
 def joint_norm(norms: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:

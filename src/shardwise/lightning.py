@@ -41,7 +41,7 @@ from .checkpoint.names import parameter_names
 from .checkpoint.optimizer_state import optimizer_state
 from .checkpoint.peers import Peers
 from .checkpoint.ranks import saving_ranks
-from .core.module import unit_of
+from .core.root import unit_of
 from .init import init_on_meta, materialize
 from .lightning_common.arguments import TRAINER_ARGUMENTS, checked_state_dict_type
 from .lightning_common.files import (

@@ -32,7 +32,7 @@ from torch.utils.data import Dataset
 from bench.contenders import IS_NEWER
 from shardwise import clip_grad_norm_
 from shardwise.core.errors import StateError
-from shardwise.core.module import unit_of
+from shardwise.core.root import unit_of
 from shardwise.grad_scaler import ShardedGradScaler
 from shardwise.mmengine import MMFullyShardedDataParallel
 from shardwise.optim import FlatOptimizer

@@ -928,7 +928,7 @@ def refusals(directory: Path) -> None:
         assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
     frozen = make_net()
     frozen.head.weight.requires_grad_(dist.get_rank() != 0)
-    with pytest.raises(ValueError, match=r"'head.weight' .* without gradient on rank 0"):
+    with pytest.raises(ValueError, match=r"'head.weight' .* requires_grad=False on rank 0"):
         by_block().setup(frozen)
     container = nn.ModuleList([nn.Linear(4, 4)])
     with pytest.raises(ValueError, match=r"ModuleList has no forward.*set up a module"):

@@ -22,7 +22,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import shardwise
 from shardwise import Placements, fully_shard
 from shardwise.fairscale import OSS, DummyProcessGroup, FullyShardedDataParallel, ShardedDDP
-from shardwise.grad import ShardedGradScaler
+from shardwise.grad_scaler import ShardedGradScaler
 
 from ..models import MLP, inputs_for, wrap
 from ..ranks.harness import on_ranks
@@ -296,9 +296,9 @@ def test_over_a_stand_in_for_one_rank(bad: bool) -> None:
 
 
 def test_there_is_one() -> None:
-    from shardwise import fairscale, grad_scaler
+    from shardwise import fairscale
 
-    assert fairscale.ShardedGradScaler is grad_scaler.ShardedGradScaler is ShardedGradScaler
+    assert fairscale.ShardedGradScaler is ShardedGradScaler
 
 
 def test_defaults_are_torchs_and_fairscales() -> None:

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 pytest.importorskip("lightning")
 
 from shardwise import FSDPModule, full_state_dict, fully_shard
-from shardwise.core.module import unit_of
+from shardwise.core.root import unit_of
 from tests.adapters.lightning_ranks import check_in_ranks
 
 NAMESPACE: str = globals().get("NAMESPACE", "lightning.pytorch")
@@ -204,7 +204,7 @@ def fit_by_both_names(directory: Path) -> None:
 def all_hooks(directory: Path) -> None:
     """No hook with a policy or a small limit, `configure_model`, `configure_sharded_model`."""
     from shardwise import fully_shard
-    from shardwise.core.module import unit_of
+    from shardwise.core.root import unit_of
     from shardwise.fairscale.wrap import wrap
 
     class Later(Module):

@@ -54,7 +54,7 @@ from torch.distributed.fsdp import (
 
 import shardwise
 from shardwise import Placements
-from shardwise.core.module import unit_of
+from shardwise.core.root import unit_of
 from shardwise.grad_scaler import ShardedGradScaler
 from shardwise.mmengine import FSDP_WRAP_POLICIES, MMFullyShardedDataParallel, ShardwiseStrategy, init_process_group
 from shardwise.mmengine.arguments import (

@@ -24,6 +24,7 @@ from torchmetrics import MeanSquaredError
 import shardwise
 import shardwise.fabric
 import shardwise.lightning
+from shardwise.grad_scaler import ShardedGradScaler
 
 from .cases import BF16, DEVICE, Results, is_on
 
@@ -83,7 +84,7 @@ def exact(device: str, precision: Any) -> Any:
 def scale_less(plugin: Any) -> None:
     """So that no step is skipped."""
     if (scaler := getattr(plugin, "scaler", None)) is not None:
-        assert type(scaler) is shardwise.grad.ShardedGradScaler
+        assert type(scaler) is ShardedGradScaler
         scaler.load_state_dict({**scaler.state_dict(), "scale": 256.0})
 
 

@@ -1217,9 +1217,9 @@ def test_errors_of_one_rank_are_raised_on_all() -> None:
         for verb in (save, load):
             with pytest.raises(TypeError, match="directory must be a path, not int"):
                 verb(3 if rank else directory, model=model)
-            with pytest.raises(ValueError, match=r"directory is .* on the first rank and .*other on rank 1: all ranks"):
+            with pytest.raises(ValueError, match=r"directory is .* on rank 0 and .*other on rank 1: all ranks"):
                 verb(directory / "other" if rank else directory, model=model)
-        with pytest.raises(ValueError, match=r"step is 0 on the first rank and 1 on rank 1: all ranks"):
+        with pytest.raises(ValueError, match=r"step is 0 on rank 0 and 1 on rank 1: all ranks"):
             save(directory, model=model, step=rank)
         assert os.listdir(directory) == ["checkpoint-000001"]
         dist.barrier()

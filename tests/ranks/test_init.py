@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shardwise import MixedPrecisionPolicy, fully_shard, load_full_state_dict
-from shardwise.init import agreement, init_on_meta, materialize
+from shardwise.checkpoint.peers import Peers
+from shardwise.init import init_on_meta, materialize
 
 from ..models import Block, ConvNet, Transformer, inputs_for, wrap
 from .harness import on_ranks
@@ -376,13 +377,13 @@ def test_ranks_that_seed_or_record_differently_between_contexts_are_told() -> No
 def test_ranks_that_lack_different_values_are_told() -> None:
     """Also one that has all values, which must not leave the others alone."""
     rank = dist.get_rank()
-    for lacking in (rank, 1 - rank, rank or None):
+    for lacking, first in ((rank, "0"), (1 - rank, "1"), (rank or None, None)):
         layers = [nn.Linear(3, 3), nn.Linear(3, 3)]
         if lacking is not None:
             layers[lacking].to("meta")
         model = fully_shard(nn.Sequential(*layers), mesh=world_mesh())
-        here = "here there are none" if lacking is None else rf"2 of them are here \('{lacking}.weight', "
-        with pytest.raises(RuntimeError, match=f"different parameters on the meta device: {here}"):
+        found = "none on rank 0" if first is None else rf"2 of them \('{first}.weight', '{first}.bias'\) on rank 0"
+        with pytest.raises(RuntimeError, match=f"different parameters on the meta device: {found}, others on another"):
             materialize(model, seed=1)
     whole_model = materialize(fully_shard(nn.Linear(3, 3), mesh=world_mesh()), seed=rank)
     assert not whole_model.weight.is_meta
@@ -407,19 +408,32 @@ def test_one_rank_that_fails_fails_all() -> None:
 
     with torch.device("meta"):
         model = wrap(Layers(), fully_shard, mesh=world_mesh())
-    kind, message = (ZeroDivisionError, "not this module") if rank else (RuntimeError, "failed on another rank")
-    with pytest.raises(kind, match=message):
+    with pytest.raises(ZeroDivisionError, match="not this module") as caught:
         materialize(model, seed=5, init_fn=broken if rank else None)
+    assert ("shardwise: this happened on rank 1" in caught.value.__notes__) == (rank == 0)
     assert all(parameter.is_meta for parameter in model.parameters())
-    with pytest.raises((TypeError, RuntimeError), match="seed must be an int" if rank else "failed on another rank"):
+    with pytest.raises(TypeError, match="seed must be an int"):
         materialize(model, seed="5" if rank else 5)  # type: ignore[arg-type]
 
     def interrupted(module: nn.Module) -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt if rank else RuntimeError, match="" if rank else "failed on another rank"):
+    with pytest.raises(KeyboardInterrupt if rank else RuntimeError, match="" if rank else "KeyboardInterrupt"):
         materialize(model, seed=5, init_fn=interrupted if rank else None)
     dist.barrier()
+
+
+@on_ranks(4)
+def test_one_rank_that_fails_fails_those_that_share_no_mesh_with_it() -> None:
+    """By those with which it shares one, and the error tells where it happened alone."""
+    rank, model = dist.get_rank(), nn.Sequential(on_meta(lambda: nn.Linear(4, 4)), on_meta(lambda: nn.Linear(4, 4)))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    for module, name in zip(model, ("rows", "columns"), strict=True):
+        fully_shard(module, mesh=mesh[name])
+    with pytest.raises(TypeError, match="seed must be an int") as caught:
+        materialize(model, seed="5" if rank == 3 else 5)  # type: ignore[arg-type]
+    assert getattr(caught.value, "__notes__", []) == ["shardwise: this happened on rank 3"] * (rank != 3)
+    assert not any(parameter.is_meta for parameter in materialize(model, seed=5).parameters())
 
 
 @on_ranks(2, fast=[False, True])
@@ -436,9 +450,9 @@ def test_values_that_one_rank_cannot_make_are_made_on_none(fast: bool) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(materializing, "_replay", fails_late)
-        kind, message = (MemoryError, "no more") if rank else (RuntimeError, "failed on another rank")
-        with pytest.raises(kind, match=message):
+        with pytest.raises(MemoryError, match="no more") as caught:
             materialize(model, seed=5, fast=fast)
+    assert "still have none: call materialize again" in caught.value.__notes__[-1]
     with pytest.raises(RuntimeError, match="without values"):
         model.layers[1](torch.tensor([3]))
     materialize(model, seed=5, fast=fast)
@@ -448,11 +462,11 @@ def test_values_that_one_rank_cannot_make_are_made_on_none(fast: bool) -> None:
 
 @on_ranks(2)
 def test_an_interrupt_of_a_rank_that_waits_for_the_others_leaves_them_in_step() -> None:
-    before, widen, rank = signal.getsignal(signal.SIGALRM), agreement._extremes, dist.get_rank()
+    before, exchange, rank = signal.getsignal(signal.SIGALRM), Peers.exchange, dist.get_rank()
     signal.signal(signal.SIGALRM, signal.default_int_handler)
 
-    def interrupted(*given: Any) -> tuple[int, int]:
-        found = widen(*given)
+    def interrupted(*given: Any) -> list[Any]:
+        found = exchange(*given)
         signal.raise_signal(signal.SIGALRM)
         patch.undo()
         return found
@@ -460,7 +474,7 @@ def test_an_interrupt_of_a_rank_that_waits_for_the_others_leaves_them_in_step() 
     model = wrap(on_meta(tied, seed=6), fully_shard, mesh=world_mesh())
     with pytest.MonkeyPatch.context() as patch:
         if rank:
-            patch.setattr(agreement, "_extremes", interrupted)
+            patch.setattr(Peers, "exchange", interrupted)
         with pytest.raises(KeyboardInterrupt) if rank else nullcontext():
             materialize(model, seed=5)
     materialize(model, seed=5)

@@ -20,9 +20,8 @@ from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.core import root
 from shardwise.core.hooks import Unit
 from shardwise.core.joint import JointGather
-from shardwise.core.module import unit_of
 from shardwise.core.pending import PendingReductions
-from shardwise.core.root import units_of
+from shardwise.core.root import unit_of, units_of
 
 from ..interruptions import interrupted
 from ..models import Stack, wrap

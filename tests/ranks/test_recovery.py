@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise.core.group import ParamGroup
-from shardwise.core.module import unit_of
+from shardwise.core.root import unit_of
 
 from ..interruptions import interrupted
 from ..models import Stack, Transformer, wrap

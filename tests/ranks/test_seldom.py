@@ -18,8 +18,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import shardwise
 from shardwise.core import reducer
 from shardwise.core.errors import StateError
-from shardwise.core.module import unit_of
 from shardwise.core.parameter import owner_of
+from shardwise.core.root import unit_of
 
 from .harness import on_ranks
 from .test_state import Tied

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import shardwise
 from shardwise.core.comm import PairwiseGlooComm
-from shardwise.core.module import unit_of
+from shardwise.core.root import unit_of
 
 from .harness import on_ranks
 from .test_parity import assert_same, train

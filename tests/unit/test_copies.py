@@ -20,7 +20,7 @@ from shardwise import fully_shard
 from shardwise.core import gradient
 from shardwise.core.device import RowSplitter
 from shardwise.core.layout import Layout
-from shardwise.core.module import unit_of
+from shardwise.core.root import unit_of
 
 Mesh = Callable[..., DeviceMesh]
 SHAPE = Shape(blocks=2, width=512, batch=1, length=4)

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import parametrizations, skip_init
 
 from shardwise import fully_shard
-from shardwise.core.module import unit_of
+from shardwise.core.root import unit_of
 from shardwise.init import init_on_meta, materialize
 from shardwise.init.context import MARK, MARKS
 

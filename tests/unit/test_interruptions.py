@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise import EMA, MixedPrecisionPolicy, fully_shard
 from shardwise.core.errors import StateError
 from shardwise.core.lanes import Lane
-from shardwise.core.module import unit_of
+from shardwise.core.root import unit_of
 from shardwise.optim import flat
 
 from ..interruptions import interrupted

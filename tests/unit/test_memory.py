@@ -23,8 +23,7 @@ from shardwise.core.buffer import MAPPED_BYTES, allocate_storage, free_storage
 from shardwise.core.device import owns_memory
 from shardwise.core.gradient import GradientPlan
 from shardwise.core.lanes import Lane
-from shardwise.core.module import unit_of
-from shardwise.core.root import Batch
+from shardwise.core.root import Batch, unit_of
 
 from ..models import Transformer, inputs_for
 

@@ -18,7 +18,7 @@ import shardwise
 from shardwise import FSDPModule, Placements, fully_shard
 from shardwise.core.comm import Comm, new_group_of
 from shardwise.core.gradient import Scale, gradient_scale
-from shardwise.core.module import unit_of
+from shardwise.core.root import unit_of
 
 from ..models import Stack, Transformer, inputs_for
 from ..needs import needs_results

@@ -13,7 +13,7 @@ from bench.counts import OperationCounter
 from bench.model import Shape, Transformer, loss_of, make_tokens
 from shardwise import fully_shard
 from shardwise.core.layout import ALIGNMENT
-from shardwise.core.module import unit_of
+from shardwise.core.root import unit_of
 
 from .test_memory import live_bytes
 

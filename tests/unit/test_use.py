@@ -36,7 +36,7 @@ from shardwise.core.comm import _Messages, comm_for, failed_peer
 from shardwise.core.device import is_fake, local_of, unfaked
 from shardwise.core.errors import StateError
 from shardwise.core.lanes import current_world
-from shardwise.core.module import unit_of
+from shardwise.core.root import unit_of
 
 from ..models import MLP, Transformer, inputs_for
 from ..needs import needs_results

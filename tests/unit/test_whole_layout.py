@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from shardwise.core.layout import WholeLayout, deal, whole
 
 SIZES = st.lists(st.integers(0, 50), min_size=1, max_size=30)
+MOST_RANKS = 5
 
 
 def nothing(world_size: int) -> list[tuple[int, int]]:
@@ -62,7 +63,7 @@ def test_frozen_tensors_do_not_move_trained_ones() -> None:
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[WholeLayout, list[int], list[bool], list[int]]:
     sizes = draw(SIZES)
-    count, world_size = len(sizes), draw(st.integers(1, 5))
+    count, world_size = len(sizes), draw(st.integers(1, MOST_RANKS))
 
     def some(values: st.SearchStrategy[int]) -> list[int]:
         return draw(st.lists(values, min_size=count, max_size=count))
@@ -70,7 +71,7 @@ def layouts(draw: st.DrawFn) -> tuple[WholeLayout, list[int], list[bool], list[i
     owners, kinds = some(st.integers(0, world_size - 1)), some(st.integers(0, 2))
     alone = [bool(flag) for flag in some(st.integers(0, 1))]
     limits = draw(st.lists(st.integers(0, 80), min_size=3, max_size=3))
-    return whole(sizes, owners, kinds, alone, limits, world_size), kinds, alone, limits
+    return whole(sizes, owners, kinds, alone, limits), kinds, alone, limits
 
 
 @given(layouts())
@@ -84,34 +85,33 @@ def test_runs(drawn: tuple[WholeLayout, list[int], list[bool], list[int]]) -> No
         assert {layout.owners[index] for index in run.tensors} == {run.owner}
         (kind,) = {kinds[index] for index in run.tensors}
         if len(run.tensors) > 1:
-            assert run.numel <= limits[kind]
+            assert sum(run.sizes) <= limits[kind]
             assert not any(alone[index] for index in run.tensors)
     # In the order in which they are complete.
     assert [run.tensors[-1] for run in layout.runs] == sorted(run.tensors[-1] for run in layout.runs)
-    assert sorted(index for rank in range(layout.world_size) for index in layout.owned(rank)) == list(
-        range(len(layout.sizes))
-    )
-    assert layout.most_owned == max(len(layout.owned(rank)) for rank in range(layout.world_size))
+    owned = [layout.owned(rank) for rank in range(MOST_RANKS)]
+    assert sorted(itertools.chain(*owned)) == list(range(len(layout.sizes)))
+    assert layout.most_owned == max(map(len, owned))
 
 
 @given(SIZES, st.integers(1, 5), st.integers(1, 80))
 def test_no_two_runs_in_a_row_would_fit_in_one(sizes: list[int], world_size: int, limit: int) -> None:
     owners, _ = deal(sizes, [True] * len(sizes), nothing(world_size))
-    layout = whole(sizes, owners, [0] * len(sizes), [False] * len(sizes), [limit], world_size)
+    layout = whole(sizes, owners, [0] * len(sizes), [False] * len(sizes), [limit])
     for rank in range(world_size):
-        packed = [run for run in layout.runs if run.owner == rank and run.numel <= limit]
+        packed = [run for run in layout.runs if run.owner == rank and sum(run.sizes) <= limit]
         by_start = sorted(packed, key=lambda run: run.tensors[0])
         for run, after in itertools.pairwise(by_start):
-            assert run.numel + after.sizes[0] > limit
+            assert sum(run.sizes) + after.sizes[0] > limit
 
 
 def test_a_limit_of_nothing_sends_each_by_itself() -> None:
-    layout = whole([3, 0, 5, 1], [0, 0, 1, 0], [0] * 4, [False] * 4, [0], 2)
+    layout = whole([3, 0, 5, 1], [0, 0, 1, 0], [0] * 4, [False] * 4, [0])
     assert [run.tensors for run in layout.runs] == [(0,), (2,), (3,)]
 
 
 def test_many_tensors_in_a_huge_world_in_an_instant() -> None:
     sizes = [1 + index % 7 for index in range(5000)]
     owners, _ = deal(sizes, [True] * len(sizes), nothing(4096))
-    layout = whole(sizes, owners, [0] * len(sizes), [False] * len(sizes), [10**6], 4096)
+    layout = whole(sizes, owners, [0] * len(sizes), [False] * len(sizes), [10**6])
     assert len(layout.runs) == 4096

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from ..core.module import FSDPModule, class_before_sharding, unit_of
+from ..core.module import FSDPModule, class_before_sharding
+from ..core.root import unit_of
 
 FORWARD_HOOKS = (
     "_forward_pre_hooks",

@@ -28,7 +28,7 @@ def gather_in(tree: Any, *, keeps: bool) -> Any:
     with not_inference():
         found = _sharded_in(tree)
         # By names: ranks may have a dict's items in another order.
-        for path in _agreed({path: [*map(_described, tensors)] for path, tensors in found.items()}):
+        for path in _agreed({path: [(one.shape, one.dtype) for one in tensors] for path, tensors in found.items()}):
             whole.update((id(tensor), gathered(tensor, keeps)) for tensor in found[path])
         return map_tensors(tree, lambda tensor: whole.get(id(tensor), tensor))
 
@@ -40,11 +40,6 @@ def _sharded_in(tree: Any) -> dict[Path, list[DTensor]]:
         if sharded := [tensor for tensor in tensors_in(leaf) if isinstance(tensor, DTensor)]:
             found.setdefault(path, []).extend(sharded)
     return found
-
-
-def _described(tensor: DTensor) -> tuple[Any, ...]:
-    """What must be the same on all ranks, so that they issue the same collectives."""
-    return tuple(tensor.shape), tensor.dtype
 
 
 def _agreed(own: dict[Path, list[tuple[Any, ...]]]) -> list[Path]:

@@ -23,12 +23,12 @@ from ..checkpoint.peers import Peers
 from ..core.changing import changing
 from ..core.errors import listed
 from ..core.extension import inner_tensors
-from ..core.module import FSDPModule, function_of, unit_of, units_of
+from ..core.module import FSDPModule, function_of
 from ..core.parameter import owner_of
-from ..core.root import is_never_called
+from ..core.root import is_never_called, unit_of, units_of
 from ..core.step import parameters_of
 from ..core.whole import without_repeats
-from ..fairscale.ranks import refuse_sparse
+from ..fairscale.ranks import describe, refuse_sparse
 from ..fully_shard import check_cuttable
 from ..init.targets import forget_origin_at
 from ..sites import sites_of
@@ -97,7 +97,7 @@ def share_values(
     names = {item: name for name, item in (*model.named_modules(), *model.named_parameters())}
     choices = {by: dict.fromkeys(names[item] for item in items) for by, items in chosen.items()}
     named = [(name, t) for name, t in (*model.named_parameters(), *model.named_buffers()) if not is_lazy(t)]
-    described = {name: _description(tensor) for name, tensor in named}
+    described = {name: describe(tensor) for name, tensor in named}
     _refuse_unlike(peers, described, choices, {name: str(value) for name, value in settings.items()})
     sent = [tensor for _, tensor in named if not isinstance(tensor, DTensor) and LOADED not in tensor.__dict__]
     for tensor in itertools.chain.from_iterable(map(inner_tensors, sent)):
@@ -146,13 +146,6 @@ def _refuse_unlike(
                     f"{by} chooses {listed(alone)} on rank {one}, and not on rank {other}: let it depend only on what "
                     "all ranks have alike"
                 )
-
-
-def _description(tensor: torch.Tensor) -> str:
-    """What must be the same on all ranks, so that they issue the same collectives."""
-    is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-    place = " on meta" if tensor.is_meta else ""
-    return f"{tuple(tensor.shape)} {tensor.dtype}{place}{' without gradient' if is_frozen else ''}"
 
 
 def take_whole_tensors(model: nn.Module) -> None:

@@ -119,24 +119,11 @@ def load_full_state_dict(model: nn.Module, sd: Mapping[str, Any] | None, *, broa
     peers = peers_of(model, of_world=broadcast_from_rank0)
     with peers.together():
         check_flag("load_full_state_dict", "broadcast_from_rank0", broadcast_from_rank0)
-    _check_same_source(peers, broadcast_from_rank0)
+    rule = "give all ranks that hold the model the same"
+    peers.exchange_given({"broadcast_from_rank0": bool(broadcast_from_rank0)}, None, rule)
     with peers.together():
         loading = weights_of(model, asked_by="load_full_state_dict").with_extra_as_objects()
     load_weights(loading, peers, sd, broadcast_from_rank0=broadcast_from_rank0)
-
-
-def _check_same_source(peers: Peers, broadcast_from_rank0: bool) -> None:
-    """
-    Raises:
-        ValueError: on all ranks, unless all of them take the values from the same place.
-    """
-    given = peers.exchange(bool(broadcast_from_rank0))
-    if len(set(given)) > 1:
-        other = next(rank for rank, own in zip(peers.ranks, given, strict=True) if own != given[0])
-        raise ValueError(
-            f"broadcast_from_rank0 is {given[0]} on rank {peers.ranks[0]} and {not given[0]} on rank {other}: give all "
-            "ranks that hold the model the same"
-        )
 
 
 @held()

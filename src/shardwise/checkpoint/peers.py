@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 AGREEING = "agreeing with the other ranks"
 """What ranks that wait in vain were doing, if no verb tells."""
+HAPPENED = "shardwise: this happened on rank"
+"""A note of an error that another rank raised first."""
 
 
 class Peers:
@@ -69,6 +71,27 @@ class Peers:
             known = {rank: given for part in gathered for rank, given in part.items()}
         return [known.get(rank, value) for rank in self.ranks]
 
+    def exchange_given(self, given: Mapping[str, object], value: T, rule: str) -> list[T]:
+        """`exchange`, of ranks that were given the same.
+
+        Args:
+            given: arguments by name; None of one that another rank tells.
+            value: to exchange.
+            rule: that ranks break which were given different ones, for the message.
+
+        Raises:
+            ValueError: on all ranks, naming an argument that differs.
+        """
+        told = self.exchange((given, value))
+        first, _ = told[0]
+        for rank, (other, _) in zip(self.ranks, told, strict=True):
+            for name, argument in other.items():
+                if argument != first[name] and None not in (argument, first[name]):
+                    raise ValueError(
+                        f"{name} is {first[name]} on rank {self.ranks[0]} and {argument} on rank {rank}: {rule}"
+                    )
+        return [one for _, one in told]
+
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Give every rank the first rank's ``tensor``, contiguous, on `device` and of any dtype."""
         # As bytes: not every backend knows every dtype.
@@ -99,7 +122,8 @@ class Peers:
         is_same = own is not None and (type(own), str(own)) == (type(first), str(first))
         if own is not None and (is_same or not isinstance(own, Exception)):
             raise own
-        first.add_note(f"shardwise: this happened on rank {rank}")
+        if not any(note.startswith(HAPPENED) for note in getattr(first, "__notes__", ())):  # else others told it
+            first.add_note(f"{HAPPENED} {rank}")
         raise first from own
 
     def position_unlike(self, value: object) -> int | None:

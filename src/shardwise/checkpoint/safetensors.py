@@ -217,7 +217,8 @@ def save_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, max
     warn_of_groups("save_safetensors", peers, saving.tensors)
     # Each writes where its own plan says.
     peers.refuse_unlike("save_safetensors", tensors, [file.header for file in files], otherwise="max_shard_size")
-    target = _Target(path, files, _token(peers, path))
+    given, rule = {"directory": path.resolve()}, "all ranks that hold the model save it together"
+    target = _Target(path, files, token=peers.exchange_given(given, secrets.token_hex(4), rule)[0])
     try:
         with peers.together():
             if peers.is_first:
@@ -235,23 +236,6 @@ def save_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, max
             if not is_explained(error):  # else they cannot communicate
                 peers.exchange(None)  # no rank goes on before the first one has cleaned up
         raise
-
-
-def _token(peers: Peers, directory: Path) -> str:
-    """The first rank's part of temporary names.
-
-    Raises:
-        ValueError: if ranks save into different directories.
-    """
-    told = peers.exchange((directory.resolve(), secrets.token_hex(4)))
-    first, token = told[0]
-    for rank, (other, _) in zip(peers.ranks, told, strict=True):
-        if other != first:
-            raise ValueError(
-                f"directory is {first} on rank {peers.ranks[0]} and {other} on rank {rank}: all ranks that hold the "
-                "model save it together"
-            )
-    return token
 
 
 def _parse_size(size: int | str) -> int:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -32,8 +32,9 @@ from .reading import StoredData
 from .restoring import Restoring, Wanted
 from .writing import Leaves, naming, write_leaves
 
-T = TypeVar("T")
 Optimizers = Optimizer | Iterable[Optimizer] | Mapping[Any, Optimizer]
+
+_TOGETHER = "all ranks of the default process group save and load one checkpoint together"
 
 
 @held()
@@ -138,12 +139,12 @@ def _begin(
         )
         paths = (draft.path, draft.final) if draft is not None else None
         given = {"directory": root, **dict(zip(("step", "keep", "async_"), settings, strict=True))}
-        exchanged = ranks.exchange((given, (own, paths)))
-        path, final = cast(tuple[Path, Path], _first(exchanged)[1])
+        exchanged = ranks.exchange_given(given, (own, paths), _TOGETHER)
+        path, final = cast(tuple[Path, Path], exchanged[0][1])
     except BaseException as error:
         _abandon(draft, ranks, error)
         raise
-    leaves = apart(leaves, [found for _, (found, _) in exchanged], ranks.position)
+    leaves = apart(leaves, [found for found, _ in exchanged], ranks.position)
     return leaves, draft, path, final
 
 
@@ -230,8 +231,8 @@ def load(
         with ranks.together():
             check_flags(load, "load", {"rng": rng, "strict": strict, "weights_only": weights_only})
             wanted = Wanted(_module(model), _optimizers(model, optimizer), _scheduler(scheduler), extra, rng)
-            told = {"directory": (root := path_of(directory))}, _find(root, ranks)
-        path, manifest = _first(ranks.exchange(told))
+            found = _find(root := path_of(directory), ranks)
+        path, manifest = ranks.exchange_given({"directory": root}, found, _TOGETHER)[0]
         share = sum(file.size for file in manifest.files.values()) // ranks.size if manifest is not None else 0
         with Progress("Loading", 2 * share, shown=ranks.is_first) as progress, torch.no_grad(), not_inference():
             stored = open_checked(path, manifest, ranks, weights_only, progress.advance)
@@ -307,23 +308,6 @@ def _find(path: Path, ranks: SavingRanks) -> tuple[Path, Manifest | None]:
         return path, Manifest.read(path)
     except CheckpointError as error:
         raise type(error)(f"{error}. {_beside(path)}") from error
-
-
-def _first(exchanged: Sequence[tuple[Mapping[str, object], T]]) -> T:
-    """What the first rank tells, where each rank tells it with the arguments that it was given.
-
-    Raises:
-        ValueError: if these differ, as directories of groups of ranks do that have a model each.
-    """
-    first, told = exchanged[0]
-    for rank, (given, _) in enumerate(exchanged):
-        for name, value in given.items():
-            if value != first[name] and None not in (value, first[name]):  # the first rank alone reads some
-                raise ValueError(
-                    f"{name} is {first[name]} on the first rank and {value} on rank {rank}: all ranks of the default "
-                    "process group save and load one checkpoint together"
-                )
-    return told
 
 
 def _nothing_in(path: Path) -> OSError:

@@ -19,8 +19,8 @@ from ..core.device import local_of, not_inference, region_of, spec_of
 from ..core.errors import StateError
 from ..core.flat import refuse_flat
 from ..core.mesh import mesh_device
-from ..core.module import units_of
 from ..core.parameter import owner_of, refuse_lazy
+from ..core.root import units_of
 from ..core.slot import Slot
 from ..core.whole import has_repeats
 from ..sites import Site, become, sites_by_tensor

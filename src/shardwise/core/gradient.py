@@ -51,16 +51,21 @@ def gradient_scale(
         force_sum: whether the backend's own averaging must not be used.
     """
     if dtype == torch.float16:
-        divisor = float(factor or shard_size * replicate_size)
-        before = 1
-        while divisor % before == 0 and divisor / before > before:
-            before *= 2
-        return Scale(before=float(before), after=divisor / before)
+        before, after = halves_of(factor or shard_size * replicate_size)
+        return Scale(before=before, after=after)
     if force_sum:
         return Scale(after=float(factor or shard_size * replicate_size))
     if factor is not None:
         return Scale(between=float(factor))
     return Scale(mean=True)
+
+
+def halves_of(divisor: float) -> tuple[float, float]:
+    """Two factors of ``divisor``: a power of two that is about its root, and the rest."""
+    first = 1.0
+    while divisor % first == 0 and divisor / first > first:
+        first *= 2
+    return first, divisor / first
 
 
 def refuse_sparse(name: str, gradient: torch.Tensor, destination: str = "shards") -> NoReturn:

@@ -317,7 +317,7 @@ class ParamGroup:
 
     def _start_gathers(self, lane: Lane) -> Sequence[Gather]:
         try:
-            if self.options.custom_gather is None or (custom := self._custom_gather) is None:
+            if (custom := self._custom_gather) is None:
                 return [buffer.start_gather(lane) for buffer in self.shards.buffers]
             return [buffer.start_staged_gather(custom.allocate) for buffer in self.shards.buffers]
         except BaseException:  # of memory there is too little: what was allocated must not stay until it is enough
@@ -326,7 +326,7 @@ class ParamGroup:
 
     def _issue_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
         first = self.shards.buffers[0]
-        if self.options.custom_gather is None or (custom := self._custom_gather) is None:
+        if (custom := self._custom_gather) is None:
             return first.gather_comm.all_gather(outputs, inputs, self.name)
         return by_custom(custom, outputs, inputs, group=first.comm.group, async_op=False)
 

@@ -248,11 +248,6 @@ class Run:
     tensors: tuple[int, ...]
     sizes: tuple[int, ...]
 
-    @property
-    def numel(self) -> int:
-        """Elements of the run."""
-        return sum(self.sizes)
-
 
 @dataclass(frozen=True, slots=True)
 class WholeLayout:
@@ -264,7 +259,6 @@ class WholeLayout:
 
     sizes: tuple[int, ...]
     owners: tuple[int, ...]
-    world_size: int
     runs: tuple[Run, ...]
 
     def owned(self, rank: int) -> tuple[int, ...]:
@@ -283,7 +277,6 @@ def whole(
     kinds: Sequence[int],
     alone: Sequence[bool],
     limits: Sequence[int],
-    world_size: int,
 ) -> WholeLayout:
     """Lay whole tensors out in runs.
 
@@ -293,7 +286,6 @@ def whole(
         kinds: dtype and device of each, by number; tensors of different kinds share no run.
         alone: which travel in a run of their own, from and to their own memory.
         limits: elements that a run of each kind has at most; a larger tensor is alone.
-        world_size: number of ranks.
     """
     runs: list[list[int]] = []
     filling: dict[tuple[int, int], list[int]] = {}
@@ -312,7 +304,7 @@ def whole(
         filled[place] += size
     runs.sort(key=lambda run: run[-1])
     found = tuple(Run(owners[run[0]], tuple(run), tuple(sizes[index] for index in run)) for run in runs)
-    return WholeLayout(tuple(sizes), tuple(owners), world_size, found)
+    return WholeLayout(tuple(sizes), tuple(owners), found)
 
 
 def _cuts(

@@ -30,10 +30,7 @@ from .group import ParamGroup, ShardState
 from .hooks import Unit
 from .iteration import GradientReductionHandle
 from .parameter import release_class
-from .root import UNIT
-from .root import set_unit as set_unit
-from .root import unit_of as unit_of
-from .root import units_of as units_of
+from .root import UNIT, set_unit, unit_of, units_of
 from .slot import GroupOptions
 
 _classes: dict[type, type] = {}

@@ -35,8 +35,7 @@ def local_norms(tensors: Sequence[torch.Tensor], norm_type: float) -> torch.Tens
         members = [tensors[index] for index in indices]
         first = members[0]
         if not first.numel():
-            nothing = math.inf if norm_type < 0 else 0.0
-            found.append(first.new_full((len(members),), nothing, dtype=first.dtype.to_real()))
+            found.append(first.new_full((len(members),), norm_of_nothing(norm_type), dtype=first.dtype.to_real()))
         elif _are_stacked(members):
             found.append(torch.linalg.vector_norm(torch.stack(members).view(len(members), -1), norm_type, dim=1))
         else:
@@ -48,6 +47,11 @@ def local_norms(tensors: Sequence[torch.Tensor], norm_type: float) -> torch.Tens
         found.append(torch.stack(norm_each([tensors[index] for index in indices], norm_type)))
         order += indices
     return in_order([norms.to(tensors[0].device) for norms in found], order)
+
+
+def norm_of_nothing(norm_type: float) -> float:
+    """The norm that leaves a norm of norms as it is."""
+    return math.inf if norm_type < 0 else 0.0
 
 
 def _are_stacked(alike: Sequence[torch.Tensor]) -> bool:

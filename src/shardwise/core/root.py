@@ -97,7 +97,7 @@ def make_root(root: Unit) -> FSDPCommContext:
     for unit in units:
         if unit is not root:
             unit.join(context, is_root=False, iteration=context.iteration)
-    _name_units(root, named)
+    _name_units(named)
     _make_batches(root, units)
     for unit in units:
         for group in unit.groups:
@@ -175,7 +175,7 @@ def _make_batches(root: Unit, units: Sequence[Unit]) -> None:
         room -= size
 
 
-def _name_units(root: Unit, named: Sequence[tuple[str, nn.Module]]) -> None:
+def _name_units(named: Sequence[tuple[str, nn.Module]]) -> None:
     names: dict[Unit, list[str]] = {}
     known: dict[nn.Module | None, str] = {}
     for name, module in named:

@@ -10,11 +10,13 @@ from collections import deque
 from collections.abc import Callable
 from enum import Enum
 from types import GetSetDescriptorType, MemberDescriptorType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from .device import annotated_like, parts_of
+
+T = TypeVar("T")
 
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), Enum, torch.dtype, torch.device, torch.layout, type)
 """Types of values that have no tensors inside."""
@@ -266,15 +268,20 @@ def _rebuilt_tuple(value: tuple[Any, ...], parts: list[Any]) -> Any:
     return rebuilt
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Tensors in nested dicts, lists and tuples, as arguments of operators are."""
-    if isinstance(value, torch.Tensor):
+def all_in(value: Any, kind: type[T]) -> list[T]:
+    """Each ``kind`` in nested dicts, lists and tuples, as arguments of operators are."""
+    if isinstance(value, kind):
         return [value]
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, (list, tuple)):
         return []
-    return [found for item in value for found in tensors_in(item)]
+    return [found for item in value for found in all_in(item, kind)]
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Tensors in nested dicts, lists and tuples."""
+    return all_in(value, torch.Tensor)
 
 
 def tensors_requiring_grad(value: Any) -> list[torch.Tensor]:

@@ -71,7 +71,7 @@ class WholePlan:
             size * dtype.itemsize >= comm.alone_bytes and dtype == tensor.dtype
             for size, dtype, tensor in zip(sizes, self.dtypes, tensors, strict=True)
         ]
-        self.layout = whole(sizes, owners, kinds, alone, limits, comm.size)
+        self.layout = whole(sizes, owners, kinds, alone, limits)
         self._places = {run.tensors[0]: self._places_of(run) for run in self.layout.runs}
         self._settled: dict[int, torch.Tensor] = {}
 

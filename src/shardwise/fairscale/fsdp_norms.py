@@ -8,7 +8,8 @@ import torch
 
 from ..core.comm import Comm
 from ..core.flat import FlatSlot
-from ..grad import joint_norm, norm_dtype, norm_of_nothing, norm_over_ranks, share_of_norm
+from ..core.norms import norm_of_nothing
+from ..grad import joint_norm, norm_dtype, norm_over_ranks, share_of_norm
 
 
 def norm_of_gradients(
@@ -24,7 +25,7 @@ def norm_of_gradients(
     """
     # Judged by the parameters, since a rank may have no gradients.
     wide = norm_dtype(slot.sharded for slot in slots)
-    nothing = norm_of_nothing(norm_type, wide, device)
+    nothing = torch.full((), norm_of_nothing(norm_type), dtype=wide, device=device)
     by_comm: dict[Comm, list[torch.Tensor]] = {everyone: []}
     for slot in slots:
         norms = by_comm.setdefault(slot.buffer.comm, [])

@@ -12,9 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from ..core.extension import is_extended
 from ..core.flat import FlatPart, FlatRun
-from ..core.module import unit_of
 from ..core.parameter import Place, owner_of, refuse_lazy, successor_of
-from ..core.root import managed_modules
+from ..core.root import managed_modules, unit_of
 from ..core.whole import WholeBroadcast
 from ..sites import under
 from .flat_parameter import FlatParameter
@@ -192,7 +191,7 @@ def check_same_model(
             one that has no shape yet.
     """
     if not is_stand_in(group) and group.size() > 1:
-        described = [*describe_settings(settings), *(describe(name, tensor) for name, tensor in named)]
+        described = [*describe_settings(settings), *((name, describe(tensor)) for name, tensor in named)]
         check_same_on_ranks("FullyShardedDataParallel", comm_of(group, device), described, device)
     for name, tensor in named:
         refuse_lazy(repr(name), tensor)

@@ -11,9 +11,10 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..arguments import check_flag
+from ..core.gradient import halves_of
 from ..core.group import ParamGroup
 from ..core.hooks import Unit
-from ..core.module import unit_of
+from ..core.root import unit_of
 from .ranks import given_group, given_reduce_group, name_of_reduce_group, ranks_of, reduce_comm_of
 
 
@@ -212,12 +213,7 @@ class Settings(nn.Module):
 
     def _factors(self) -> tuple[float, float]:
         """What gradients are divided by, as FairScale tells it; where none is set, they are averaged."""
-        if self._divisors is not None:
-            return self._divisors
-        factor = 1
-        while self.world_size % factor == 0 and self.world_size / factor > factor:
-            factor *= 2
-        return float(factor), self.world_size / factor
+        return halves_of(self.world_size) if self._divisors is None else self._divisors
 
     def _divide_by(self, before: float, after: float) -> None:
         _check_divisors(gradient_predivide_factor=before, gradient_postdivide_factor=after)

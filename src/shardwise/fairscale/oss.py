@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,12 +17,12 @@ from ..core.agreement import communicating, explain_failure
 from ..core.comm import Comm, GrouplessComm, comm_for
 from ..core.device import sent_to
 from ..core.layout import deal
-from ..core.norms import local_norms
+from ..core.norms import local_norms, norm_of_nothing
 from ..core.parameter import refuse_lazy
 from ..core.step import parameters_of
 from ..core.tree import map_tensors
 from ..core.whole import WholeBroadcast
-from ..grad import OF_NORM, scale_to_norm
+from ..grad import OF_NORM, norm_dtype, scale_to_norm
 from ..grad_scaler import dense_gradient
 from .ranks import check_same_on_ranks, describe, refuse_shards
 
@@ -274,8 +273,7 @@ class OSS(Optimizer):
     def _described(self) -> list[tuple[str, ...]]:
         """What has to be the same on all ranks, so that they send and receive the same."""
         settings = f"broadcast_buffer_size={self.broadcast_buffer_size}", f"broadcast_fp16={self.broadcast_fp16}"
-        found: list[tuple[str, ...]] = [("settings", *settings)]
-        return found + [describe(name, parameter) for name, parameter in self.named()]
+        return [("settings", *settings), *((name, describe(parameter)) for name, parameter in self.named())]
 
     def named(self) -> list[tuple[str, torch.Tensor]]:
         """What messages call each parameter, in the order of ``param_groups``."""
@@ -350,11 +348,10 @@ class OSS(Optimizer):
         if not owners:
             return torch.zeros((), device=device)
         number = {id(parameter): index for index, parameter in enumerate(owners)}
-        wide = any(parameter.dtype.to_real() == torch.float64 for parameter in owners)
-        # The norm that stands for a parameter that does not count, and leaves the total as it is.
-        neutral = math.inf if norm_type < 0 else 0.0
-        start = [neutral if owner == self.rank else 0.0 for owner in owners.values()]
-        vector = sent_to(device, start, torch.float64 if wide else torch.float32)
+        # A parameter that does not count leaves the total as it is.
+        nothing = norm_of_nothing(norm_type)
+        start = [nothing if owner == self.rank else 0.0 for owner in owners.values()]
+        vector = sent_to(device, start, norm_dtype(owners))
         if counted:
             norms = [norm.to(vector) for norm in _norms([dense_gradient(p) for p in counted], norm_type)]
             places = [number[id(parameter)] for parameter in counted]

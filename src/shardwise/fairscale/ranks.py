@@ -129,12 +129,12 @@ def reduce_comm_of(group: Any, comm: Comm, device: torch.device) -> Comm | None:
     return None if is_stand_in(group) else comm_for(group, device)
 
 
-def describe(name: str, tensor: torch.Tensor, *more: str) -> tuple[str, ...]:
-    """What has to be the same of a tensor on all ranks, for `check_same_on_ranks`."""
+def describe(tensor: torch.Tensor) -> str:
+    """What has to be the same of a tensor on all ranks, so that they issue the same collectives."""
     kind = [type(tensor).__name__] * isinstance(tensor, DTensor) + ["on meta"] * tensor.is_meta
     kind += [str(tensor.layout)] * (tensor.layout is not torch.strided)
     shape = "without a shape yet" if is_lazy(tensor) else str(tuple(tensor.shape))
-    return name, shape, str(tensor.dtype), f"requires_grad={tensor.requires_grad}", *kind, *more
+    return " ".join([shape, str(tensor.dtype), f"requires_grad={tensor.requires_grad}", *kind])
 
 
 def describe_settings(settings: Mapping[str, object]) -> list[tuple[str, ...]]:

@@ -349,7 +349,7 @@ class ShardedDataParallel(nn.Module):
         stepped = [parameter for optimizer in self._optimizers for parameter in parameters_of(optimizer)]
         places = {id(parameter): place for place, parameter in enumerate(stepped)}
         described = [
-            describe(name, parameter, f"owner={owner}", f"place={places.get(id(parameter))}")
+            (name, describe(parameter), f"owner={owner}", f"place={places.get(id(parameter))}")
             for name, parameter, owner in self._ownership()
         ]
         settings = {
@@ -357,7 +357,7 @@ class ShardedDataParallel(nn.Module):
             "reduce_buffer_size": self._limit,
             "reduce_fp16": bool(self._half),
         }
-        buffers = [describe(name, buffer) for name, buffer in self.module.named_buffers()]
+        buffers = [(name, describe(buffer)) for name, buffer in self.module.named_buffers()]
         return [*describe_settings(settings), *described, *buffers]
 
     def _look(self) -> list[tuple[bool, torch.dtype, torch.device]]:

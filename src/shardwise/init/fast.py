@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from .record import Constant, Explicit, Op, Record, View, all_in, leaves_of, replace_leaves
+from ..core.tree import all_in
+from .record import Constant, Explicit, Op, Record, View, leaves_of, replace_leaves
 from .replay import Replay, States, as_recorded, default_dtype
 from .streams import default_generator, derived_seed, digest, seeded_state
 from .targets import Target, write_each

@@ -14,7 +14,7 @@ from ..arguments import check_flag, is_whole_number
 from ..checkpoint.interrupts import held
 from ..core.errors import StateError
 from ..core.shards import Shards
-from .agreement import failing_together, require_same, share_states, telling_failure
+from .agreement import failing_together, require_same, share_states
 from .fast import FastReplay
 from .initializers import InitFn, record_initializers
 from .record import Record, View
@@ -78,7 +78,7 @@ def materialize(
     # Also where this rank lacks nothing: others might, which all have to know.
     meshes = find_meshes(names, shards)
     with _Generators() as generators:
-        with telling_failure(meshes):
+        with failing_together(meshes):
             _check_arguments(seed, init_fn, fast)
             seed = None if seed is None else int(seed)  # NumPy's would be compared with other ranks' by its name
             targets = find_targets(names, shards)
@@ -202,7 +202,9 @@ def _give_values(
             for owner in shards:
                 owner.leave_meta()
             _replay(work, states, names, fast)
-    except BaseException:
+    except BaseException as error:
+        if meshes:
+            error.add_note("shardwise: sharded parameters that had no values still have none: call materialize again")
         for target, _ in (member for members in work.values() for member in members):
             if isinstance(target, SlotTarget):
                 target.slot.has_values = False

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from ..core.device import schema_of
-from ..core.tree import map_tensors, tensors_in
-from .record import all_in
+from ..core.tree import all_in, map_tensors, tensors_in
 
 OVERWRITE = {
     *("fill_", "zero_", "copy_", "normal_", "uniform_", "random_", "exponential_"),

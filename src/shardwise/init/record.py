@@ -16,15 +16,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from ..core.device import local_of, negative_view, schema_of
 from ..core.errors import StateError
+from ..core.tree import all_in
 from .streams import Position
-
-T = TypeVar("T")
 
 COPIED_BELOW_BYTES = 2**20
 """Values that a constructor took from elsewhere are copied below this size, and held by reference above."""
@@ -315,13 +314,6 @@ def replace_leaves(value: Any, kind: type | tuple[type, ...], function: Callable
     if isinstance(value, (list, tuple)):
         return type(value)(replace_leaves(item, kind, function) for item in value)
     return value
-
-
-def all_in(value: Any, kind: type[T]) -> list[T]:
-    """Each ``kind`` in nested dicts, lists and tuples."""
-    found: list[T] = []
-    replace_leaves(value, kind, found.append)
-    return found
 
 
 def leaves_of(value: Any) -> list[Any]:

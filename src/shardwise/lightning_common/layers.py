@@ -7,7 +7,8 @@ from typing import Any, cast
 
 from torch import nn
 
-from ..core.module import unit_of, wrapped_class
+from ..core.module import wrapped_class
+from ..core.root import unit_of
 
 
 def change_layers(model: nn.Module, change: Callable[[nn.Module], nn.Module]) -> nn.Module:

@@ -25,8 +25,7 @@ from ..adapters.wrapping import (
 )
 from ..checkpoint.peers import Peers
 from ..core.errors import StateError
-from ..core.module import unit_of
-from ..core.root import is_never_called
+from ..core.root import is_never_called, unit_of
 from ..fairscale.checkpoint_wrapper import checkpoint_wrapper
 from ..fairscale.wrap import auto_wrap, check_min_num_params, default_auto_wrap_policy, enable_wrap
 from ..fully_shard import fully_shard

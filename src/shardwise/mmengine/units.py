@@ -21,8 +21,7 @@ from ..adapters.wrapping import (
 )
 from ..checkpoint.peers import Peers
 from ..core.mesh import mesh_device
-from ..core.module import unit_of
-from ..core.root import is_never_called
+from ..core.root import is_never_called, unit_of
 from ..fairscale.wrap import auto_wrap, enable_wrap
 from ..fully_shard import fully_shard
 from .arguments import Precision, Strategy
