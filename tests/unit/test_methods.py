@@ -334,6 +334,55 @@ def test_as_many_small_units_are_gathered_ahead_as_one_large_one_takes(
     assert len(ahead) == 2 * len(widths)
 
 
+def test_what_follows_a_second_use_is_gathered_after_it(fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ahead of it, it would be in the way of what is needed first, and is not gathered before its first use is over."""
+    mesh = fake_mesh(2)
+    model: Any = nn.Module()
+    for name, size in (("a", 20), ("b", 8), ("c", 8), ("d", 2)):
+        setattr(model, name, fully_shard(nn.Linear(8, size), mesh=mesh))
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        for name in "abcbd":
+            x = x + getattr(model, name)(x).sum()
+        return x
+
+    model.forward = forward
+    fully_shard(model, mesh=mesh)
+    order: list[str] = []
+    start = shardwise.core.group.ParamGroup._issue_gather
+
+    def spy(group: Any, outputs: Any, inputs: Any) -> Any:
+        order.append(group.name)
+        return start(group, outputs, inputs)
+
+    monkeypatch.setattr(shardwise.core.group.ParamGroup, "_issue_gather", spy)
+    for _ in range(2):
+        order.clear()
+        loss = model(torch.ones(2, 8)).sum()
+        assert order == [*"abcbd"]
+        order.clear()
+        loss.backward()
+        assert order == [*"dbcba"]
+
+
+def test_reductions_start_as_backward_comes_in_a_context_that_was_given(fake_mesh: Mesh) -> None:
+    """Those of replicated units, in one order on all ranks: the root, which joins that context last, is not first."""
+    mesh, context = fake_mesh(4), shardwise.FSDPCommContext("cpu")
+    model: Any = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+    model.scale = nn.Parameter(torch.ones(8))
+    model.forward = lambda x: nn.Sequential.forward(model, x * model.scale)
+    for layer in model:
+        fully_shard(layer, mesh=mesh, placements=Placements.ddp, comm_ctx=context)
+    fully_shard(model, mesh=mesh, placements=Placements.ddp)
+    started: list[int] = []
+    with Collectives() as count:
+        for layer in model:
+            layer.register_full_backward_pre_hook(lambda *_: started.append(count.all_reduces))
+        model(torch.ones(2, 8, requires_grad=True)).sum().backward()
+    assert started == [0, 1, 2]
+    assert count.all_reduces == 4
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_one_unit_is_gathered_ahead_in_another_dtype_too(fake_mesh: Mesh, dtype: torch.dtype) -> None:
     mesh = fake_mesh(2)
