@@ -11,6 +11,7 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -765,3 +766,34 @@ def test_shards_that_are_not_all_there_are_loaded(flat: bool) -> None:
             )
             read.append((gone, names == list(state), missing, unexpected))
     assert read[0] == read[1]
+
+
+@on_ranks(2, clears=(True, False))
+def test_autocast_forgets_what_it_cast_where_that_is_asked_for(clears: bool) -> None:
+    counts = []
+    with both_fsdps(clear_autocast_cache=clears) as makes:
+        for make in makes:
+            model = make()
+            calls: list[bool] = []
+            with mock.patch.object(torch, "clear_autocast_cache", lambda calls=calls: calls.append(True)):
+                with torch.autocast("cpu", torch.bfloat16):
+                    for _ in range(2):
+                        loss = model(inputs_for()).float().square().mean()
+                    counts.append(len(calls))  # before autocast itself forgets everything
+                loss.backward()
+    assert counts[0] == counts[1] == (4 if clears else 0)
+
+
+@on_ranks(2)
+def test_state_dicts_are_where_they_are_asked_for() -> None:
+    """On a device that every machine has."""
+    read = []
+    with both_fsdps(state_dict_device=torch.device("meta")) as makes:
+        for make in makes:
+            model = make()
+            for _ in range(2):
+                states = [model.state_dict(), model.local_state_dict()]
+                train(model)
+            read.append([{name: value.device.type for name, value in state.items()} for state in states])
+    assert read[0][0] == read[1][0]
+    assert set(read[1][1].values()) == {"meta"}  # FairScale leaves the shards of a rank where they are
