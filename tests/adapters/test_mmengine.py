@@ -734,6 +734,26 @@ def loads_whole_tensors(directory: Path) -> None:
     check_same(shardwise.full_state_dict(wrapper.module, rank0_only=False), dict(plain.state_dict()))
     with pytest.raises(RuntimeError, match="size mismatch"):
         wrapper.load_state_dict({**plain.state_dict(), "net.0.bias": torch.zeros(3)})
+    # Not all of them, and others; then those that replace the parameters.
+    bias = torch.full_like(plain.net[0].bias, 3.0).detach()
+    result = wrapper.load_state_dict({"net.0.bias": bias, "other": bias}, strict=False)
+    assert (set(result.missing_keys), result.unexpected_keys) == ({*plain.state_dict()} - {"net.0.bias"}, ["other"])
+    check_same(shardwise.full_state_dict(wrapper.module, rank0_only=False)["net.0.bias"], bias)
+    for assign in (False, True):
+        before = [*wrapper.parameters()]
+        given = {name: value.clone() for name, value in wrapper.state_dict().items()}
+        wrapper.load_state_dict(given, assign=assign)
+        assert [old is not new for old, new in zip(before, wrapper.parameters(), strict=True)] == [assign] * len(before)
+    check_same(shardwise.full_state_dict(wrapper.module, rank0_only=False)["net.0.bias"], bias)
+    wrapper.load_state_dict(plain.state_dict())
+    # Gradients become zeros where that is asked for.
+    wrapper(torch.ones(2, 7)).sum().backward()
+    reached = [one for one in wrapper.parameters() if one.grad is not None]
+    assert [bool(one.grad.full_tensor().any()) for one in reached] == [True] * len(reached) != []
+    wrapper.zero_grad(set_to_none=False)
+    assert [bool(one.grad.full_tensor().any()) for one in reached] == [False] * len(reached)
+    wrapper.zero_grad()
+    assert {one.grad for one in wrapper.parameters()} == {None}
     # Also as a part of a module that is not wrapped.
     around, saved = (
         nn.Sequential(wrapper, nn.Linear(3, 3)),
