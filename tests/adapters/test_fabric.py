@@ -892,6 +892,10 @@ def messages(directory: Path) -> None:
     assert used.broadcast({"from": rank}, src=size - 1) == {"from": size - 1}
     assert used.all_reduce(torch.tensor(float(rank)), reduce_op="sum").item() == sum(range(size))
     assert used.all_reduce(torch.tensor(float(rank))).item() == sum(range(size)) / size
+    alone = [dist.new_group([one]) for one in range(size)][rank]
+    for operation in ("sum", "mean"):
+        assert used.strategy.all_reduce(torch.tensor(float(rank)), alone, operation).item() == rank
+    assert used.strategy.all_reduce("text", alone) == "text"
     assert used.all_gather(torch.tensor(rank)).tolist() == list(range(size))
     sampler = used.setup_dataloaders(torch.utils.data.DataLoader(range(12), batch_size=2)).sampler
     assert (sampler.num_replicas, sampler.rank) == (size, rank)

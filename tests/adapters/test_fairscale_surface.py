@@ -11,6 +11,7 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -648,3 +649,151 @@ def test_outermost_instances_without_parameters_keep_none_after_forward(kept: bo
             train(model)
             read.append((before, model.reshard_after_forward))
     assert read[0] == read[1] == (True, not kept)
+
+
+def settings_of(instance: Any) -> dict[str, Any]:
+    names = ("flatten_parameters", "reshard_after_forward", "mixed_precision", "world_size", "compute_dtype")
+    return {name: getattr(instance, name) for name in names}
+
+
+@on_ranks(2, how=("group", "config", "both"))
+def test_batch_norms_are_wrapped_as_theirs_are(how: str) -> None:
+    """By a group of its own, or by a configuration, which the group has no part in."""
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    read = []
+    with fairscale_fsdp() as theirs:
+        sharding = importlib.import_module(theirs.__module__)
+        for library, cls, extra in ((sharding, theirs, {"bucket_cap_mb": 0}), (ours, FSDP, {})):
+            # Not the group that FairScale remembers from another test of this process.
+            own = {"process_group_reduce_scatter": dist.group.WORLD, **extra}
+            given: dict[str, Any] = {"process_group": alone} if how != "config" else {}
+            if how != "group":
+                group = dist.group.WORLD
+                given["fsdp_config"] = {"reshard_after_forward": True, "process_group": group, **own}
+            before = dict(given.get("fsdp_config", {}))
+            model = library.auto_wrap_bn(model_of(), **given)
+            assert given.get("fsdp_config", {}) == before
+            (norm,) = instances_of(model)
+            assert norm is model[1]
+            assert norm.process_group is (alone if how == "group" else dist.group.WORLD)
+            model = cls(model, process_group=dist.group.WORLD, **own)
+            train(model)
+            train(model, 1)
+            read.append((settings_of(norm), dict(model.state_dict())))
+    assert read[0][0] == read[1][0]
+    torch.testing.assert_close(read[1][1], read[0][1])
+
+
+@on_ranks(2)
+def test_batch_norms_that_have_a_configuration_get_another_if_that_is_asked_for() -> None:
+    results = []
+    with fairscale_fsdp() as theirs:
+        sharding = importlib.import_module(theirs.__module__)
+        for library in (sharding, ours):
+            extra = {"bucket_cap_mb": 0} if library is sharding else {}
+            first, second = ({"flatten_parameters": flat, "process_group": dist.group.WORLD} for flat in FLAT)
+            second |= {"process_group_reduce_scatter": dist.group.WORLD, **extra}
+            model = library.auto_wrap_bn(model_of(), fsdp_config=first, wrap_it=False)
+            before = model[1].wrapper_config
+            with pytest.raises((AssertionError, ValueError), match="wrapper_config"):
+                library.auto_wrap_bn(model, fsdp_config=second)
+            unchanged = model[1].wrapper_config
+            again = library.auto_wrap_bn(model, fsdp_config=second, assert_on_collision=False)
+            results.append((before == unchanged == first, settings_of(again[1])))
+    assert results[0] == results[1]
+    assert results[0][0]
+
+
+def shards_of(model: Any) -> tuple[list[Any], list[Any]]:
+    """All ranks' weights and their descriptions."""
+    everything: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everything, (dict(model.local_state_dict()), model.local_metadata_dict()))
+    weights, metadata = zip(*everything, strict=True)
+    return [*weights], [*metadata]
+
+
+@on_ranks(2, flat=FLAT)
+def test_weights_are_consolidated_without_buffers(flat: bool) -> None:
+    """Each library's, by each; also where names are missing."""
+    buffers = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    with both_fsdps(flatten_parameters=flat) as makes:
+        for make in makes:
+            model = make()
+            train(model)
+            whole = model.state_dict()
+            weights, metadata = shards_of(model)
+            for cls in (type(model), FSDP):
+                found = cls.consolidate_shard_weights(weights, metadata, with_module_buffers=False)
+                assert found.keys() == whole.keys() - buffers
+                torch.testing.assert_close(dict(found), {name: whole[name] for name in found}, rtol=0, atol=0)
+                found = cls.consolidate_shard_weights(weights, metadata)
+                assert found.keys() == whole.keys()
+            fewer = [{name: value for name, value in one.items() if name not in buffers} for one in weights]
+            for with_buffers in (True, False):
+                found = FSDP.consolidate_shard_weights(fewer, metadata, with_buffers, strict=False)
+                assert found.keys() == whole.keys() - buffers
+            assert FSDP.consolidate_shard_weights(fewer, metadata, False).keys() == found.keys()
+            with pytest.raises(KeyError, match=r"1\.running_mean"):
+                FSDP.consolidate_shard_weights(fewer, metadata)
+
+
+@on_ranks(2, flat=FLAT)
+def test_shards_that_are_not_all_there_are_loaded(flat: bool) -> None:
+    read = []
+    with both_fsdps(flatten_parameters=flat) as makes:
+        for make in makes:
+            model = make()
+            before = {name: value.clone() for name, value in model.local_state_dict().items()}
+            state: dict[str, Any] = {name: value + 1 for name, value in before.items()}
+            gone = next(name for name in state if name.startswith("2."))
+            del state[gone], state["1.running_mean"]
+            state["3.other"] = torch.zeros(1)
+            names = list(state)
+            with pytest.raises(RuntimeError) as caught:
+                model.load_local_state_dict(dict(state))
+            assert all(name in str(caught.value) for name in ("running_mean", "3.other"))
+            result = model.load_local_state_dict(state, strict=False)
+            after = model.local_state_dict()
+            assert after.keys() == before.keys()
+            for name, value in before.items():
+                expected = value + 1 if name in names else value
+                torch.testing.assert_close(after[name], expected, rtol=0, atol=0)
+            train(model)
+            # Theirs have the names of wrappers in them.
+            missing, unexpected = (
+                sorted(name.replace("_fpw_module.", "").replace("_fsdp_wrapped_module.", "") for name in given)
+                for given in (result.missing_keys, result.unexpected_keys)
+            )
+            read.append((gone, names == list(state), missing, unexpected))
+    assert read[0] == read[1]
+
+
+@on_ranks(2, clears=(True, False))
+def test_autocast_forgets_what_it_cast_where_that_is_asked_for(clears: bool) -> None:
+    counts = []
+    with both_fsdps(clear_autocast_cache=clears) as makes:
+        for make in makes:
+            model = make()
+            calls: list[bool] = []
+            with mock.patch.object(torch, "clear_autocast_cache", lambda calls=calls: calls.append(True)):
+                with torch.autocast("cpu", torch.bfloat16):
+                    for _ in range(2):
+                        loss = model(inputs_for()).float().square().mean()
+                    counts.append(len(calls))  # before autocast itself forgets everything
+                loss.backward()
+    assert counts[0] == counts[1] == (4 if clears else 0)
+
+
+@on_ranks(2)
+def test_state_dicts_are_where_they_are_asked_for() -> None:
+    """On a device that every machine has."""
+    read = []
+    with both_fsdps(state_dict_device=torch.device("meta")) as makes:
+        for make in makes:
+            model = make()
+            for _ in range(2):
+                states = [model.state_dict(), model.local_state_dict()]
+                train(model)
+            read.append([{name: value.device.type for name, value in state.items()} for state in states])
+    assert read[0][0] == read[1][0]
+    assert set(read[1][1].values()) == {"meta"}  # FairScale leaves the shards of a rank where they are

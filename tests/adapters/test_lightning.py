@@ -1544,6 +1544,8 @@ def hooks(directory: Path) -> None:
 
     used, module = assert_like_one_process(directory, "shardwise", Busy, Busy)
     assert module.net[3].weight is module.net[1].weight
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    assert float(used.strategy.reduce(torch.tensor(1.0), alone, reduce_op="sum")) == 1
     expected = _expected[Busy, "{}"][0].callback_metrics
     torch.testing.assert_close(used.callback_metrics["train_loss_epoch"], expected["train_loss_epoch"])
     used.save_checkpoint(directory / "busy.ckpt")

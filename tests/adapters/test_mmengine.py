@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import inspect
@@ -227,6 +228,52 @@ def flexible_averages(directory: Path) -> None:
     if dist.get_rank() == 0:
         found = torch.load(directory / "flexible_averaged_2" / "epoch_2.pth")
         check_same(found["ema_state_dict"], torch.load(directory / "one_averaged/epoch_2.pth")["ema_state_dict"])
+
+
+def flexible_saves_and_loads_when_asked(directory: Path) -> None:
+    """The strategy's own methods, with what they add to a checkpoint, change in it, and leave out."""
+    file = directory / "flexible_asked.pth"
+    runner = flexible("clipped", directory / "flexible_asked")
+    train(runner)
+    strategy, whole = runner.strategy, shardwise.full_state_dict(runner.model.module, rank0_only=False)
+    seen: list[set[type]] = []
+
+    def change(checkpoint: dict[str, Any]) -> None:
+        seen.append({type(value) for value in checkpoint["state_dict"].values()})
+        checkpoint["changed"] = checkpoint.pop("mine") + 1
+        checkpoint["state_dict"] = {f"old.{name}": value for name, value in checkpoint["state_dict"].items()}
+
+    options = {"save_optimizer": False, "save_param_scheduler": False}
+    strategy.save_checkpoint(str(file), **options, extra_ckpt={"mine": 3, "meta": {"note": "x"}}, callback=change)
+    dist.barrier()
+    assert seen == ([{torch.Tensor}] if dist.get_rank() == 0 else [])  # on one process, with whole tensors
+    saved = torch.load(file)
+    assert saved.keys() == {"state_dict", "meta", "changed"}
+    assert (saved["changed"], saved["meta"]["note"]) == (4, "x")
+    old = {f"old.{name}": value for name, value in whole.items()}
+    check_same(dict(saved["state_dict"]), old)
+
+    def double(checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {name: 2 * value for name, value in checkpoint["state_dict"].items()}
+
+    for location in ("default", "cpu", lambda storage, _: storage):
+        for strict in (True, False):
+            with torch.no_grad():
+                for parameter in runner.model.parameters():
+                    parameter.zero_()
+            given = {"map_location": location, "strict": strict, "revise_keys": [(r"^old\.", "")], "callback": double}
+            assert strategy.load_checkpoint(str(file), **given).keys() == {"meta", "changed"}
+            found = shardwise.full_state_dict(runner.model.module, rank0_only=False)
+            check_same(dict(found), {name: 2 * value for name, value in whole.items()})
+    # MMEngine raises on the main process, and goes on elsewhere.
+    with pytest.raises(RuntimeError, match=r"old\.net") if dist.get_rank() == 0 else contextlib.nullcontext():
+        strategy.load_checkpoint(str(file), strict=True)
+    # An optimizer of a part of the model.
+    part = runner.model.module.net[0]
+    built = strategy.build_optim_wrapper({"optimizer": {"type": "SGD", "lr": 0.1}}, part)
+    (group,) = built.optimizer.param_groups
+    assert [id(one) for one in group["params"]] == [id(one) for one in part.parameters()]
+    assert all(isinstance(one, DTensor) for one in group["params"])
 
 
 def initializes_on_meta(directory: Path) -> None:
@@ -687,6 +734,26 @@ def loads_whole_tensors(directory: Path) -> None:
     check_same(shardwise.full_state_dict(wrapper.module, rank0_only=False), dict(plain.state_dict()))
     with pytest.raises(RuntimeError, match="size mismatch"):
         wrapper.load_state_dict({**plain.state_dict(), "net.0.bias": torch.zeros(3)})
+    # Not all of them, and others; then those that replace the parameters.
+    bias = torch.full_like(plain.net[0].bias, 3.0).detach()
+    result = wrapper.load_state_dict({"net.0.bias": bias, "other": bias}, strict=False)
+    assert (set(result.missing_keys), result.unexpected_keys) == ({*plain.state_dict()} - {"net.0.bias"}, ["other"])
+    check_same(shardwise.full_state_dict(wrapper.module, rank0_only=False)["net.0.bias"], bias)
+    for assign in (False, True):
+        before = [*wrapper.parameters()]
+        given = {name: value.clone() for name, value in wrapper.state_dict().items()}
+        wrapper.load_state_dict(given, assign=assign)
+        assert [old is not new for old, new in zip(before, wrapper.parameters(), strict=True)] == [assign] * len(before)
+    check_same(shardwise.full_state_dict(wrapper.module, rank0_only=False)["net.0.bias"], bias)
+    wrapper.load_state_dict(plain.state_dict())
+    # Gradients become zeros where that is asked for.
+    wrapper(torch.ones(2, 7)).sum().backward()
+    reached = [one for one in wrapper.parameters() if one.grad is not None]
+    assert [bool(one.grad.full_tensor().any()) for one in reached] == [True] * len(reached) != []
+    wrapper.zero_grad(set_to_none=False)
+    assert [bool(one.grad.full_tensor().any()) for one in reached] == [False] * len(reached)
+    wrapper.zero_grad()
+    assert {one.grad for one in wrapper.parameters()} == {None}
     # Also as a part of a module that is not wrapped.
     around, saved = (
         nn.Sequential(wrapper, nn.Linear(3, 3)),
@@ -812,6 +879,7 @@ TWO: dict[str, Case] = {
         flexible_like_one_process,
         flexible_resumes,
         flexible_averages,
+        flexible_saves_and_loads_when_asked,
         one_resumes,
         initializes_on_meta,
         initializes_preprocessors_on_meta,

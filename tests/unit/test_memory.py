@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.counts import flag_bytes
 from shardwise import MixedPrecisionPolicy, Placements, fully_shard
+from shardwise.core import reducer
 from shardwise.core.buffer import MAPPED_BYTES, allocate_storage, free_storage
 from shardwise.core.device import owns_memory
 from shardwise.core.gradient import GradientPlan
@@ -334,6 +335,51 @@ def test_memory_goes_with_one_of_many_small_units(fake_mesh: Mesh, preset: str) 
     model[9].load_state_dict({name: value.clone() for name, value in model[9].state_dict().items()}, assign=True)
     step()
     assert all(memory.expired() for memory in held)
+
+
+def test_memory_goes_with_one_of_many_small_units_within_a_forward(fake_mesh: Mesh) -> None:
+    """Though others that were gathered with it have yet to run."""
+    mesh, model = fake_mesh(2), nn.Sequential(*[nn.Linear(8, 8) for _ in range(20)])
+    for unit in (*model, model):
+        fully_shard(unit, mesh=mesh, placements=Placements.zero1)
+    with torch.no_grad():
+        model(torch.ones(2, 8))
+        torch._foreach_mul_(list(model.parameters()), 2)
+    buffer = unit_of(model[0]).groups[0].shards.buffers[0]  # type: ignore[union-attr]
+    held = StorageWeakRef(buffer.full.untyped_storage())
+    del buffer
+    seen: list[bool] = []
+
+    def take_out(*_: Any) -> None:
+        model[0] = nn.Identity()
+        seen.append(held.expired())
+
+    model[3].register_forward_pre_hook(take_out)
+    with torch.no_grad(), counted() as count:
+        model(torch.ones(2, 8))
+    assert count.gathers == 1
+    assert seen == [True]
+
+
+def test_plans_of_reductions_are_not_kept_for_ever(fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though other parameters require gradients in every step."""
+    monkeypatch.setattr(reducer, "MOST_PLANS", 4)
+    model = fully_shard(nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(4)]), mesh=fake_mesh(2))
+    parameters = [*model.parameters()]
+    plans: list[weakref.ref[GradientPlan]] = []
+    make = GradientPlan.__init__
+
+    def noted(plan: GradientPlan, *args: Any) -> None:
+        plans.append(weakref.ref(plan))
+        make(plan, *args)
+
+    monkeypatch.setattr(GradientPlan, "__init__", noted)
+    for chosen in range(1, 16):
+        for index, parameter in enumerate(parameters):
+            parameter.requires_grad_(bool(chosen & 1 << index))
+        model(torch.ones(2, 8)).sum().backward()
+    assert len(plans) == 15
+    assert sum(plan() is not None for plan in plans) <= 4
 
 
 def test_a_model_of_many_batches(fake_mesh: Mesh) -> None:

@@ -11,11 +11,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import shardwise
 from shardwise import FSDPModule, Placements, fully_shard
+from shardwise.core import comm
 from shardwise.core.comm import Comm, new_group_of
 from shardwise.core.gradient import Scale, gradient_scale
 from shardwise.core.root import unit_of
@@ -125,6 +128,10 @@ def test_kept_storage(fake_mesh: Mesh) -> None:
         assert isinstance(layer.up.weight, DTensor)
         assert live_bytes(model) > local_bytes(model)
     assert addresses[0] == addresses[1] != 0
+    model.set_keep_unsharded_storage(False, recurse=False)
+    layer.unshard()  # type: ignore[operator]
+    layer.reshard()  # type: ignore[operator]
+    assert live_bytes(model) > local_bytes(model)
     model.set_keep_unsharded_storage(False)
     layer.unshard()  # type: ignore[operator]
     layer.reshard()  # type: ignore[operator]
@@ -199,6 +206,66 @@ def test_set_requires_gradient_sync(fake_mesh: Mesh) -> None:
     assert not model.layers[0].reduce_grads
     model.layers[0].reduce_grads = True
     assert run(model)[1].reductions == 2
+
+
+@pytest.mark.parametrize(
+    ("setter", "value", "fewer"),
+    [
+        ("set_requires_gradient_sync", False, "reductions"),
+        ("set_requires_all_reduce", False, "all_reduces"),
+        ("set_reshard_after_forward", False, "gathers"),
+        ("set_reshard_after_backward", False, "gathers"),
+    ],
+)
+def test_setters_of_one_unit_or_of_all_in_it(fake_mesh: Mesh, setter: str, value: bool, fewer: str) -> None:
+    """As those of torch FSDP2."""
+    mesh, counts = fake_mesh(2, 2), []
+    for shard in (fully_shard, torch_fully_shard):
+        for options in ({}, {"recurse": False}, {"recurse": True}):
+            model: Any = Transformer(tied=True)
+            for module in (*model.layers, model):
+                shard(module, mesh=mesh)
+            run(model)
+            getattr(model, setter)(value, **options)
+            run(model)
+            phases = run(model)
+            counts.append([(one.gathers, one.reductions, one.all_reduces) for one in phases])
+            counts[-1].append(sum(getattr(one, fewer) for one in phases))  # type: ignore[arg-type]
+    ours, theirs = counts[:3], counts[3:]
+    assert ours == theirs
+    assert ours[0] == ours[2] != ours[1]
+    assert ours[1][-1] > ours[0][-1]
+
+
+@pytest.mark.skipif(
+    not hasattr(TorchFSDPModule, "set_reduce_scatter_unused_params"), reason=f"not in torch {torch.__version__}"
+)
+def test_zeros_for_what_is_unused_of_one_unit_or_of_all_in_it(fake_mesh: Mesh) -> None:
+    """As torch FSDP2 has them."""
+
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x)
+
+    mesh, found = fake_mesh(2), []
+    for shard in (fully_shard, torch_fully_shard):
+        for options in ({}, {"recurse": False}, {"recurse": True}):
+            model: Any = nn.Sequential(Half(), Half())
+            model.unused = nn.Parameter(torch.ones(3))
+            for module in (*model, model):
+                shard(module, mesh=mesh)
+            model[1].set_reduce_scatter_unused_params(True)
+            model.set_reduce_scatter_unused_params(False, **options)
+            model(torch.ones(2, 4)).sum().backward()
+            found.append([name for name, parameter in model.named_parameters() if parameter.grad is None])
+    assert found[:3] == found[3:]
+    assert found[0] == found[2] != found[1]
+    assert "1.unused.weight" in found[0]
+    assert "1.unused.weight" not in found[1]
 
 
 def test_set_reshard_after_backward(fake_mesh: Mesh) -> None:
@@ -332,6 +399,55 @@ def test_as_many_small_units_are_gathered_ahead_as_one_large_one_takes(
     assert max(count for count, _, _ in ahead) == most_ahead
     assert all(size <= largest for _, size, largest in ahead)
     assert len(ahead) == 2 * len(widths)
+
+
+def test_what_follows_a_second_use_is_gathered_after_it(fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ahead of it, it would be in the way of what is needed first, and is not gathered before its first use is over."""
+    mesh = fake_mesh(2)
+    model: Any = nn.Module()
+    for name, size in (("a", 20), ("b", 8), ("c", 8), ("d", 2)):
+        setattr(model, name, fully_shard(nn.Linear(8, size), mesh=mesh))
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        for name in "abcbd":
+            x = x + getattr(model, name)(x).sum()
+        return x
+
+    model.forward = forward
+    fully_shard(model, mesh=mesh)
+    order: list[str] = []
+    start = shardwise.core.group.ParamGroup._issue_gather
+
+    def spy(group: Any, outputs: Any, inputs: Any) -> Any:
+        order.append(group.name)
+        return start(group, outputs, inputs)
+
+    monkeypatch.setattr(shardwise.core.group.ParamGroup, "_issue_gather", spy)
+    for _ in range(2):
+        order.clear()
+        loss = model(torch.ones(2, 8)).sum()
+        assert order == [*"abcbd"]
+        order.clear()
+        loss.backward()
+        assert order == [*"dbcba"]
+
+
+def test_reductions_start_as_backward_comes_in_a_context_that_was_given(fake_mesh: Mesh) -> None:
+    """Those of replicated units, in one order on all ranks: the root, which joins that context last, is not first."""
+    mesh, context = fake_mesh(4), shardwise.FSDPCommContext("cpu")
+    model: Any = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+    model.scale = nn.Parameter(torch.ones(8))
+    model.forward = lambda x: nn.Sequential.forward(model, x * model.scale)
+    for layer in model:
+        fully_shard(layer, mesh=mesh, placements=Placements.ddp, comm_ctx=context)
+    fully_shard(model, mesh=mesh, placements=Placements.ddp)
+    started: list[int] = []
+    with Collectives() as count:
+        for layer in model:
+            layer.register_full_backward_pre_hook(lambda *_: started.append(count.all_reduces))
+        model(torch.ones(2, 8, requires_grad=True)).sum().backward()
+    assert started == [0, 1, 2]
+    assert count.all_reduces == 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -536,6 +652,20 @@ def test_symmetric_memory_needs_a_backend_that_has_it(fake_mesh: Mesh) -> None:
         model.set_symm_mem_for_comm()  # type: ignore[operator]
 
 
+def test_symmetric_memory_has_the_backend_that_was_asked_for(fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = build(fake_mesh(2))
+    made: list[str] = []
+    monkeypatch.setattr(comm, "_backend_name", lambda group, device: "nccl")
+    monkeypatch.setattr(comm.symmetric_memory, "set_backend", made.append)
+    with pytest.raises(ValueError, match=r"unit 'Transformer \(root\)' with backend 'NVSHMEM' on cpu: it needs NCCL"):
+        model.set_symm_mem_for_comm(backend="NVSHMEM")
+    assert made == []
+    model.set_symm_mem_for_comm(backend="NCCL")
+    assert made == ["NCCL"]
+    chosen = [unit_of(module).options[0].custom_gather for module in (model, model.layers[0])]  # type: ignore[union-attr]
+    assert [type(one) for one in chosen] == [comm.SymmetricMemoryGather, type(None)]
+
+
 def test_unused_parameters(fake_mesh: Mesh) -> None:
     class Half(nn.Module):
         def __init__(self) -> None:
@@ -572,6 +702,13 @@ def test_set_reduce_scatter_max_input_buffers(fake_mesh: Mesh) -> None:
     for wrong, kind in ((True, TypeError), (1.5, TypeError), (0, ValueError)):
         with pytest.raises(kind, match="max_input_buffers must be"):
             model.set_reduce_scatter_max_input_buffers(wrong)  # type: ignore[operator]
+
+
+def test_a_limit_set_on_one_unit_is_that_of_all(fake_mesh: Mesh) -> None:
+    model = build(fake_mesh(4))
+    run(model)
+    model.layers[1].set_reduce_scatter_max_input_buffers(2, recurse=False)  # type: ignore[operator]
+    assert {unit_of(module).context.reductions.limit for module in (model, *model.layers)} == {2}  # type: ignore[union-attr]
 
 
 def test_a_limit_set_on_inner_units_before_the_root_is_known(fake_mesh: Mesh) -> None:
@@ -635,6 +772,10 @@ def test_separate_reduce_scatter_group(fake_mesh: Mesh) -> None:
     assert None not in grads(model)
     model.set_separate_reduce_scatter_group(False)  # type: ignore[operator]
     assert units[0].groups[0].options.reduce_comm is None  # type: ignore[union-attr]
+    model.set_separate_reduce_scatter_group(recurse=False)  # type: ignore[operator]
+    run(model)
+    has_own = [unit.groups[0].options.reduce_comm is not None for unit in units if unit is not None]
+    assert has_own == [True, False, False, False]
 
 
 def test_groups_of_some_ranks_are_not_split_from_all(fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:

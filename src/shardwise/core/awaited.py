@@ -56,7 +56,7 @@ class AwaitedCalls:
         exists, which may have a backward of its own."""
         for number, count in [*self._counts.items()]:
             node = self._nodes.get(number)
-            if number < 0 or count <= 0 or node is None or node() is None:
+            if count <= 0 or node is None or node() is None:
                 del self._counts[number]
                 self._nodes.pop(number, None)
 

@@ -12,6 +12,7 @@ from .device import (
     apply_function,
     apply_to_gradients,
     eager,
+    get_base,
     has_tangent,
     in_forward_mode,
     in_transforms,
@@ -144,7 +145,7 @@ def announce_begin(
             continue
         tensor.register_hook(unit.pre_backward_hook)
         # A hook on a view is lost when that, or what it is a view of, is modified in place.
-        if is_view(tensor) and (base := tensor._base) is not None and not base.is_leaf:
+        if is_view(tensor) and (base := get_base(tensor)) is not None and not base.is_leaf:
             # If it is not, backward may come to the base, which need not be of the unit, long after the unit.
             tensor.register_hook(_removing(base.register_hook(unit.pre_backward_hook)))
     if not takes_all:

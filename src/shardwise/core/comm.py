@@ -275,7 +275,8 @@ class Comm:
 
     @property
     def host_device(self) -> torch.device:
-        """Where tensors that lie on the host have to be communicated: there, if the group has a backend for it."""
+        """Where tensors that lie on the host have to be communicated: there, if the group has a backend for it; where
+        torch itself sends pickled objects, which is nowhere else to be asked."""
         return torch.device(dist.distributed_c10d._get_object_coll_device(self.group))
 
     def all_reduce_now(self, tensor: torch.Tensor) -> None:
@@ -618,12 +619,13 @@ def connect(world: dist.ProcessGroup) -> dist.ProcessGroupGloo:
 
 
 def default_store() -> Store:
-    """That by which the ranks of the default group have met."""
+    """That by which the ranks of the default group have met; torch gives users only stores that they made."""
     return dist.distributed_c10d._get_default_store()
 
 
 def _time_limit(group: dist.ProcessGroup) -> timedelta | None:
-    """Of the collectives of ``group``; None if it does not tell, as one that is written in Python or a fake."""
+    """Of the collectives of ``group``, which only its backend's private options tell; None if they do not, as those of
+    one that is written in Python or a fake."""
     backend: Any = group._get_backend(group._device_types[0]) if group._device_types else None
     with contextlib.suppress(AttributeError, RuntimeError):  # the latter of backends that have no options
         limit: timedelta = backend.options._timeout

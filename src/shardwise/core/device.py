@@ -1,4 +1,8 @@
-"""Every private torch API that is not about communication, and operators on memory and on many tensors."""
+"""Every private torch API that is not about communication, and operators on memory and on many tensors.
+
+Each is here because torch shows what it does in no public way, unless its docstring gives another reason; its foreach
+operators and `torch._chunk_cat` because one call takes the place of one for each tensor.
+"""
 
 from __future__ import annotations
 
@@ -70,9 +74,15 @@ def owns_memory(tensor: torch.Tensor) -> bool:
     return bool(storage.nbytes() == tensor.nbytes and count == 2)  # the tensor and `storage`
 
 
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Alike for all objects of one storage: torch makes one at each access, and addresses are 0 for all that have no
+    memory. `copy.deepcopy` of tensors keeps copied storages by it."""
+    return int(storage._cdata)
+
+
 def shares_storage(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether both are views of one storage."""
-    return bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)
+    return storage_key(tensor.untyped_storage()) == storage_key(other.untyped_storage())
 
 
 def may_share_elements(tensor: torch.Tensor, other: torch.Tensor) -> bool:
@@ -256,7 +266,7 @@ def move_each(targets: Sequence[torch.Tensor], ends: Sequence[torch.Tensor], wei
 
 
 def negative_view(tensor: torch.Tensor) -> torch.Tensor:
-    """``-tensor`` in the same memory, as ``conj().imag`` gives it."""
+    """``-tensor`` in the same memory, as ``conj().imag`` gives it; public functions write a new one."""
     return torch._neg_view(tensor)
 
 
@@ -346,7 +356,7 @@ def spec_of(tensor: torch.Tensor) -> DTensorSpec:
 get_spec, get_local = attrgetter("_spec"), attrgetter("_local_tensor")
 """Of a DTensor, as functions that `map` calls without a line of Python for each; AttributeError for anything else."""
 get_requires_grad, get_version = attrgetter("requires_grad"), attrgetter("_version")
-"""Of a tensor."""
+"""Of a tensor; the latter counts writes, for which torch has a public function that increments and none that reads."""
 _gradient: Any = torch.Tensor.grad
 get_gradient: Callable[[torch.Tensor], torch.Tensor | None] = _gradient.__get__
 set_gradient: Callable[[torch.Tensor, torch.Tensor | None], None] = _gradient.__set__
@@ -377,17 +387,19 @@ def respec(
 
 
 def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """One mesh with the axes of several that were cut from the same one."""
+    """One mesh with the axes of several that were cut from the same one, which alone could be sliced in public, and
+    which none of them shows."""
     return DeviceMesh._concatenate(list(meshes))
 
 
 def flatten_axes(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
-    """A mesh of one axis from one or more named axes of ``mesh``."""
+    """A mesh of one axis from one or more named axes of ``mesh``, which no public method of a mesh gives."""
     return mesh[names[0]] if len(names) == 1 else mesh[tuple(names)]._flatten("_".join(names))
 
 
 def shard_inside(dim: int, factor: int) -> Placement:
-    """A cut on ``dim`` of what ``factor`` other ranks' cuts of the same dim left over."""
+    """A cut on ``dim`` of what ``factor`` other ranks' cuts of the same dim left over, for which torch has no public
+    placement."""
     return _StridedShard(dim, split_factor=factor) if factor > 1 else Shard(dim)
 
 
@@ -409,6 +421,13 @@ def set_local(tensor: torch.Tensor, local: torch.Tensor, spec: DTensorSpec | Non
         tensor._spec = spec  # type: ignore[attr-defined]
 
 
+def mark_parameter(tensor: DTensor) -> nn.Parameter:
+    """``tensor``, which `isinstance` takes for an `nn.Parameter` from now on: ``nn.Parameter(tensor)`` would run an
+    operator on it, the first of which imports the compiler."""
+    tensor._is_param = True
+    return cast(nn.Parameter, tensor)
+
+
 def shard_like(value: torch.Tensor, sharded: DTensor) -> DTensor:
     """``value``, the same whole tensor on every rank, cut and placed as ``sharded`` is."""
     spec, local = make_spec(sharded.device_mesh, sharded.placements, value), local_of(sharded)
@@ -427,6 +446,7 @@ call_without_torch_function: Callable[[Any, Any, Any, Any], Any] = torch._C._dis
 """``(func, types, args, kwargs)``: call ``func`` as torch does for a class whose ``__torch_function__`` is disabled."""
 
 
+# Of those that were registered torch shows none, and runs them when an unsharded gradient comes, which is too early.
 _get_hooks, _get_late_hooks = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 
 
@@ -494,6 +514,9 @@ def _plain_as_replicated() -> contextlib.AbstractContextManager[None]:
 is_view: Callable[[torch.Tensor], bool] = torch.Tensor._is_view
 """Whether autograd sees a tensor as a view of another one; modifying it in place then loses the hooks on it."""
 
+get_base: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
+"""What autograd sees a tensor as a view of, which has to get hooks of its own; nothing public tells."""
+
 
 def view_again(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     """The view of ``base`` that ``view`` is of its own base; autograd has no public function that makes a view anew."""
@@ -501,7 +524,7 @@ def view_again(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
 
 
 def keeping_version(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Inside, writing to ``tensor`` does not count as modifying it."""
+    """Inside, writing to ``tensor`` does not count as modifying it: autograd would refuse the graphs that saved it."""
     return torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
 
 
@@ -512,7 +535,8 @@ def take_history(changed: torch.Tensor, alias: torch.Tensor) -> None:
 
 
 backward_number: Callable[[], int] = torch._C._current_graph_task_id
-"""Number of the backward pass that this thread is inside, -1 outside; one inside another has its own."""
+"""Number of the backward pass that this thread is inside, -1 outside; one inside another has its own. Nothing public
+tells whether there is one."""
 
 
 def in_backward() -> bool:
@@ -521,7 +545,8 @@ def in_backward() -> bool:
 
 
 next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
-"""Number of the autograd node that this thread makes next."""
+"""Number of the autograd node that this thread makes next: what was made before is told from what was made since
+without a reference to either."""
 
 
 def is_made_since(tensor: torch.Tensor, number: int) -> bool:
@@ -534,7 +559,7 @@ def is_made_since(tensor: torch.Tensor, number: int) -> bool:
 
 
 def runs_in_this_backward(node: Any) -> bool:
-    """Whether the current backward pass goes through an autograd node."""
+    """Whether the current backward pass goes through an autograd node, which only the engine knows."""
     return torch._C._will_engine_execute_node(node)
 
 
@@ -560,7 +585,7 @@ def queue_end_of_backward(
 
 
 is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
-"""Whether a profiler runs."""
+"""Whether a profiler runs: ranges cost host time also while none does."""
 
 _log = logging.getLogger("torch.distributed.fsdp.fully_shard")
 """That of torch's FSDP2, which ``TORCH_LOGS=+fsdp`` shows."""
@@ -635,7 +660,7 @@ def _as_range(method: Callable[..., Any], text: str) -> Callable[..., Any]:
 
 
 in_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
-"""Whether a transform of `torch.func` runs."""
+"""Whether a transform of `torch.func` runs, which wraps tensors that are made or used inside."""
 
 
 def in_forward_mode() -> bool:
@@ -767,7 +792,8 @@ def step_without_hooks(optimizer_class: type[Optimizer]) -> Callable[..., Any]:
 
 
 def steps_are_hooked(optimizer: Optimizer, but: Sequence[RemovableHandle]) -> bool:
-    """Whether anybody's hooks run around the steps of ``optimizer``, those of ``but`` aside."""
+    """Whether anybody's hooks run around the steps of ``optimizer``, those of ``but`` aside; torch has functions that
+    register them, and none that tells."""
     own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     return bool(own or _global_optimizer_post_hooks or _global_optimizer_pre_hooks.keys() - {one.id for one in but})
 
@@ -794,7 +820,7 @@ truncated_normal_code: CodeType | None = getattr(
 
 
 def schema_of(operator: Any) -> Any:
-    """What an ATen operator says of its arguments and returns; None of another function."""
+    """What an ATen operator says of its arguments and returns, in no public attribute; None of another function."""
     return getattr(operator, "_schema", None)
 
 

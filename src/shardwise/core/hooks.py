@@ -292,6 +292,7 @@ class Unit:
         limit = context.largest_unit
         for unit in expected if limit else ():
             limit -= unit.gathered_bytes
+            # What comes after its own next use, for which it is gathered again, is not to be in the way of that.
             if unit is self or limit < 0:
                 return
             unit.prefetch(direction, context.gather_lane, ahead)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from .device import local_of, unwrapped, without_torch_function
+from .device import get_version, local_of, unwrapped, without_torch_function
 from .group import ParamGroup
 from .slot import Slot
 
@@ -67,7 +67,7 @@ class LostWrites:
     def _stamps(groups: Sequence[ParamGroup]) -> dict[Slot, list[tuple[int, int]]]:
         with without_torch_function():
             return {
-                slot: [(face._version, _address(face)) for face in slot.faces]
+                slot: [(get_version(face), _address(face)) for face in slot.faces]
                 for group in groups
                 for slot in group.slots
                 if not slot.buffer.is_identity and not any(face.is_inference() for face in slot.faces)

@@ -22,6 +22,7 @@ from .device import (
     complete,
     get_gradient,
     local_of,
+    mark_parameter,
     set_gradient,
     set_local,
     shares_storage,
@@ -97,7 +98,7 @@ class TracedParameter(DTensor):
     def _as_plain(self, local: torch.Tensor) -> DTensor:
         plain = wrap_local(local, spec_of(self), requires_grad=self.requires_grad)
         if isinstance(self, nn.Parameter):
-            plain._is_param = True
+            mark_parameter(plain)
         return plain
 
 
@@ -448,11 +449,9 @@ def make_sharded_parameter(
     local: torch.Tensor, spec: Any, requires_grad: bool, owner: weakref.ref[Any]
 ) -> nn.Parameter:
     """A sharded parameter of ``owner`` around ``local``, placed as ``spec`` says."""
-    # `nn.Parameter(dtensor)` would run an operator on it, the first of which imports the compiler.
-    parameter = wrap_local(local, spec, ShardedParameter, requires_grad)
-    parameter._is_param = True
+    parameter = mark_parameter(wrap_local(local, spec, ShardedParameter, requires_grad))
     parameter.__dict__["_shardwise_owner"] = owner
-    return cast(nn.Parameter, parameter)
+    return parameter
 
 
 def alias_of(detached: DTensor, owner: weakref.ref[Any]) -> DTensor:

@@ -27,7 +27,9 @@ ARGUMENTS = {
     "bucket_cap_mb": Argument("an instance's gradients are one collective anyway", Support.ACCEPTED),
     "compute_device": Argument("where whole parameters are; by default where process_group communicates"),
     "no_broadcast_optim_state": Argument("whether gathered optimizer state leaves out that of this instance"),
-    "state_dict_device": Argument("where `state_dict` puts tensors; by default where it computes, or stores"),
+    "state_dict_device": Argument(
+        "where `state_dict` and `local_state_dict` put tensors; by default where it computes, or stores"
+    ),
     "clear_autocast_cache": Argument("whether autocast forgets cast weights after each forward"),
     "force_input_to_fp32": Argument("whether half-precision inputs become float32 where mixed_precision is off"),
     "verbose": Argument("whether printing the module shows all settings"),

@@ -15,7 +15,7 @@ from torch.optim import SGD, Optimizer
 from ..arguments import Argument, Support, check_arguments, check_state_dict, documented, is_at_least, to_float
 from ..core.agreement import communicating, explain_failure
 from ..core.comm import Comm, GrouplessComm, comm_for
-from ..core.device import sent_to
+from ..core.device import get_version, sent_to
 from ..core.layout import deal
 from ..core.norms import local_norms, norm_of_nothing
 from ..core.parameter import refuse_lazy
@@ -558,7 +558,7 @@ class _BroadcastPlan:
 
 def _trace_of(parameter: torch.Tensor) -> tuple[bool, int]:
     """Whether it has a gradient, and a number that writes change, unless they go through ``.data``."""
-    return parameter.grad is not None, 0 if parameter.is_inference() else parameter._version
+    return parameter.grad is not None, 0 if parameter.is_inference() else get_version(parameter)
 
 
 def _select(group: Mapping[str, Any], chosen: Sequence[bool]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from ..arguments import Argument, check_flags, documented, is_at_least
 from ..core.comm import Comm, comm_for
 from ..core.device import (
     backward_number,
+    get_base,
     in_backward,
     is_view,
     may_share_elements,
@@ -590,7 +591,7 @@ def _of_one_memory(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, 
     """
     groups: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
     for tensor in {id(tensor): tensor for tensor in tensors}.values():
-        base = tensor._base if is_view(tensor) else None
+        base = get_base(tensor) if is_view(tensor) else None
         base = tensor if base is None or not base.requires_grad else base
         groups.setdefault(id(base), (base, []))[1].append(tensor)
     found: list[tuple[torch.Tensor, list[torch.Tensor]]] = []

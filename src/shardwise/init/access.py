@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..core.device import truncated_normal_code
+from ..core.device import storage_key, truncated_normal_code
 from ..core.tree import tensors_in
 from ..core.whole import has_repeats
 from .record import View
@@ -71,9 +71,9 @@ def _address(recorder: Recorder, func: Any, tensor: torch.Tensor) -> int:
 def _deep_copy(recorder: Recorder, func: Any, tensor: torch.Tensor, memo: dict[Any, Any]) -> torch.Tensor:
     """As torch does it; but the copy of the memory, which tensors on one storage share, is recorded as `clone`."""
     storage, copies = tensor.untyped_storage(), memo.setdefault("torch", {})
-    if tensor.is_leaf and storage._cdata not in copies:
+    if tensor.is_leaf and (key := storage_key(storage)) not in copies:
         nbytes = recorder.record.memory[recorder.view_of(tensor).storage].nbytes
-        copies[storage._cdata] = View(0, torch.uint8, (nbytes,), (1,), 0).on(storage).clone().untyped_storage()
+        copies[key] = View(0, torch.uint8, (nbytes,), (1,), 0).on(storage).clone().untyped_storage()
     copied: torch.Tensor = func(tensor, memo)
     return copied
 

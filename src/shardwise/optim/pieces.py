@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..core.buffer import allocate_storage, free_storage
-from ..core.device import copy_each, local_of, shares_storage
+from ..core.device import copy_each, get_version, local_of, shares_storage
 from .members import Member, States, position_of
 
 
@@ -271,17 +271,17 @@ class _Shared:
         self.parts: Sequence[torch.Tensor] = self._all.unbind()
         self.first = self.parts[0]
         self._others = self._all[1:]
-        self._version = self._all._version
+        self._written = get_version(self._all)
 
     @property
     def is_unwritten(self) -> bool:
         """Whether it was not written since the last `spread`."""
-        return self._all._version == self._version
+        return bool(get_version(self._all) == self._written)
 
     def spread(self) -> None:
         """Copy the first member's number, which was stepped, to the others."""
         self._others.copy_(self.first)
-        self._version = self._all._version
+        self._written = get_version(self._all)
 
 
 def is_container(value: Any) -> bool:
