@@ -32,7 +32,7 @@ from .checkpoint.optimizer_state import optimizer_state
 from .checkpoint.ranks import saving_ranks
 from .checkpoint.safetensors import load_safetensors
 from .core.module import register_fsdp_forward_method
-from .core.parameter import successor_of
+from .core.replaced import successor_of
 from .core.root import unit_of
 from .core.step import parameters_of
 from .core.tree import map_tensors

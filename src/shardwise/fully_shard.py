@@ -23,11 +23,14 @@ from .core.group import ParamGroup
 from .core.hooks import Unit
 from .core.mesh import DataParallelMesh, data_parallel_mesh, smaller_mesh
 from .core.module import FSDPModule, become_fsdp_module, wrapped_class
-from .core.parameter import Place, alias_of, owner_of, refuse_lazy, successor_of
+from .core.options import GroupPolicy
+from .core.parameter import alias_of, owner_of, refuse_lazy
+from .core.place import Place
+from .core.replaced import successor_of
 from .core.replicas import note_ignored
 from .core.root import is_never_called, managed_modules, unit_of
 from .core.shards import ParameterShards
-from .core.slot import GroupPolicy, ManagedParameter
+from .core.slot import ManagedParameter
 from .core.weak import weakly
 from .placements import PRESETS, Placements
 

@@ -20,7 +20,8 @@ from .core.device import eager, local_of, scale_each, sent_to, spec_of, without_
 from .core.flat import refuse_flat
 from .core.mesh import mesh_device
 from .core.norms import in_order, local_norms, norm_of_nothing
-from .core.parameter import owner_of, successor_of
+from .core.parameter import owner_of
+from .core.replaced import successor_of
 from .core.shards import ParameterShards, Shards
 
 OF_NORM = "computing the norm of the gradients"

@@ -13,7 +13,7 @@ from torch import nn
 
 from .core.device import share_hooks
 from .core.module import FSDPModule, class_before_sharding
-from .core.parameter import Place
+from .core.place import Place
 
 
 @dataclass(frozen=True)

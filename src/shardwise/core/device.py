@@ -357,6 +357,10 @@ get_spec, get_local = attrgetter("_spec"), attrgetter("_local_tensor")
 """Of a DTensor, as functions that `map` calls without a line of Python for each; AttributeError for anything else."""
 get_requires_grad, get_version = attrgetter("requires_grad"), attrgetter("_version")
 """Of a tensor; the latter counts writes, for which torch has a public function that increments and none that reads."""
+_data: Any = torch.Tensor.data
+get_data: Callable[[torch.Tensor], torch.Tensor] = _data.__get__
+set_data: Callable[[torch.Tensor, torch.Tensor], None] = _data.__set__
+"""Of a tensor, as `torch.overrides` calls them."""
 _gradient: Any = torch.Tensor.grad
 get_gradient: Callable[[torch.Tensor], torch.Tensor | None] = _gradient.__get__
 set_gradient: Callable[[torch.Tensor, torch.Tensor | None], None] = _gradient.__set__

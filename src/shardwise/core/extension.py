@@ -35,7 +35,7 @@ from .device import (
 from .errors import StateError
 from .lanes import Lane
 from .layout import Layout, TensorLayout
-from .parameter import Place
+from .place import Place
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 

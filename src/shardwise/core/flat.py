@@ -22,9 +22,12 @@ from .errors import StateError
 from .gradient import refuse_sparse
 from .layout import flat
 from .mesh import DataParallelRanks
-from .parameter import METADATA_METHODS, Place, owner_of, remember_successor, retire, set_owner, successor_of
+from .options import GroupPolicy
+from .parameter import owner_of, set_owner
+from .place import Place
+from .replaced import METADATA_METHODS, remember_successor, retire, successor_of
 from .shards import Shards
-from .slot import GroupPolicy, Slot
+from .slot import Slot
 from .tree import tensors_in
 
 

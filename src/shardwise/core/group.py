@@ -29,10 +29,12 @@ from .errors import StateError, is_explained
 from .joint import JointGather, joins, size_of
 from .lanes import Lane, Lease, Ticket, Waitable
 from .mesh import DataParallelMesh, DataParallelRanks
-from .parameter import make_sharded_parameter, mark_replaced, remember_successor
+from .options import GroupOptions
+from .parameter import make_sharded_parameter
 from .reducer import GradientReducer
+from .replaced import mark_replaced, remember_successor
 from .shards import Shards
-from .slot import GroupOptions, Slot
+from .slot import Slot
 
 
 class ShardState(Enum):

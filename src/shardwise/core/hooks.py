@@ -30,9 +30,9 @@ from .iteration import Iteration
 from .joint import JointGather
 from .lanes import Lane
 from .lost import LostWrites
+from .options import GroupOptions
 from .parameter import owner_of
 from .root import Batch, make_root
-from .slot import GroupOptions
 from .step import end_steps
 from .tree import casting, hidden_tensors, is_flat, map_tensors, opaque_types, tensors_requiring_grad
 from .weak import weakly

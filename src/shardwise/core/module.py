@@ -29,9 +29,9 @@ from .errors import StateError
 from .group import ParamGroup, ShardState
 from .hooks import Unit
 from .iteration import GradientReductionHandle
+from .options import GroupOptions
 from .parameter import release_class
 from .root import UNIT, set_unit, unit_of, units_of
-from .slot import GroupOptions
 
 _classes: dict[type, type] = {}
 _TorchModule = torch_fsdp.FSDPModule

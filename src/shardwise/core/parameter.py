@@ -1,4 +1,4 @@
-"""The two faces of a parameter: sharded (a DTensor) and unsharded (a plain tensor), and its places on modules."""
+"""The registered parameter: a DTensor, or a flat shard, that says so where it is used as if it were whole."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
-from torch.utils.weak import WeakIdKeyDictionary
 
 from .device import (
     call_without_torch_function,
     complete,
+    get_data,
     get_gradient,
     local_of,
     mark_parameter,
+    set_data,
     set_gradient,
     set_local,
     shares_storage,
@@ -34,6 +35,7 @@ from .device import (
     wrap_local,
 )
 from .errors import StateError
+from .replaced import owner_and_slot_of
 from .tree import tensors_in
 
 if TYPE_CHECKING:
@@ -62,10 +64,6 @@ def refuse_lazy(what: str, tensor: torch.Tensor) -> None:
     """
     if is_lazy(tensor):
         raise ValueError(f"{what} has no shape yet: run the lazy modules once, or give them the size of their input")
-
-
-_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class TracedParameter(DTensor):
@@ -105,7 +103,7 @@ class TracedParameter(DTensor):
 class SteppedParameter(TracedParameter):
     """The registered parameter while an optimizer not of torch writes it: a DTensor whose data it may replace."""
 
-    data = property(_DATA, lambda parameter, value: _replace_data(parameter, value))
+    data = property(get_data, lambda parameter, value: _replace_data(parameter, value))
 
 
 class ShardedParameter(TracedParameter):
@@ -253,9 +251,9 @@ _effects: dict[Any, _Effect] = {}
 
 
 def _effect_of(func: Any) -> _Effect:
-    if func == torch.Tensor.detach or func == _DATA:
+    if func == torch.Tensor.detach or func == get_data:
         return _Effect.ALIASES
-    if func == _SET_DATA:
+    if func == set_data:
         return _Effect.REPLACES
     if func is torch.autograd.backward:
         return _Effect.TRAINS
@@ -279,7 +277,7 @@ def _replace_data(parameter: DTensor, value: torch.Tensor) -> None:
         )
     value = cast(DTensor, value.detach()).redistribute(placements=parameter.placements)
     with without_torch_function():
-        _SET_DATA(parameter, value)
+        set_data(parameter, value)
         set_local(parameter, complete(local_of(value)), spec_of(value))
     if (owner := owner_of(parameter)) is not None:
         owner.note_write()
@@ -330,7 +328,7 @@ def _leaves_of(inputs: Sequence[Any]) -> list[Any]:
 
 def _faces_of_cut_anew(parameter: torch.Tensor) -> Sequence[torch.Tensor]:
     """The unsharded ones of a parameter that was resharded to a smaller world; none of one that was replaced."""
-    _, slot = _owner_and_slot_of(parameter)
+    _, slot = owner_and_slot_of(parameter)
     if slot is None or not isinstance(parameter, DTensor):
         return ()
     return slot.faces if spec_of(slot.sharded).mesh != spec_of(parameter).mesh else ()
@@ -365,7 +363,7 @@ def _used_while_sharded(operator: str, writes_sharded: bool, parameters: Sequenc
 def _writes_gathered(operator: str, target: Any) -> str | None:
     """What is wrong where ``operator``, which is given a sharded parameter, writes to an unsharded one."""
     for one in tensors_in(target):
-        owner, slot = _owner_and_slot_of(one)
+        owner, slot = owner_and_slot_of(one)
         if slot is not None and any(face is one for face in slot.faces):
             return (
                 f"{operator} writes to parameter {slot.name!r} of unit {owner.unit_name!r} while it is gathered, and "
@@ -486,196 +484,3 @@ def release_class(parameters: Iterable[torch.Tensor]) -> None:
 
 borrowers: weakref.WeakSet[Shards] = weakref.WeakSet()
 """Those with slots whose sharded parameters are other slots', tied after both were sharded."""
-
-_successors: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""From each original parameter that still exists, and each unsharded one, to the owner and index of its slot, so that
-an optimizer over them is found. Weak on both sides."""
-
-
-def remember_successor(original: torch.Tensor, owner: weakref.ref[Any], slot: int) -> None:
-    """The sharded parameter of a slot is the one that counts, not ``original``."""
-    _successors[original] = owner, slot
-
-
-def _owner_and_slot_of(original: torch.Tensor) -> tuple[Any, Any]:
-    """Of the sharded parameter that counts instead of ``original``; None twice if there is none, or it is gone."""
-    if (found := _successors.get(original)) is None or (owner := found[0]()) is None:
-        return None, None
-    return owner, owner.slots[found[1]]
-
-
-def successor_of(original: torch.Tensor) -> nn.Parameter | None:
-    """The sharded parameter that replaced ``original``, if one did and still exists."""
-    _, slot = _owner_and_slot_of(original)
-    return None if slot is None else slot.sharded
-
-
-def mark_replaced(parameter: torch.Tensor) -> None:
-    """A sharded parameter is not its unit's any more: another one was loaded in its place."""
-    parameter.__dict__["_shardwise_replaced"] = True
-
-
-def name_of_replaced(parameter: torch.Tensor) -> str | None:
-    """Name of a parameter that a sharded one replaced, "?" if that is gone but left a mark; None of any other."""
-    _, slot = _owner_and_slot_of(parameter)
-    if slot is not None:
-        name: str = slot.name
-        return name
-    return "?" if "_shardwise_replaced" in parameter.__dict__ else None
-
-
-class ReplacedParameter(nn.Parameter):
-    """A parameter that `fully_shard` replaced, as whoever still holds it sees it (an average, a module outside the
-    tree): readable until its sharded successor was written, from when on its values are of the past."""
-
-    @classmethod
-    @untraced
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.autograd.backward:
-            _refuse_to_train(tensors_in(kwargs["inputs"]))
-        if func.__name__ not in _WITHOUT_VALUES and (func.__name__ != "__get__" or func == _DATA):
-            for parameter in tensors_in((args, kwargs)):
-                _refuse_outdated(parameter, func.__name__)
-        return call_without_torch_function(func, types, args, kwargs or {})
-
-
-METADATA_METHODS = frozenset(
-    ("size", "dim", "stride", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "__len__")
-)
-"""Of a tensor; they tell its shape, strides or dtype."""
-
-_WITHOUT_VALUES = METADATA_METHODS | {
-    *("__repr__", "__hash__", "__set__", "is_contiguous", "register_hook", "requires_grad_"),
-    *("data_ptr", "untyped_storage"),
-}
-"""What whoever still holds a replaced parameter may call at any time."""
-
-
-def _refuse_outdated(parameter: torch.Tensor, operator: str) -> None:
-    if type(parameter) is not ReplacedParameter:
-        return
-    owner, slot = _owner_and_slot_of(parameter)
-    if owner is not None and owner.written_since_wrapping:
-        raise StateError(
-            f"{operator} reads parameter {slot.name!r} as it was before fully_shard replaced it, and the "
-            "sharded one has been written since: take the parameters from the model after fully_shard, or clone "
-            "this one before if its old values are meant"
-        )
-
-
-def _refuse_to_train(parameters: Iterable[torch.Tensor]) -> None:
-    for parameter in parameters:
-        if type(parameter) is ReplacedParameter and (name := name_of_replaced(parameter)) is not None:
-            raise StateError(
-                f"backward was asked for the gradient of parameter {name!r} as it was before fully_shard replaced it: "
-                "take the parameters from the model after fully_shard"
-            )
-
-
-def retire(original: nn.Parameter) -> None:
-    """Let a replaced parameter say so when its values are used though they are of the past, or when it is trained."""
-    if original.requires_grad and original.is_leaf:
-        original.register_post_accumulate_grad_hook(_refuse_gradient)
-    if type(original) is nn.Parameter and not original.is_meta:
-        original.__class__ = ReplacedParameter
-
-
-def _refuse_gradient(parameter: torch.Tensor) -> None:
-    if (name := name_of_replaced(parameter)) is None:
-        return  # what replaced it is gone
-    parameter.grad = None
-    raise StateError(
-        f"parameter {name!r} got a gradient as it was before fully_shard replaced it, "
-        "so something outside its unit still uses it: tie parameters inside the modules that are wrapped, and take "
-        "references to them after fully_shard"
-    )
-
-
-class _Attributes:
-    """The registry of a module that registers in its own way."""
-
-    __slots__ = ("module",)
-
-    def __init__(self, module: weakref.ref[nn.Module]):
-        self.module = module
-
-    def get(self, name: str) -> Any:
-        module = self.module()
-        return None if module is None else module._parameters.get(name)
-
-    def __setitem__(self, name: str, parameter: Any) -> None:
-        if (module := self.module()) is not None:
-            setattr(module, name, parameter)
-
-
-Registry = dict[str, Any] | _Attributes
-"""Where a module's parameters are registered by name."""
-
-
-class Place:
-    """One name of one module under which a parameter is registered.
-
-    Writing into the module's own dict of parameters avoids `nn.Module.__setattr__`'s checks, but not for modules
-    that override it (recurrent ones keep a second list of their weights).
-    """
-
-    __slots__ = ("module", "name", "registry")
-
-    def __init__(self, module: nn.Module, name: str):
-        self.module = weakref.ref(module)
-        self.name = name
-        self.registry: Registry = module._parameters
-        if type(module).__setattr__ is not nn.Module.__setattr__:
-            self.registry = _Attributes(self.module)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Place) and (self.module, self.name) == (other.module, other.name)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    @property
-    def exists(self) -> bool:
-        """Whether its module does."""
-        return self.module() is not None
-
-    def get(self) -> nn.Parameter:
-        """What is registered now on a module that exists.
-
-        Raises:
-            StateError: if nothing is.
-        """
-        module = self.module()
-        assert module is not None
-        if (parameter := module._parameters.get(self.name)) is None:
-            raise StateError(
-                f"{type(module).__name__} has lost its parameter {self.name!r} since fully_shard: remove parameters "
-                "and register parametrizations before"
-            )
-        return parameter
-
-    def give(self, tensor: torch.Tensor) -> None:
-        """Let the name give ``tensor``, whatever is registered or is not."""
-        module = self.module()
-        if module is None:
-            return
-        if isinstance(self.registry, _Attributes) and isinstance(tensor, nn.Parameter):
-            registered = module._parameters.pop(self.name, None)
-            setattr(module, self.name, tensor)
-            del module._parameters[self.name]
-            if registered is not None:
-                module._parameters[self.name] = registered
-        module.__dict__[self.name] = tensor
-
-    def withdraw(self) -> None:
-        """The name gives what is registered again."""
-        if (module := self.module()) is not None:
-            module.__dict__.pop(self.name, None)
-
-    def remove(self) -> None:
-        """Register nothing."""
-        if (module := self.module()) is not None:
-            module._parameters.pop(self.name, None)
-
-    def put(self, parameter: nn.Parameter) -> None:
-        """Register ``parameter``."""
-        self.registry[self.name] = parameter

@@ -31,9 +31,10 @@ from .device import (
 from .errors import StateError
 from .gradient import Deliver, GradientPlan, Reduction, ReductionLanes, Route, Scale, gradient_scale
 from .mesh import DataParallelRanks
+from .options import GroupOptions, communicated_dtype
 from .parameter import local_gradient
 from .shards import Shards
-from .slot import GroupOptions, Slot, communicated_dtype
+from .slot import Slot
 
 MOST_PLANS = 64
 """Which parameters are reduced together may change with every step; plans are cheap to make again."""

@@ -36,21 +36,11 @@ from .extension import PRE, ExtendedBuffer, Surroundings, check_extension, cut_p
 from .lanes import Ticket
 from .layout import Layout, per_parameter, worth_thinning
 from .mesh import DataParallelMesh, DataParallelRanks
-from .parameter import (
-    OwnerReference,
-    Place,
-    Registry,
-    adopt_parameter,
-    borrowers,
-    make_sharded_parameter,
-    mark_replaced,
-    marks_of,
-    owner_of,
-    remember_successor,
-    retire,
-    successor_of,
-)
-from .slot import GroupPolicy, ManagedParameter, Slot
+from .options import GroupPolicy
+from .parameter import OwnerReference, adopt_parameter, borrowers, make_sharded_parameter, marks_of, owner_of
+from .place import Place, Registry
+from .replaced import mark_replaced, remember_successor, retire, successor_of
+from .slot import ManagedParameter, Slot
 from .step import watch_steps
 
 _is_trained = attrgetter("was_unsharded", "sharded.requires_grad")

@@ -23,7 +23,8 @@ from .device import (
     wrap_local,
 )
 from .errors import StateError
-from .parameter import ShardedParameter, SteppedParameter, TracedParameter, name_of_replaced, note_writes, owner_of
+from .parameter import ShardedParameter, SteppedParameter, TracedParameter, note_writes, owner_of
+from .replaced import name_of_replaced
 from .replicas import compare_gradients
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(

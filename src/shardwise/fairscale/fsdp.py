@@ -23,9 +23,10 @@ from ..core.device import in_backward, not_inference
 from ..core.flat import FlatShards, FlatSlot
 from ..core.group import ParamGroup
 from ..core.hooks import Phase, Unit
-from ..core.parameter import Place, owner_of
+from ..core.options import GroupPolicy
+from ..core.parameter import owner_of
+from ..core.place import Place
 from ..core.root import set_unit
-from ..core.slot import GroupPolicy
 from ..core.tree import map_tensors
 from ..grad import scale_to_norm
 from ..sites import under

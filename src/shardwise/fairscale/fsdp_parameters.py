@@ -12,7 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from ..core.extension import is_extended
 from ..core.flat import FlatPart, FlatRun
-from ..core.parameter import Place, owner_of, refuse_lazy, successor_of
+from ..core.parameter import owner_of, refuse_lazy
+from ..core.place import Place
+from ..core.replaced import successor_of
 from ..core.root import managed_modules, unit_of
 from ..core.whole import WholeBroadcast
 from ..sites import under

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, cast
 from torch import nn
 
 from ..core.flat import FlatShards, FlatSlot
-from ..core.parameter import Place, owner_of
+from ..core.parameter import owner_of
+from ..core.place import Place
 from ..core.root import set_unit
 from .fsdp_parameters import clean, own_modules
 

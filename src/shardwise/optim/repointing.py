@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 
 from ..core.device import local_of, shard_like, spec_of, wrap_local
 from ..core.flat import refuse_flat
-from ..core.parameter import name_of, owner_of, successor_of
+from ..core.parameter import name_of, owner_of
+from ..core.replaced import successor_of
 from ..core.slot import Slot
 from ..core.step import parameters_of
 from ..core.tree import tensors_in
