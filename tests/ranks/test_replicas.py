@@ -141,3 +141,10 @@ def test_one_bit_changes_the_sum(dtype: torch.dtype, start: int, numel: int) -> 
         changed = whole.clone()
         changed.view(torch.uint8)[(start + element) * dtype.itemsize] ^= 1
         assert sum_of_bits([changed[start : start + numel]]) != before
+
+
+def test_the_sum_of_what_is_seen_another_way() -> None:
+    values = torch.randn(6, 4, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    for seen in (values.conj(), values.conj().imag, values.T, values[::2], values.real, values[:0]):
+        assert sum_of_bits([seen]) == sum_of_bits([seen.resolve_conj().resolve_neg().clone().contiguous()])
+    assert sum_of_bits([None, values.to("meta"), values.real.to_sparse(), values]) == sum_of_bits([values])

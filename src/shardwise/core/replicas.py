@@ -105,7 +105,7 @@ def sum_of_bits(tensors: Iterable[torch.Tensor | None]) -> int:
 
 def _sum_of_words(tensor: torch.Tensor) -> torch.Tensor:
     # As wide as the sum is: torch copies narrower ones before it sums them. What is not aligned to them is copied here.
-    octets = tensor.reshape(-1).view(torch.uint8)
+    octets = tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     aligned = octets.storage_offset() % WORD == 0
     blocks = [octets] if aligned else (block.clone() for block in octets.split(COPIED))
     total = octets.new_zeros((), dtype=torch.int64)
