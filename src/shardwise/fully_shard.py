@@ -27,7 +27,6 @@ from .core.options import GroupPolicy
 from .core.parameter import alias_of, owner_of, refuse_lazy
 from .core.place import Place
 from .core.replaced import successor_of
-from .core.replicas import note_ignored
 from .core.root import is_never_called, managed_modules, unit_of
 from .core.shards import ParameterShards
 from .core.slot import ManagedParameter
@@ -322,7 +321,6 @@ def _ignored(parameters: Iterable[nn.Parameter] | None) -> list[nn.Parameter]:
     for parameter in given:
         if not isinstance(parameter, nn.Parameter):
             raise TypeError(f"ignored_params has {parameter!r:.80}: it takes the parameters themselves")
-    note_ignored(given)
     return given
 
 

@@ -1058,6 +1058,8 @@ def test_buffers_that_share_elements_or_are_conjugates() -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("expanded", (torch.arange(3.0) + dist.get_rank()).expand(2, 3))
     model.register_buffer("conjugate", torch.tensor([1j + dist.get_rank()]).conj())
+    # What one rank computes with, as a cache, may require gradients there alone.
+    model.register_buffer("cache", torch.ones(3).requires_grad_(dist.get_rank() == 0))
     share_values(model, init_device_mesh("cpu", (2,)))
     assert model.expanded.tolist() == [[0.0, 1.0, 2.0]] * 2
     assert model.conjugate.tolist() == [-1j]

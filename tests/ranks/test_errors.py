@@ -28,7 +28,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import shardwise
 from shardwise import Placements, fully_shard
 from shardwise.checkpoint import sharded
-from shardwise.core.agreement import tell_failure
+from shardwise.checkpoint.peers import Peers
+from shardwise.core.agreement import explain_failure, tell_failure
 from shardwise.core.comm import comm_for
 from shardwise.core.errors import StateError
 from shardwise.core.posts import failure_elsewhere, post, posted_by
@@ -113,6 +114,19 @@ def test_another_model_on_a_replica_of_two_ranks() -> None:
         dist.new_subgroups_by_enumeration(axis.tolist(), timeout=timedelta(seconds=2))[0] for axis in (ranks.T, ranks)
     ]
     assert_named("wider", DeviceMesh.from_group(groups, "cpu", ranks, mesh_dim_names=("replicate", "shard")))
+
+
+@on_ranks(2)
+def test_failures_are_explained_when_the_group_is_gone() -> None:
+    mesh = impatient_mesh()
+    model = another_model("", mesh, Placements.zero3)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    group = mesh.get_group()
+    comm = comm_for(group, torch.device("cpu"))
+    dist.destroy_process_group(group)
+    error = RuntimeError("the group is gone")
+    explain_failure(error, "doing this", comm)
+    assert "this happened while doing this" in told_by(error)
 
 
 class Unlucky(nn.Module):
@@ -1230,3 +1244,22 @@ def test_state_dict_of_other_shapes() -> None:
     with pytest.raises(RuntimeError, match=r"layers\.0\.gate|gate"):
         model.load_state_dict(state)
     model(batch(0, dist.get_rank(), 2, WIDTH)).sum().backward()
+
+
+class UnportableError(Exception):
+    """Cannot be pickled and made again."""
+
+    def __init__(self, what: str, where: str):
+        super().__init__(f"{what} in {where}")
+
+
+@on_ranks(2)
+def test_a_rank_raises_its_own_error_whatever_others_can_be_told() -> None:
+    def fail_on_the_second() -> None:
+        if dist.get_rank():
+            raise UnportableError("no luck", "here")
+
+    peers, kind = Peers(init_device_mesh("cpu", (2,))), UnportableError if dist.get_rank() else RuntimeError
+    with pytest.raises(kind, match="no luck in here") as caught, peers.together():
+        fail_on_the_second()
+    assert ("happened on rank 1" in told_by(caught.value)) == (dist.get_rank() == 0)

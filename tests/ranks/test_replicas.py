@@ -1,8 +1,7 @@
-"""What ranks are told that hold, or step by, different values where those should be the same."""
+"""What ranks are told that hold different values where those should be the same."""
 
 from __future__ import annotations
 
-import functools
 import time
 import warnings
 from typing import Any
@@ -15,12 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import fully_shard
 from shardwise.core.replicas import sum_of_bits
-from shardwise.optim import flat
 
 from .harness import on_ranks
 
 WIDTH = 6
-OPTIMIZERS: dict[str, Any] = {"plain": torch.optim.AdamW, "flat": functools.partial(flat, torch.optim.AdamW)}
 
 
 def model_of(seed: int) -> nn.Sequential:
@@ -90,45 +87,6 @@ def test_one_element_of_a_replica_is_enough() -> None:
     assert not dist.get_rank() or "in units '1'. " in told[0], told
 
 
-def steps_without_root(kind: str, *, ignored: bool = False, averages: bool = False, named: bool = False) -> list[str]:
-    """What a rank is told while it trains a model whose last layer is in no unit."""
-    model = model_of(0)
-    if ignored:
-        for layer in model[:2]:
-            fully_shard(layer)
-        fully_shard(model, ignored_params=set(model[2].parameters()))
-    else:
-        for layer in model[:2]:
-            fully_shard(layer)
-    optimizer = OPTIMIZERS[kind](model.named_parameters() if named else model.parameters())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for step in range(2):
-            model(torch.full((2, WIDTH), float(dist.get_rank() + step))).sum().backward()
-            for parameter in model[2].parameters() if averages else ():
-                dist.all_reduce(parameter.grad)
-            in_turn()
-            optimizer.step()
-            optimizer.zero_grad()
-    return warned(caught, "in no unit")
-
-
-@on_ranks(2, 3, kind=["plain", "flat"])
-def test_parameters_that_nobody_wrapped(kind: str) -> None:
-    told = steps_without_root(kind, named=kind == "plain")
-    assert len(told) <= 1
-    if dist.get_rank() == dist.get_world_size() - 1:
-        assert "AdamW has " in told[0]
-        assert ("'2.weight'" if kind == "plain" else "(3, 6)") in told[0]
-        assert "bias" not in told[0]  # its gradient is the same on all ranks
-
-
-@on_ranks(2, kind=["plain", "flat"])
-def test_parameters_that_the_program_sees_to(kind: str) -> None:
-    assert steps_without_root(kind, averages=True) == []
-    assert steps_without_root(kind, ignored=True) == []
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex128, torch.uint8])
 @pytest.mark.parametrize("start", range(9))
 @pytest.mark.parametrize("numel", [0, 1, 3, 8, 33])
@@ -143,8 +101,18 @@ def test_one_bit_changes_the_sum(dtype: torch.dtype, start: int, numel: int) -> 
         assert sum_of_bits([changed[start : start + numel]]) != before
 
 
-def test_the_sum_of_what_is_seen_another_way() -> None:
-    values = torch.randn(6, 4, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
-    for seen in (values.conj(), values.conj().imag, values.T, values[::2], values.real, values[:0]):
-        assert sum_of_bits([seen]) == sum_of_bits([seen.resolve_conj().resolve_neg().clone().contiguous()])
-    assert sum_of_bits([None, values.to("meta"), values.real.to_sparse(), values]) == sum_of_bits([values])
+@on_ranks(2)
+def test_replicas_of_frozen_units_may_differ() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    model = model_of(0)
+    model[1] = nn.Linear(WIDTH, WIDTH).requires_grad_(False)  # of another generator's state
+    if dist.get_rank():
+        with torch.no_grad():
+            model[1].weight.mul_(2)
+    for layer in (*model, model):
+        fully_shard(layer, mesh=mesh, placements="ddp")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        in_turn()
+        model(torch.ones(2, WIDTH)).sum().backward()
+    assert warned(caught, "replicas train different models") == []

@@ -120,7 +120,8 @@ class Peers:
         if first is None:
             return
         is_same = own is not None and (type(own), str(own)) == (type(first), str(first))
-        if own is not None and (is_same or not isinstance(own, Exception)):
+        is_first = rank == self.ranks[self.position]
+        if own is not None and (is_first or is_same or not isinstance(own, Exception)):
             raise own
         if not any(note.startswith(HAPPENED) for note in getattr(first, "__notes__", ())):  # else others told it
             first.add_note(f"{HAPPENED} {rank}")

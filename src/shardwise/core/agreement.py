@@ -183,10 +183,10 @@ def _difference(comm: Comm) -> str:
     if comm not in _posted:
         return ""
     number, counts, descriptions = _posted[comm]
-    own = comm.global_rank(comm.rank)
     for rank, theirs in neighbors(comm, number):
         if theirs == counts:
             continue
+        own = comm.global_rank(comm.rank)
         only_here = next(iter(counts - theirs), None)
         if only_here is None:
             what = f"rank {rank} has {(theirs - counts).total()} more units than rank {own}"

@@ -23,9 +23,8 @@ from .device import (
     wrap_local,
 )
 from .errors import StateError
-from .parameter import ShardedParameter, SteppedParameter, TracedParameter, note_writes, owner_of
+from .parameter import ShardedParameter, SteppedParameter, TracedParameter, note_writes
 from .replaced import name_of_replaced
-from .replicas import compare_gradients
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {
@@ -64,7 +63,6 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     tracer = trace_by(None)
     try:
         _refuse_replaced(optimizer)
-        compare_gradients(optimizer, owner_of)
         if getattr(optimizer, "notes_writes", False) or not any(
             type(parameter) is ShardedParameter for parameter in parameters_of(optimizer)
         ):

@@ -134,7 +134,8 @@ def describe(tensor: torch.Tensor) -> str:
     kind = [type(tensor).__name__] * isinstance(tensor, DTensor) + ["on meta"] * tensor.is_meta
     kind += [str(tensor.layout)] * (tensor.layout is not torch.strided)
     shape = "without a shape yet" if is_lazy(tensor) else str(tuple(tensor.shape))
-    return " ".join([shape, str(tensor.dtype), f"requires_grad={tensor.requires_grad}", *kind])
+    kind += [f"requires_grad={tensor.requires_grad}"] * isinstance(tensor, nn.Parameter)
+    return " ".join([shape, str(tensor.dtype), *kind])
 
 
 def describe_settings(settings: Mapping[str, object]) -> list[tuple[str, ...]]:
