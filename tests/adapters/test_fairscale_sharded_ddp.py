@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import gc
@@ -300,6 +301,61 @@ def test_no_sync_ends_with_an_exception() -> None:
     for model in (sharded, ddp):
         backward(model, 0)
     assert_gradients(sharded, oss, ddp)
+
+
+class GivesItself(torch.autograd.Function):
+    """A linear layer whose backward leaves the gradient of the weight by itself, as fused kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        [x] = ctx.saved_tensors
+        weight, gradient = ctx.weight, gradients[0].t() @ x
+        weight.grad = gradient if weight.grad is None else weight.grad + gradient
+        return gradients[0] @ weight, None
+
+
+class Fused(nn.Linear):
+    """Has the gradient of its weight from `GivesItself`."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return GivesItself.apply(x, self.weight)
+
+
+@on_ranks(2, 3, size=SIZES, way=["assigned", "preset", "by a function"], zero=["none", "zeros"])
+def test_gradients_that_autograd_did_not_add(size: int, way: str, zero: str) -> None:
+    """In every step, and not only in the first: a gradient that the program puts there is this rank's."""
+    found = []
+    for verb in (shard, None):
+        model: Any = model_of(lambda: (Fused if way == "by a function" else nn.Linear)(5, 3, bias=False))
+        wrapped, optimizer = verb(model, reduce_buffer_size=size) if verb else (model, SGD(model.parameters(), lr=0.1))
+        for step in range(4):
+            x = torch.full((2, 5), float(dist.get_rank() + step)).requires_grad_()
+            if way == "preset":
+                model.weight.grad = torch.ones(3, 5)
+            with wrapped.no_sync() if verb and way == "assigned" else contextlib.nullcontext():
+                loss = wrapped(x).square().sum()
+            if way == "assigned":
+                [model.weight.grad] = torch.autograd.grad(loss, model.weight)
+            else:
+                loss.backward()
+            if verb is None:
+                dist.all_reduce(model.weight.grad)
+                model.weight.grad /= dist.get_world_size()
+            elif way == "assigned":
+                wrapped.reduce()
+            optimizer.step()
+            if way != "by a function" or zero == "none":
+                optimizer.zero_grad(set_to_none=zero == "none")
+            else:
+                model.weight.grad = None
+        found.append(model.weight.detach())
+    torch.testing.assert_close(found[0], found[1])
 
 
 @on_ranks(2)

@@ -632,6 +632,21 @@ def test_checkpointed_modules_compute_the_same(kind: str, offload: bool) -> None
     assert ours.state_dict().keys() == plain.state_dict().keys()
 
 
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("norm", [nn.ReLU, lambda: nn.BatchNorm1d(4)])
+def test_checkpointed_modules_within_compiled_ones(norm: Any, offload: bool) -> None:
+    inner = nn.Sequential(nn.Linear(4, 4), norm(), nn.Dropout(0.5), nn.Linear(4, 4))
+    model = nn.Sequential(checkpoint_wrapper(inner, offload_to_cpu=offload), nn.Linear(4, 4))
+    found = []
+    for one in (copy.deepcopy(model), torch.compile(copy.deepcopy(model), backend="aot_eager")):
+        x = torch.ones(3, 4).requires_grad_()
+        for seed in range(3):
+            torch.manual_seed(seed)
+            one(x).square().sum().backward()
+        found.append([x.grad, *(parameter.grad for parameter in one.parameters()), *one.buffers()])
+    torch.testing.assert_close(found[0], found[1])
+
+
 def test_other_outputs() -> None:
     ours, plain = pair(lambda: Everything("dataclass"))
     checkpoint_wrapper(ours)

@@ -716,3 +716,20 @@ def test_the_cut_over_a_smaller_world_stays_while_shards_are_shown(
         before_backward = [4, 4, 4 if writes else 2] if again else [4, 4]
         assert gathers == [*before_backward, 2 if again or not writes else 4]
         assert not any(buffer.resharded for group in unit_of(model[0]).groups for buffer in group.shards.buffers)
+
+
+@pytest.mark.parametrize("preset", ["ddp", "zero2", "zero3"])
+def test_what_users_leave_on_parameters_is_there_in_forward(fake_mesh: Mesh, preset: str) -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * getattr(self.weight, "scale", 1.0)
+
+    model: Any = Scaled(4, 4)
+    model.weight.scale = 2.0
+    plain = copy.deepcopy(model)
+    plain.weight.scale = 2.0
+    fully_shard(model, mesh=fake_mesh(2) if preset == "ddp" else fake_mesh(1), placements=getattr(Placements, preset))
+    for _ in range(2):
+        torch.testing.assert_close(model(torch.ones(1, 4)), plain(torch.ones(1, 4)))
+    model.unshard()
+    assert model.weight.scale == 2.0

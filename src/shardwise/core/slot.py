@@ -15,7 +15,7 @@ from .gradient import refuse_sparse
 from .layout import TensorLayout
 from .model_parallel import ModelParallel
 from .options import communicated_dtype
-from .parameter import is_alias
+from .parameter import is_alias, marks_of
 from .place import Place
 
 
@@ -95,6 +95,7 @@ class Slot:
             if self.parallel is not None:
                 value = self.parallel.face(value)
             self.unsharded = nn.Parameter(value, requires_grad=self.sharded.requires_grad)
+            self.unsharded.__dict__.update(marks_of(self.sharded))
             if self.parallel is not None:
                 self.parallel.annotate(self.unsharded)
             if gradients is not None:

@@ -293,6 +293,15 @@ def _turns_now(comm: Comm) -> _Turns:
     return turns
 
 
+_MEAN = "_shardwise_mean"
+"""The attribute of a gradient that is a mean over ranks. Of the tensor, not of the parameter: users may give that
+another one, of this rank alone."""
+
+
+def _is_mean(gradient: torch.Tensor) -> bool:
+    return _MEAN in gradient.__dict__
+
+
 class OwnerReducer:
     """Gradients of whole parameters to the ranks that own them. It knows how, never when.
 
@@ -307,7 +316,6 @@ class OwnerReducer:
         comm: the ranks.
         limit: elements of a run at most; 0 sends every gradient by itself.
         half: whether wider gradients are reduced in float16.
-        reduced: ids of parameters whose gradient is a mean over ranks already; changed here.
     """
 
     def __init__(
@@ -318,7 +326,6 @@ class OwnerReducer:
         comm: Comm,
         limit: int,
         half: bool,
-        reduced: set[int],
     ):
         self.parameters, self.names, self.comm = list(parameters), list(names), comm
         self.plan = WholePlan(parameters, owners, comm, limit, half)
@@ -329,7 +336,6 @@ class OwnerReducer:
         self._without_run = [index for index, size in enumerate(layout.sizes) if not size]
         self._run_of = dict.fromkeys(self._without_run, len(self._runs) - 1) if self._runs else {}
         self._run_of |= {index: number for number, run in enumerate(self._runs) for index in run.tensors}
-        self.reduced = reduced
         self._kept: dict[int, torch.Tensor] = {}
         self._flying: deque[tuple[Run, torch.Tensor, Flight]] = deque()
         self._all_present: torch.Tensor | None = None
@@ -356,20 +362,14 @@ class OwnerReducer:
     def set_aside(self, index: int) -> None:
         """A gradient is about to be added that will be reduced: it must not mix with the mean that is there."""
         parameter = self.parameters[index]
-        if id(parameter) not in self.reduced:
-            return
-        self.reduced.discard(id(parameter))
-        if parameter.grad is not None:
-            self._kept[index] = parameter.grad
-            parameter.grad = None
+        if (gradient := parameter.grad) is not None and _is_mean(gradient):
+            self._kept[index], parameter.grad = gradient, None
 
     def mix(self, index: int) -> None:
         """A gradient is about to be added that stays local for now: the mean there becomes a term of the next sum."""
-        parameter = self.parameters[index]
-        if id(parameter) in self.reduced:
-            self.reduced.discard(id(parameter))
-            if parameter.grad is not None:
-                parameter.grad.mul_(self.comm.size)
+        if (gradient := self.parameters[index].grad) is not None and _is_mean(gradient):
+            del gradient.__dict__[_MEAN]
+            gradient.mul_(self.comm.size)
 
     def ready(self, index: int) -> None:
         """The gradient of a parameter is complete: send what is next and complete."""
@@ -472,18 +472,16 @@ class OwnerReducer:
             if exists:
                 mean = self._like_parameter(mean, self.parameters[index])
                 gradient = mean if gradient is None else gradient.add_(mean)
-            self.parameters[index].grad = gradient
             if gradient is not None:
-                self.reduced.add(id(self.parameters[index]))
+                gradient.__dict__[_MEAN] = True
+            self.parameters[index].grad = gradient
 
     def put_back(self) -> None:
         """A backward failed: owned parameters have the gradients again that they had before, which may be zeroed."""
         for index in self.owned:
             parameter = self.parameters[index]
-            if id(parameter) not in self.reduced:
-                parameter.grad = kept = self._kept.pop(index, None)
-                if kept is not None:
-                    self.reduced.add(id(parameter))
+            if parameter.grad is None or not _is_mean(parameter.grad):
+                parameter.grad = self._kept.pop(index, None)
 
     @torch.no_grad()
     def abandon(self) -> None:
@@ -492,8 +490,6 @@ class OwnerReducer:
         self._complete()
         for index, gradient in before:
             self.parameters[index].grad = gradient
-            if gradient is not None:
-                self.reduced.add(id(self.parameters[index]))
         self._kept.clear()
 
     def _complete(self) -> list[tuple[int, torch.Tensor, bool]]:

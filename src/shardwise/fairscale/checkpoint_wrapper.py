@@ -14,6 +14,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from ..core.device import untraced
 from ..core.tree import map_tensors
 
 
@@ -77,6 +78,7 @@ class _CheckpointedForward:
     def _forward_of(self, module: nn.Module) -> Callable[..., Any]:
         return functools.partial(type(module).forward, module) if self._inner is None else self._inner
 
+    @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module
         forward = self._forward_of(module)

@@ -292,8 +292,7 @@ class ShardedDataParallel(nn.Module):
             names, parameters, ranks = zip(*chosen, strict=True)
             self._claim(parameters)
             comm = self._comm(parameters[0].device)
-            reduced = old.reducer.reduced & {id(parameter) for _, parameter, _ in owners} if old is not None else set()
-            reducer = OwnerReducer(parameters, names, ranks, comm, self._limit, self._half, reduced)
+            reducer = OwnerReducer(parameters, names, ranks, comm, self._limit, self._half)
             self._gradient_hooks = GradientHooks(reducer, self._keeps_local, has_local=bool(waiting))
 
     def _claim(self, parameters: Sequence[torch.Tensor]) -> None:
