@@ -19,6 +19,7 @@ WORLD_SIZE = 2
 COMPARED = (*CONTENDERS, FLAT)
 COMPUTE_HEAVY = Shape(blocks=8, width=512, batch=4, length=128)
 PARAMETER_HEAVY = Shape(blocks=4, width=1024, batch=1, length=32)
+SMALL_UNITS = Shape(blocks=32, width=64, batch=1, length=4)
 LIMIT = 240.0
 SAVES = f"sharding also saves: AdamW then updates 1/{WORLD_SIZE} of the parameters, so an overhead may be negative."
 LOSS_TOLERANCE = 1e-3
@@ -33,6 +34,7 @@ def step_tables(quick: bool) -> list[Table]:
     return [
         _table(WORLD_SIZE, COMPUTE_HEAVY, warm_up=2, rounds=3 if quick else 10),
         _table(WORLD_SIZE, PARAMETER_HEAVY, warm_up=2, rounds=5 if quick else 16),
+        _table(WORLD_SIZE, SMALL_UNITS, warm_up=4, rounds=5 if quick else 40),
         _table(1, COMPUTE_HEAVY, warm_up=2, rounds=3 if quick else 10),
         _table(1, PARAMETER_HEAVY, warm_up=2, rounds=5 if quick else 16),
     ]

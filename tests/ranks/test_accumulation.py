@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import shardwise
-from shardwise.core import slot
+from shardwise.core import options
 
 from ..models import MLP, Stack, Transformer, inputs_for, wrap
 from .harness import on_ranks
@@ -147,7 +147,7 @@ def test_a_policy_without_reduce_dtype_means_what_the_installed_torch_says(prese
     records = []
     with pytest.MonkeyPatch.context() as patch:
         for of_shards, reduce_dtype in ((True, None), (True, torch.float32), (False, None), (False, torch.bfloat16)):
-            patch.setattr(slot, "REDUCES_IN_DTYPE_OF_SHARDS", of_shards)
+            patch.setattr(options, "REDUCES_IN_DTYPE_OF_SHARDS", of_shards)
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
             torch.manual_seed(1)
             model = wrap(make(), shardwise.fully_shard, placements=preset, mp_policy=policy)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 
 import shardwise
 from shardwise import Placements
-from shardwise.core import slot
+from shardwise.core import options
 from shardwise.core.errors import StateError
 
 from ..extensions import InColumns, SentInBfloat16, SentInTwo, SentWithScale, StaysBfloat16, Tells, Told, extend
@@ -279,7 +279,7 @@ def test_gradients_of_another_dtype_than_the_one_asked_for(reduced_in: torch.dty
     """They are reduced in their own dtype before torch 2.15, in that of the shards from there on."""
     model = Parts()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slot, "REDUCES_IN_DTYPE_OF_SHARDS", reduced_in == torch.float32)
+        patch.setattr(options, "REDUCES_IN_DTYPE_OF_SHARDS", reduced_in == torch.float32)
         shardwise.fully_shard(model, mesh=mesh())
         for _ in range(2):
             model(torch.ones(2, 4)).float().sum().backward()

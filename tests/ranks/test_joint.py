@@ -415,6 +415,37 @@ def test_nothing_is_looked_for_where_nothing_is_gathered(preset: str) -> None:
     assert not counts["gathers"]
 
 
+@on_ranks(2)
+def test_what_one_rank_alone_knows_changes_no_collective() -> None:
+    """Of parameters that are freed between uses: why those of small units are gathered by themselves. One rank writes
+    into a shard before its use, and forgets the order of units when an exception ends its backward."""
+    model = sharded("zero3")
+    weight, rank = model.layers[7].linear.weight, dist.get_rank()
+
+    def write(*_: Any) -> None:
+        if rank == 0:
+            with torch.no_grad():
+                weight.to_local()[0].mul_(1.5)
+
+    def fail(_: torch.Tensor) -> None:
+        raise PlannedError
+
+    model.register_forward_pre_hook(write)
+    for step in range(4):
+        hook = model.first.weight.register_post_accumulate_grad_hook(fail) if step == 2 and rank == 0 else None
+        with contextlib.suppress(PlannedError):
+            model(batch(step, rank, 4, WIDTH)).square().mean().backward()
+        if hook is not None:
+            hook.remove()
+        model.zero_grad()
+        dist.barrier()
+    truth = stack()
+    truth.load_state_dict(state_of(model))
+    with torch.no_grad():
+        model._forward_pre_hooks.popitem()
+        torch.testing.assert_close(model(torch.ones(1, WIDTH)), truth(torch.ones(1, WIDTH)))
+
+
 class PlannedError(Exception):
     """What the tests raise."""
 

@@ -69,6 +69,8 @@ class GatherPlan:
         self._splitter: RowSplitter | None = None
         if all(tensor.is_contiguous_cut for tensor, _ in self._packed):
             self._splitter = RowSplitter([target.view(layout.world_size, -1) for _, target in self._packed])
+        self.is_one_run = bool(self._packed) and not self._direct and self._thin is None and self._splitter is not None
+        """Whether all of it travels in one run, whose pieces are contiguous where they arrive."""
         self._outputs = [target for _, target in self._direct]
         self._own = [target.view(layout.world_size, -1)[rank] for target in self._outputs]
         """Where a cast puts this rank's part of each of them."""
@@ -76,11 +78,6 @@ class GatherPlan:
         """Runs of the source to send: the packed one first, where there is one."""
         self._own_rows: list[torch.Tensor] = []
         """This rank's rows of thin tensors in the source."""
-
-    @property
-    def is_one_run(self) -> bool:
-        """Whether all of it travels in one run, whose pieces are contiguous where they arrive."""
-        return bool(self._packed) and not self._direct and self._thin is None and self._splitter is not None
 
     def take(self, source: torch.Tensor) -> None:
         """Gather ``source``, a rank-major buffer, from now on."""

@@ -3,10 +3,9 @@ not have, and a message costs more than what a small unit sends."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -94,9 +93,13 @@ class JointGather:
         for buffer in chain.from_iterable(member.buffers for member in self._members):
             alike[buffer.comm, buffer.dtype, buffer.device].append(buffer)
         names = ", ".join(member.name for member in self._members)
-        with self._failing(), label(f"FSDP::all_gather ({names})"):
-            gathers = [(comm, self._start_gather(buffers)) for (comm, *_), buffers in alike.items()]
-            self._ticket = self.lane.submit(functools.partial(_issue, gathers, names))
+        try:
+            with label(f"FSDP::all_gather ({names})"):
+                gathers = [(comm, self._start_gather(buffers)) for (comm, *_), buffers in alike.items()]
+                self._ticket = self.lane.submit(functools.partial(_issue, gathers, names))
+        except BaseException as error:
+            self._fail(error)
+            raise
 
     def _start_gather(self, buffers: Sequence[ShardedBuffer]) -> Gather:
         if len(buffers) == 1:
@@ -119,8 +122,11 @@ class JointGather:
         """Order the compute stream after the gather."""
         self.start()
         assert self._ticket is not None
-        with self._failing():
+        try:
             self._ticket.wait()
+        except BaseException as error:
+            self._fail(error)
+            raise
         self._members = []  # units may leave the model
 
     def synchronize(self) -> None:
@@ -128,16 +134,11 @@ class JointGather:
         if self._ticket is not None:
             self._ticket.synchronize()
 
-    @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            self.has_failed = True
-            if isinstance(error, RuntimeError):
-                self._explain(error)
-            self._members, self._finish = [], {}
-            raise
+    def _fail(self, error: BaseException) -> None:
+        self.has_failed = True
+        if isinstance(error, RuntimeError):
+            self._explain(error)
+        self._members, self._finish = [], {}
 
     def _explain(self, error: RuntimeError) -> None:
         buffers = [buffer for member in self._members for buffer in member.buffers]

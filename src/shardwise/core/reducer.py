@@ -301,7 +301,8 @@ class GradientReducer:
         packs_all = shard.size == 1 or self.options.custom_reduce_scatter is not None
         known: tuple[object, ...] = tuple(slots)
         if of_several:  # weakly, and by buffers too, which other groups may make anew
-            known = tuple([weakref.ref(one) for slot in slots for one in (slot, slot.buffer)])
+            buffers = {slot.buffer: weakref.ref(slot.buffer) for slot in slots}
+            known = tuple([(buffers[slot.buffer], slot.index) for slot in slots])
         key = (known, flags, dtype, packs_all)
         if (plan := self._plans.get(key)) is None:
             if len(self._plans) >= MOST_PLANS and all(plan.partial is None for plan in self._plans.values()):

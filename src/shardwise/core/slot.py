@@ -95,7 +95,8 @@ class Slot:
             if self.parallel is not None:
                 value = self.parallel.face(value)
             self.unsharded = nn.Parameter(value, requires_grad=self.sharded.requires_grad)
-            self.unsharded.__dict__.update(marks_of(self.sharded))
+            if type(value) is torch.Tensor:  # others keep what they consist of there
+                self.unsharded.__dict__.update(marks_of(self.sharded))
             if self.parallel is not None:
                 self.parallel.annotate(self.unsharded)
             if gradients is not None:
