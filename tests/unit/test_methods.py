@@ -237,20 +237,22 @@ def test_setters_of_one_unit_or_of_all_in_it(fake_mesh: Mesh, setter: str, value
     assert ours[1][-1] > ours[0][-1]
 
 
+class Half(nn.Module):
+    """Of which one layer runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
 @pytest.mark.skipif(
     not hasattr(TorchFSDPModule, "set_reduce_scatter_unused_params"), reason=f"not in torch {torch.__version__}"
 )
 def test_zeros_for_what_is_unused_of_one_unit_or_of_all_in_it(fake_mesh: Mesh) -> None:
     """As torch FSDP2 has them."""
-
-    class Half(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.used(x)
-
     mesh, found = fake_mesh(2), []
     for shard in (fully_shard, torch_fully_shard):
         for options in ({}, {"recurse": False}, {"recurse": True}):
@@ -667,14 +669,6 @@ def test_symmetric_memory_has_the_backend_that_was_asked_for(fake_mesh: Mesh, mo
 
 
 def test_unused_parameters(fake_mesh: Mesh) -> None:
-    class Half(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.used(x)
-
     model = Half()
     fully_shard(model, mesh=fake_mesh(1))
     model(torch.ones(2, 4)).sum().backward()
