@@ -351,11 +351,8 @@ def test_set_is_last_backward(fake_mesh: Mesh) -> None:
     assert not context.order._backward
 
 
-def test_prefetch_setters_choose_what_is_gathered(fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build(fake_mesh(4))
-    layers = list(model.layers)
-    model.set_modules_to_forward_prefetch(layers)  # type: ignore[operator]
-    layers[2].set_modules_to_backward_prefetch([layers[0]])  # type: ignore[operator]
+def names_of_gathers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The units that are gathered from now on, as they are."""
     order: list[str] = []
     start = shardwise.core.group.ParamGroup._issue_gather
 
@@ -364,6 +361,15 @@ def test_prefetch_setters_choose_what_is_gathered(fake_mesh: Mesh, monkeypatch: 
         return start(group, outputs, inputs)
 
     monkeypatch.setattr(shardwise.core.group.ParamGroup, "_issue_gather", spy)
+    return order
+
+
+def test_prefetch_setters_choose_what_is_gathered(fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(fake_mesh(4))
+    layers = list(model.layers)
+    model.set_modules_to_forward_prefetch(layers)  # type: ignore[operator]
+    layers[2].set_modules_to_backward_prefetch([layers[0]])  # type: ignore[operator]
+    order = names_of_gathers(monkeypatch)
     output = model(inputs_for(model, 0))
     assert order == ["Transformer (root)", "layers.0", "layers.1", "layers.2"]
     order.clear()
@@ -417,14 +423,7 @@ def test_what_follows_a_second_use_is_gathered_after_it(fake_mesh: Mesh, monkeyp
 
     model.forward = forward
     fully_shard(model, mesh=mesh)
-    order: list[str] = []
-    start = shardwise.core.group.ParamGroup._issue_gather
-
-    def spy(group: Any, outputs: Any, inputs: Any) -> Any:
-        order.append(group.name)
-        return start(group, outputs, inputs)
-
-    monkeypatch.setattr(shardwise.core.group.ParamGroup, "_issue_gather", spy)
+    order = names_of_gathers(monkeypatch)
     for _ in range(2):
         order.clear()
         loss = model(torch.ones(2, 8)).sum()
