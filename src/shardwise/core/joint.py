@@ -3,9 +3,10 @@ not have, and a message costs more than what a small unit sends."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -93,13 +94,9 @@ class JointGather:
         for buffer in chain.from_iterable(member.buffers for member in self._members):
             alike[buffer.comm, buffer.dtype, buffer.device].append(buffer)
         names = ", ".join(member.name for member in self._members)
-        try:
-            with label(f"FSDP::all_gather ({names})"):
-                gathers = [(comm, self._start_gather(buffers)) for (comm, *_), buffers in alike.items()]
-                self._ticket = self.lane.submit(functools.partial(_issue, gathers, names))
-        except BaseException as error:
-            self._fail(error)
-            raise
+        with self._failing(), label(f"FSDP::all_gather ({names})"):
+            gathers = [(comm, self._start_gather(buffers)) for (comm, *_), buffers in alike.items()]
+            self._ticket = self.lane.submit(functools.partial(_issue, gathers, names))
 
     def _start_gather(self, buffers: Sequence[ShardedBuffer]) -> Gather:
         if len(buffers) == 1:
@@ -122,11 +119,8 @@ class JointGather:
         """Order the compute stream after the gather."""
         self.start()
         assert self._ticket is not None
-        try:
+        with self._failing():
             self._ticket.wait()
-        except BaseException as error:
-            self._fail(error)
-            raise
         self._members = []  # units may leave the model
 
     def synchronize(self) -> None:
@@ -134,11 +128,16 @@ class JointGather:
         if self._ticket is not None:
             self._ticket.synchronize()
 
-    def _fail(self, error: BaseException) -> None:
-        self.has_failed = True
-        if isinstance(error, RuntimeError):
-            self._explain(error)
-        self._members, self._finish = [], {}
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self.has_failed = True
+            if isinstance(error, RuntimeError):
+                self._explain(error)
+            self._members, self._finish = [], {}
+            raise
 
     def _explain(self, error: RuntimeError) -> None:
         buffers = [buffer for member in self._members for buffer in member.buffers]
