@@ -138,19 +138,26 @@ class GatherPlan:
             release(staging)
 
 
-def start_together(plans: Sequence[GatherPlan], lane: Lane) -> tuple[Gather, list[Callable[[], None]]]:
+def start_together(
+    plans: Sequence[GatherPlan], lane: Lane, takes: Sequence[bool]
+) -> tuple[Gather, list[Callable[[], None]]]:
     """Gather the sources of ``plans``, over the same ranks and in the same dtype, in one staging run: of each rank
     first its part of the first one. All of them are `is_one_run`.
 
+    Args:
+        plans: of the buffers.
+        lane: that communicates.
+        takes: whether this rank puts each of them in its place, once.
+
     Returns:
-        The gather, and what finishes it for each of them.
+        The gather, and what finishes it for each of those.
     """
     first, sizes = plans[0], [plan._run for plan in plans]
     world_size = first.layout.world_size
     staging = lane.allocate((sum(sizes) * world_size,), dtype=first.full.dtype, device=first.full.device)
     own = staging.view(world_size, -1)[first.comm.rank]
     inputs = [plan._inputs[0] for plan in plans]
-    left = len(plans)
+    left = sum(takes)
 
     def release(memory: torch.Tensor) -> None:
         nonlocal left
@@ -160,7 +167,9 @@ def start_together(plans: Sequence[GatherPlan], lane: Lane) -> tuple[Gather, lis
 
     starts = itertools.accumulate(sizes[:-1], initial=0)
     finish: list[Callable[[], None]] = [
-        functools.partial(plan._finish, staging, release, start) for plan, start in zip(plans, starts, strict=True)
+        functools.partial(plan._finish, staging, release, start)
+        for plan, start, is_taken in zip(plans, starts, takes, strict=True)
+        if is_taken
     ]
     return Gather([staging], [own], prepare=lambda: copy_each(own.split_with_sizes(sizes), inputs)), finish
 
@@ -305,10 +314,13 @@ class ShardedBuffer:
         return [tensor.full_offset for tensor in self.layout.tensors]
 
     def _make_plan(self, *, pack_all: bool) -> GatherPlan:
+        was_free = self._full is None or self._full.untyped_storage().nbytes() == 0
         allocate_storage(self.full)  # to make views of it
         with not_inference():
             plan = GatherPlan(self.layout, self.comm, self.full, self._offsets(), pack_all)
             plan.take(self.local)
+        if was_free:
+            free_storage(self.full)
         return plan
 
     def start_staged_gather(self, allocate: Allocate) -> Gather:

@@ -16,6 +16,7 @@ from .device import backward_number, eager, in_compiled_autograd, label, queue_e
 from .errors import StateError, is_explained
 from .gradient import ReductionLanes
 from .iteration import Iteration
+from .joint import JOINT_BYTES
 from .lanes import Device, current_device, device_for
 from .order import ExecutionOrder
 from .pending import PendingReductions
@@ -24,8 +25,13 @@ from .replicas import compare_values
 if TYPE_CHECKING:
     from .group import ParamGroup
     from .hooks import Unit
+    from .root import Batch
 
     _Turns = weakref.WeakKeyDictionary[ParamGroup, weakref.ref[Unit]]
+
+AHEAD_BYTES = 4 * JOINT_BYTES
+"""Of small units that are gathered together and have yet to run: as much as three lists of them need, whose elements
+run in turn."""
 
 
 class FSDPCommContext:
@@ -52,6 +58,8 @@ class FSDPCommContext:
         self.passes = 0
         self._is_agreed = self._replicas_agree = self._is_failing = False
         self._largest_unit: int | None = None
+        self.batches_ahead: list[Batch] = []
+        """Those gathered last of which some units may have yet to run."""
         self._units: list[weakref.ref[Unit]] = []
         self._turns: _Turns | None = None
         """Whose reductions have yet to start in this backward, in the order in which all ranks start them. Weakly: one
@@ -153,8 +161,25 @@ class FSDPCommContext:
 
     def drop_prefetched(self) -> None:
         """Free what was gathered for units that then did not run."""
+        self.batches_ahead.clear()
         for unit in self.units:
             unit.drop_prefetched()
+
+    def has_room(self) -> bool:
+        """Whether one more batch may be gathered ahead of the use of its units."""
+        self.batches_ahead = [*dict.fromkeys(batch for batch in self.batches_ahead if batch.left_bytes)]
+        return sum([batch.left_bytes for batch in self.batches_ahead]) <= AHEAD_BYTES - JOINT_BYTES
+
+    def make_room(self) -> None:
+        """Let go of the batches that were gathered first, until one more may be."""
+        while not self.has_room():
+            self.batches_ahead.pop(0).let_go()
+
+    def drop_batches(self) -> None:
+        """Free what was gathered with other units and did not run."""
+        ahead, self.batches_ahead = self.batches_ahead, []
+        for batch in ahead:
+            batch.let_go()
 
     # -- Backward
 
@@ -247,6 +272,7 @@ class FSDPCommContext:
                     unit.end_of_differentiable_backward()
                 else:
                     unit.end_of_backward()
+            self.batches_ahead.clear()
             if not creates_graph:
                 self._finish_turns()
             # Before the last one too: who reads gradients between micro-batches finds all of them.
@@ -314,6 +340,7 @@ class FSDPCommContext:
         """Back to the state between iterations: wait for what is under way, drop it and all unreduced gradients."""
         self._turns = None
         self._ready.clear()
+        self.batches_ahead.clear()
         self.reductions.abandon()
         for unit in self.units:
             unit.reset()

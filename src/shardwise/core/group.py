@@ -181,29 +181,42 @@ class ParamGroup:
         """Whether it is gathering, and has to communicate for that."""
         return self._gather is not None and self._gather[0] is not None
 
-    def unshard(
-        self, lane: Lane, *, for_backward: bool = False, ahead: bool = False, joint: JointGather | None = None
-    ) -> None:
+    @property
+    def joint(self) -> JointGather | None:
+        """That it is gathered by with others, until it was waited for."""
+        ticket = None if self._gather is None else self._gather[0]
+        return ticket if isinstance(ticket, JointGather) else None
+
+    def unshard(self, lane: Lane, *, for_backward: bool = False, ahead: bool = False) -> None:
         """Start gathering; does nothing if the parameters are gathered or on their way.
 
         Args:
             lane: that communicates.
             for_backward: the graph has the gathered buffers, so that what replaced parameters since counts later.
-            ahead: not to wait for what is queued on the compute stream, if the shards were not written since they were
-                gathered last.
-            joint: to gather with, if that is possible, and not to start; of the same lane.
+            ahead: as in `start_gather`.
+        """
+        if self.prepare_gather(lane, for_backward=for_backward):
+            self.start_gather(lane, ahead=ahead)
+
+    def prepare_gather(self, lane: Lane, *, for_backward: bool = False) -> bool:
+        """Give up what is outdated, take over what was replaced.
+
+        Returns:
+            Whether to start a gather: not if the parameters are gathered, or on their way.
         """
         if self._gather is not None and self._has_failed_with_others:
             self._gather = None
         if self._gather is not None:
-            is_outdated = self.shards.changed() if self._keeps_unsharded else self.shards.is_outdated
+            # Others may compute long between a gather with theirs and its use.
+            looks = self._keeps_unsharded or self.joint is not None
+            is_outdated = self.shards.changed() if looks else self.shards.is_outdated
             if for_backward or not is_outdated:
-                return
+                return False
             self.reshard()  # an optimizer stepped since
         if self.state is ShardState.UNSHARDED:
             if for_backward or not self._may_differ(lane):
                 self.shards.agree_on_gradients()
-                return
+                return False
             # Kept since before the optimizer changed the shards.
             self._refuse_replaced()
             self.reshard()
@@ -213,11 +226,11 @@ class ParamGroup:
             self.adopt_for_use()
         if self._is_kept and not self._may_differ(lane):
             self._gather = None, ()
-            return
+            return False
         if self._is_cut and self.state is ShardState.SHARDED and self._may_differ(lane):
             self._drop_resharded()
         self.shards.check_materialized()
-        self._submit_gather(lane, ahead, joint)
+        return True
 
     def _refuse_replaced(self) -> None:
         """
@@ -233,9 +246,19 @@ class ParamGroup:
                 "forward, call unshard() after the optimizer's step)"
             )
 
-    def may_be_joined(self, lane: Lane) -> bool:
-        """Whether to gather it with others, though nothing uses it yet: if it ever was, and has to be again."""
-        return self.shards.was_gathered and not (self._is_replayed or lane.is_captured) and self.has_to_gather(lane)
+    def join_changed(self, joint: JointGather) -> None:
+        """Gather with others, though nothing uses it yet, if it ever was gathered, and has to be again."""
+        lane = joint.lane
+        has_to = self.shards.was_gathered and not (self._is_replayed or lane.is_captured) and self.has_to_gather(lane)
+        if has_to and self.prepare_gather(lane):
+            self.start_gather(lane, joint=joint)
+
+    def takes_from_others(self, *, for_backward: bool) -> bool:
+        """Whether what others gather is put here as well, once it is used: not if it is there, or on its way."""
+        if self.state is not ShardState.SHARDED or self._gather is not None or self._is_kept:
+            return False
+        is_usable = self.options.unshard_in_backward if for_backward else self.shards.is_adopted
+        return is_usable and self.shards.is_materialized
 
     def has_to_gather(self, lane: Lane) -> bool:
         """Whether the next forward gathers, on ``lane``."""
@@ -248,7 +271,15 @@ class ParamGroup:
 
     @labelled("FSDP::all_gather ({of.fqn})")
     @outside_transforms
-    def _submit_gather(self, lane: Lane, ahead: bool, joint: JointGather | None) -> None:
+    def start_gather(self, lane: Lane, *, ahead: bool = False, joint: JointGather | None = None) -> None:
+        """Start gathering, prepared or not.
+
+        Args:
+            lane: that communicates.
+            ahead: not to wait for what is queued on the compute stream, if the shards were not written since they were
+                gathered last.
+            joint: to gather with, if that is possible, and not to start; of the same lane.
+        """
         self._is_kept = False  # should the gather fail
         self._is_replayed = self._is_replayed or lane.is_captured
         ahead = ahead and self._may_run_ahead(lane)
@@ -256,9 +287,10 @@ class ParamGroup:
         self._lane = lane
         if self.shards.borrowed:
             self.shards.take_borrowed()
-        if self._keeps_unsharded:
+        joins = joint is not None and self.joins
+        if self._keeps_unsharded or joins:
             self.shards.note_gathered(keeps=True)  # it may be used long after: what is written from now on is noticed
-        if joint is not None and self._joins():
+        if joint is not None and joins:
             self._gather = joint, joint.add(self.name, self.shards.buffers)
             return
         prepared, self._prepared = self._prepared, None
@@ -284,15 +316,19 @@ class ParamGroup:
                 raise
         self._gather = ticket, gathers
 
-    def _joins(self) -> bool:
+    @property
+    def joins(self) -> bool:
         """Whether the next gather may be one with those of other groups, for as long as they need."""
-        keeps = self._keeps_unsharded and self._prepared is None and self._custom_gather is None
-        return keeps and joins(self.shards.buffers)
+        is_plain = self._prepared is None and self._custom_gather is None and not self.shards.is_meta
+        return is_plain and joins(self.shards.buffers)
+
+    def send_with(self, joint: JointGather) -> None:
+        """Take part in a gather for others, of a group that does not have to be gathered here."""
+        joint.send(self.name, self.shards.buffers)
 
     @property
     def _has_failed_with_others(self) -> bool:
-        ticket = None if self._gather is None else self._gather[0]
-        return isinstance(ticket, JointGather) and ticket.has_failed
+        return (joint := self.joint) is not None and joint.has_failed
 
     def _may_run_ahead(self, lane: Lane) -> bool:
         if not (lane.is_stream and lane is self._lane and self.shards.sees_writes) or lane.is_captured:

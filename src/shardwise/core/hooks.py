@@ -28,7 +28,6 @@ from .errors import StateError
 from .group import ParamGroup, kept
 from .iteration import Iteration
 from .joint import JointGather
-from .lanes import Lane
 from .lost import LostWrites
 from .options import GroupOptions
 from .parameter import owner_of
@@ -89,6 +88,8 @@ class Unit:
         """Whether a message costs more than what it sends; known once the outermost unit is."""
         self.batch: Batch | None = None
         """With which others it is gathered, if many are small."""
+        self._runs_with_all = False
+        """Whether its last forward was one of the whole model that its batch is of."""
         self.prefetch_forward: list[weakref.ref[Unit]] = []
         self.prefetch_backward: list[weakref.ref[Unit]] = []
         self._modules = [weakref.ref(module) for module in modules]
@@ -221,12 +222,10 @@ class Unit:
                 context.queue_end_of_backward()
         call = Call(id(module), args, kwargs)
         self._cast_inputs(call)
-        batch = self._current_batch
-        if batch is not None:
-            self._gather_with(batch)
-        else:
-            for group in self.groups:
-                group.unshard(context.gather_lane, for_backward=self._recomputes)
+        if not self._recomputes:
+            self._runs_with_all = self.batch is not None and context.forward_root is self.batch.root()
+        batch = self._batch_in(backward=self._recomputes)
+        self._gather(self.groups, batch, for_backward=self._recomputes)
         self._inside.append(call)
         # A unit without parameters waits for nothing, and one more node would change the order in which autograd adds
         # up the gradients of its inputs.
@@ -236,7 +235,7 @@ class Unit:
         if is_first and not self._recomputes:
             # Before the wait, so that a link that all wait for is never idle.
             context.order.enter(self.reference)
-            if batch is None or self.prefetch_forward:
+            if batch is None or not batch.keeps or self.prefetch_forward:
                 self._prefetch("forward", self.prefetch_forward, context.order.ahead())
         for group in self.groups:
             group.wait_for_unshard()
@@ -286,18 +285,31 @@ class Unit:
         if chosen:
             for reference in chosen:
                 if (unit := reference()) is not None:
-                    unit.prefetch(direction, unit.context.gather_lane, ahead)
+                    unit.prefetch(direction, ahead)
             return
-        context = self.context
+        context, own = self.context, self._joint
+        if own is not None:
+            if own.is_followed:
+                return
+            own.is_followed = True
         limit = context.largest_unit
         for unit in expected if limit else ():
+            if own is not None and unit._joint is own:
+                continue
             limit -= unit.gathered_bytes
-            # What comes after its own next use, for which it is gathered again, is not to be in the way of that.
-            if unit is self or limit < 0:
+            batch = unit._batch_in(backward=direction == "backward")
+            # What comes after its own next use, for which it is gathered again, is not to be in the way of that. And
+            # hooks of the model run after the root's, which may write into what would be gathered long before its use.
+            if unit is self or (limit < 0 if batch is None else self.is_root):
                 return
-            unit.prefetch(direction, context.gather_lane, ahead)
-            if not limit:
+            unit.prefetch(direction, ahead, is_hint=True)
+            if batch is not None or not limit:
                 return
+
+    @property
+    def _joint(self) -> JointGather | None:
+        """That it is gathered by together with others, until it was waited for."""
+        return self.groups[0].joint if self.groups else None
 
     @property
     def is_on_its_way(self) -> bool:
@@ -320,23 +332,41 @@ class Unit:
         return all(group.mesh.strategy.keeps_unsharded for group in self.groups)
 
     @property
-    def _current_batch(self) -> Batch | None:
-        """Its batch, if this is a forward of the whole model: ranks may have let go of that at different times."""
-        if self.batch is None or self._recomputes or self.context.forward_root is not self.batch.root():
-            return None
-        return self.batch
+    def frees_alike(self) -> bool:
+        """Whether its parameters are cut and freed between uses in the plainest way, for good."""
+        return all(
+            not (group.mesh.strategy.keeps_unsharded or group.policy.offload or group.policy.reshard_to is not None)
+            and group.mesh.shard.size > 1
+            for group in self.groups
+        )
 
-    def _gather_with(self, batch: Batch) -> None:
-        """Start gathering with all of its ``batch``, and then the next one."""
+    def _batch_in(self, *, backward: bool) -> Batch | None:
+        """Its batch, if this belongs to a pass through the whole model: ranks may have let go of that at different
+        times, and of less than that, others may not be needed."""
+        if (batch := self.batch) is None or self.context.gather_lane.is_captured:
+            return None
+        if backward:
+            return batch if self._runs_with_all and not batch.keeps else None
+        return batch if self.context.forward_root is batch.root() else None
+
+    def _gather(
+        self,
+        groups: Sequence[ParamGroup],
+        batch: Batch | None,
+        *,
+        for_backward: bool,
+        ahead: bool = False,
+        is_hint: bool = False,
+    ) -> None:
+        """Start gathering ``groups``, and with them what its ``batch`` says."""
         lane = self.context.gather_lane
-        joint = JointGather(lane)
-        for group in self.groups:
-            group.unshard(lane, joint=joint)
-        if joint:
-            batch.gather(joint)
-        following = batch.following
-        if following is not None and self.is_on_its_way and not any(unit.is_on_its_way for unit in following):
-            following.gather(JointGather(lane))
+        if batch is None:
+            for group in groups:
+                group.unshard(lane, for_backward=for_backward, ahead=ahead)
+        else:
+            needing = [group for group in groups if group.prepare_gather(lane, for_backward=for_backward)]
+            if needing or batch.keeps:
+                batch.gather(self, needing, for_backward=for_backward, is_hint=is_hint)
 
     @labelled("FSDP::forward_prefetch for {name}")
     def join_gather(self, joint: JointGather) -> None:
@@ -344,17 +374,17 @@ class Unit:
         if self.is_in_forward or self.phase is Phase.PRE_BACKWARD:
             return
         for group in self.groups:
-            if group.may_be_joined(joint.lane):
-                group.unshard(joint.lane, joint=joint)
+            group.join_changed(joint)
 
     @labelled("FSDP::{0}_prefetch for {name}")
-    def prefetch(self, direction: str, lane: Lane, ahead: bool = False) -> None:
-        """Start gathering on ``lane`` for a use that is expected soon; ``ahead`` as in `ParamGroup.unshard`."""
-        for group in self.groups:
-            if direction == "forward":
-                group.unshard(lane)
-            elif group.options.unshard_in_backward and not group.is_unsharded:
-                group.unshard(lane, for_backward=True, ahead=ahead)
+    def prefetch(self, direction: str, ahead: bool = False, is_hint: bool = False) -> None:
+        """Start gathering for a use that comes soon, or is only expected to (``is_hint``); ``ahead`` as in
+        `ParamGroup.start_gather`."""
+        if direction == "forward":
+            self._gather(self.groups, self._batch_in(backward=False), for_backward=False, is_hint=is_hint)
+        else:
+            groups = [one for one in self.groups if one.options.unshard_in_backward and not one.is_unsharded]
+            self._gather(groups, self._batch_in(backward=True), for_backward=True, ahead=ahead, is_hint=is_hint)
 
     @eager
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -373,10 +403,9 @@ class Unit:
             for unit in reversed(context.units):
                 output = unit.complete_forward(output)
             context.forward_root = None
+            context.drop_batches()
             if not context.order.matches:
                 context.drop_prefetched()
-            elif self.batch is not None:
-                self.batch.drop_prefetched()
         if context.forward_root is None:
             context.rest()
             context.note_success()
@@ -517,9 +546,13 @@ class Unit:
             for group in self.groups:
                 group.reshard()
         elif self.phase is Phase.IDLE:
-            for group in self.groups:
-                if group.is_gathering and not group.is_asked_for:
-                    group.reshard()
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Free parameters that were gathered and that nothing waited for, unless the user asked for them."""
+        for group in self.groups:
+            if group.is_gathering and not group.is_asked_for:
+                group.reshard()
 
     def _cast_inputs(self, call: Call) -> None:
         dtype = self.precision.param_dtype
@@ -586,10 +619,9 @@ class Unit:
         if self._lost_writes is not None:
             self._lost_writes.check()
             self._lost_writes = None
-        for group in self.groups:
-            if group.options.unshard_in_backward:
-                # Where the pass begins, the last unit's forward and the loss are queued still, and the link is idle.
-                group.unshard(context.gather_lane, for_backward=True, ahead=begins)
+        groups = [group for group in self.groups if group.options.unshard_in_backward]
+        # Where the pass begins, the last unit's forward and the loss are queued still, and the link is idle.
+        self._gather(groups, self._batch_in(backward=True), for_backward=True, ahead=begins)
         position = self._positions.pop() if self._positions else 0
         self._prefetch("backward", self.prefetch_backward, context.order.behind(position), ahead=begins)
         for group in self.groups:

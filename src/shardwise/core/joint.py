@@ -1,5 +1,4 @@
-"""Gathers of several small units in one collective, where whole parameters are kept: it takes no memory that they do
-not have, and a message costs more than what a small unit sends."""
+"""Gathers of several small units in one collective: a message costs more than what a small unit sends."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import contextlib
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ JOINT_BYTES = 2**21
 class _Member(NamedTuple):
     name: str
     buffers: Sequence[ShardedBuffer]
+    takes: bool
 
 
 def joins(buffers: Sequence[ShardedBuffer]) -> bool:
@@ -61,6 +61,8 @@ class JointGather:
         self._ticket: Ticket | None = None
         self.has_failed = False
         """Whether it raised: nobody waits for it then, and nothing was gathered."""
+        self.is_followed = False
+        """Whether what is expected after its units was looked for."""
 
     def __len__(self) -> int:
         return len(self._members)
@@ -75,8 +77,17 @@ class JointGather:
         Returns:
             What is left to do for each of the buffers, once it was waited for.
         """
-        self._members.append(_Member(name, buffers))
+        self._members.append(_Member(name, buffers, takes=True))
         return [Gather(finish=functools.partial(self._finish_one, buffer)) for buffer in buffers]
+
+    def send(self, name: str, buffers: Sequence[ShardedBuffer]) -> None:
+        """Send also this rank's part of a group that does not have to be gathered here, as others may have to."""
+        self._members.append(_Member(name, buffers, takes=False))
+
+    @property
+    def left_bytes(self) -> int:
+        """Of whole parameters that were gathered, and are not in their places."""
+        return 0 if self.has_failed else sum([buffer.full_bytes for buffer in self._finish])
 
     def _finish_one(self, buffer: ShardedBuffer) -> None:
         self._finish.pop(buffer)()
@@ -90,23 +101,24 @@ class JointGather:
         """
         if self._ticket is not None or not self._members:
             return
-        alike: defaultdict[tuple[Comm, torch.dtype, torch.device], list[ShardedBuffer]] = defaultdict(list)
-        for buffer in chain.from_iterable(member.buffers for member in self._members):
-            alike[buffer.comm, buffer.dtype, buffer.device].append(buffer)
+        alike: defaultdict[tuple[Comm, torch.dtype, torch.device], list[tuple[ShardedBuffer, bool]]] = defaultdict(list)
+        for _, buffers, takes in self._members:
+            for buffer in buffers:
+                alike[buffer.comm, buffer.dtype, buffer.device].append((buffer, takes))
         names = ", ".join(member.name for member in self._members)
         with self._failing(), label(f"FSDP::all_gather ({names})"):
-            gathers = [(comm, self._start_gather(buffers)) for (comm, *_), buffers in alike.items()]
+            gathers = [(comm, self._start_gather(*zip(*sent, strict=True))) for (comm, *_), sent in alike.items()]
             self._ticket = self.lane.submit(functools.partial(_issue, gathers, names))
 
-    def _start_gather(self, buffers: Sequence[ShardedBuffer]) -> Gather:
-        if len(buffers) == 1:
+    def _start_gather(self, buffers: Sequence[ShardedBuffer], takes: Sequence[bool]) -> Gather:
+        if len(buffers) == 1 and takes[0]:
             gather = buffers[0].start_gather(self.lane)
             assert gather.finish is not None, "what joins is staged"
             finish = [gather.finish]
         else:
             plans = [plan for buffer in buffers if (plan := buffer.run_plan) is not None]
-            gather, finish = start_together(plans, self.lane)
-        self._finish |= zip(buffers, finish, strict=True)
+            gather, finish = start_together(plans, self.lane, takes)
+        self._finish |= zip(compress(buffers, takes), finish, strict=True)
         return gather
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from torch import nn
 from .context import FSDPCommContext
 from .device import eager, is_replicated_by_torch
 from .errors import StateError
-from .group import ShardState
+from .group import ParamGroup, ShardState
 from .joint import JOINT_BYTES, JointGather
 from .lanes import device_for
 
@@ -109,19 +110,36 @@ def make_root(root: Unit) -> FSDPCommContext:
     return context
 
 
-class Batch:
+class Batch(ABC):
     """Neighbours in a model that are gathered together. What they are depends on the modules alone, neither on the
-    order in which they ran nor on what is alive: where nothing is to be gathered each rank may run what it likes, and
-    the garbage collector comes to each when it likes.
+    order in which they ran, which one rank may forget, nor on what is alive: the garbage collector comes to each rank
+    when it likes.
 
     Args:
         root: of the model.
-        following: the next one in the model.
     """
 
-    def __init__(self, root: weakref.ref[Unit], following: Batch | None):
-        self.root, self.following = root, following
+    def __init__(self, root: weakref.ref[Unit]):
+        self.root = root
+        self._joints: list[JointGather] = []
         self._members: list[tuple[weakref.ref[Unit], weakref.ref[nn.Module], Sequence[str]]] = []
+
+    keeps = False
+    """Whether whole parameters are kept."""
+
+    @abstractmethod
+    def gather(
+        self, first: Unit, needing: Sequence[ParamGroup], *, for_backward: bool = False, is_hint: bool = False
+    ) -> None:
+        """Start gathering for the use of one of its units.
+
+        Args:
+            first: the unit.
+            needing: its groups that have to be gathered.
+            for_backward: that comes now, and not forward.
+            is_hint: whether the use is expected only, as one rank may and another may not: what is gathered then must
+                be what it will be.
+        """
 
     def prepend(self, unit: Unit, root: nn.Module, path: Sequence[str]) -> None:
         """``unit`` belongs to it, at ``path`` below ``root``."""
@@ -137,39 +155,114 @@ class Batch:
             if unit is not None and unit is reference():
                 yield unit
 
-    def gather(self, joint: JointGather) -> None:
-        """Gather by ``joint`` those that have to be."""
+    def _start(self, joint: JointGather, context: FSDPCommContext) -> None:
+        joint.start()
+        self._joints.append(joint)
+        context.batches_ahead.append(self)
+
+    @property
+    def left_bytes(self) -> int:
+        """Of whole parameters that were gathered for units that have yet to run."""
+        self._joints = [joint for joint in self._joints if joint.left_bytes]
+        return sum([joint.left_bytes for joint in self._joints])
+
+    def let_go(self) -> None:
+        """Free what was gathered for units that have not run."""
+        if self.left_bytes:
+            for unit in self:
+                unit.let_go()
+
+
+class KeptBatch(Batch):
+    """Of units that keep whole parameters. Those are gathered that have to be: where none has, each rank may run what
+    it likes.
+
+    Args:
+        root: of the model.
+        following: the next one in the model, gathered while this one computes.
+    """
+
+    keeps = True
+
+    def __init__(self, root: weakref.ref[Unit], following: KeptBatch | None):
+        super().__init__(root)
+        self.following = following
+
+    def gather(
+        self, first: Unit, needing: Sequence[ParamGroup], *, for_backward: bool = False, is_hint: bool = False
+    ) -> None:
+        """See `Batch.gather`."""
+        if needing:
+            self._gather(first.context, needing)
+        following = self.following
+        if following is not None and first.is_on_its_way and not any(unit.is_on_its_way for unit in following):
+            following._gather(first.context)
+
+    def _gather(self, context: FSDPCommContext, needing: Sequence[ParamGroup] = ()) -> None:
+        joint = JointGather(context.gather_lane)
+        for group in needing:
+            group.start_gather(joint.lane, joint=joint)
         for unit in self:
             unit.join_gather(joint)
-        joint.start()
+        self._start(joint, context)
 
-    def drop_prefetched(self) -> None:
-        """Free what was gathered, from here on, for units that then did not run."""
-        batch: Batch | None = self
-        while batch is not None:
-            for unit in batch:
-                unit.drop_prefetched()
-            batch = batch.following
+
+class FreedBatch(Batch):
+    """Of units whose parameters are freed between uses, so that all ranks use the same ones. All that it has is sent
+    each time, also where it is there already: as little as ranks may know differently is to decide what is sent."""
+
+    def gather(
+        self, first: Unit, needing: Sequence[ParamGroup], *, for_backward: bool = False, is_hint: bool = False
+    ) -> None:
+        """See `Batch.gather`."""
+        context = first.context
+        members = [group for unit in self for group in unit.groups if group.joins]
+        alone = [group for group in needing if group not in members]
+        takes = [group in needing or group.takes_from_others(for_backward=for_backward) for group in members]
+        if is_hint and not (all(takes) and context.has_room()):
+            return
+        for group in alone:
+            group.start_gather(context.gather_lane)
+        if len(alone) == len(needing):
+            return
+        context.make_room()
+        joint = JointGather(context.gather_lane)
+        for group, is_taken in zip(members, takes, strict=True):
+            if is_taken:
+                group.start_gather(joint.lane, joint=joint)
+            else:
+                group.send_with(joint)
+        self._start(joint, context)
 
 
 def _make_batches(root: Unit, units: Sequence[Unit]) -> None:
-    """Divide the ``units`` of a tree into batches, if all keep whole parameters and many are small: runs of neighbours
-    that are, of no more bytes than are gathered together, or one that is not."""
+    """Divide the ``units`` of a tree into batches, if many are small: runs of neighbours that are, of no more bytes
+    than are gathered together; and where all keep whole parameters also others, one by one."""
     sizes = {unit: unit.whole_bytes for unit in units}
     for unit, size in sizes.items():
         unit.is_small, unit.batch = 0 < size <= JOINT_BYTES // 2, None
-    if not all(unit.keeps_unsharded for unit in units) or sum(unit.is_small for unit in units) < MANY:
+    if sum(unit.is_small for unit in units) < MANY:
         return
+    keeps = all(unit.keeps_unsharded for unit in units)
     paths: dict[Unit, tuple[nn.Module, Sequence[str]]] = {}
     for top in root.modules:
         for name, module in top.named_modules():
             if (found := unit_of(module)) is not None:
                 paths.setdefault(found, (top, name.split(".") if name else ()))
-    batch, room = Batch(root.reference, None), JOINT_BYTES
+    batch: Batch | None = None
+    kept: KeptBatch | None = None
+    room = 0
     for unit in reversed(units):
-        size = sizes[unit] if sizes[unit] <= JOINT_BYTES // 2 else JOINT_BYTES
-        if size > room:
-            batch, room = Batch(root.reference, batch), JOINT_BYTES
+        if not (keeps or (unit.is_small and unit.frees_alike and unit is not root)):
+            room = 0
+            continue
+        size = sizes[unit] if unit.is_small else JOINT_BYTES
+        if batch is None or size > room:
+            if keeps:
+                batch = kept = KeptBatch(root.reference, kept)
+            else:
+                batch = FreedBatch(root.reference)
+            room = JOINT_BYTES
         batch.prepend(unit, *paths[unit])
         unit.batch = batch
         room -= size

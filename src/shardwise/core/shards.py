@@ -186,16 +186,28 @@ class Shards(ABC):
             for slot in self.borrowed:
                 slot.local.copy_(local_of(slot.sharded))
 
+    @property
+    def is_meta(self) -> bool:
+        """Whether any has no memory."""
+        return any(buffer.local.is_meta for buffer in self.buffers)
+
+    @property
+    def is_materialized(self) -> bool:
+        """Whether all have values."""
+        if self._has_values_since == self._writes:
+            return True
+        borrowed = [local_of(slot.sharded) for slot in self.borrowed]
+        if self.is_meta or any(one.is_meta for one in borrowed) or not all(slot.has_values for slot in self.slots):
+            return False
+        self._has_values_since = self._writes
+        return True
+
     def check_materialized(self) -> None:
         """
         Raises:
             StateError: naming the parameters that are still on the meta device.
         """
-        if self._has_values_since == self._writes:
-            return
-        values = [*(buffer.local for buffer in self.buffers), *(local_of(slot.sharded) for slot in self.borrowed)]
-        if all(slot.has_values for slot in self.slots) and not any(value.is_meta for value in values):
-            self._has_values_since = self._writes
+        if self.is_materialized:
             return
         names = [
             slot.name
