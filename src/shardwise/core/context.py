@@ -54,6 +54,8 @@ class FSDPCommContext:
         self.iteration = Iteration()
         self.reductions = PendingReductions()
         self.has_root = False
+        self.joins_small = False
+        """Whether units are communicated for together: many are small."""
         self.forward_root: Unit | None = None
         self.passes = 0
         self._is_agreed = self._replicas_agree = self._is_failing = False
@@ -157,7 +159,7 @@ class FSDPCommContext:
     def rest(self) -> None:
         """Nothing is communicated for a while."""
         for lane in (self.gather_lane, *self.reduce_lanes):
-            lane.rest()
+            lane.rest(keeps_little=self.joins_small)
 
     def drop_prefetched(self) -> None:
         """Free what was gathered for units that then did not run."""

@@ -215,7 +215,7 @@ class RowSplitter:
         memory, rows, pieces = staging.data, len(self._targets[0]), []
         for count, size in self._cuts:
             where = staging.storage_offset() + start
-            pieces.append(memory.as_strided((count, rows, size), (size, len(memory) // rows, 1), where))
+            pieces.append(memory.as_strided((count, rows, size), (size, memory.numel() // rows, 1), where))
             start += count * size
         return pieces
 

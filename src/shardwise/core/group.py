@@ -251,7 +251,7 @@ class ParamGroup:
         lane = joint.lane
         has_to = self.shards.was_gathered and not (self._is_replayed or lane.is_captured) and self.has_to_gather(lane)
         if has_to and self.prepare_gather(lane):
-            self.start_gather(lane, joint=joint)
+            self.start_gather(lane, joint=joint if self.joins else None)
 
     def takes_from_others(self, *, for_backward: bool) -> bool:
         """Whether what others gather is put here as well, once it is used: not if it is there, or on its way."""
@@ -278,7 +278,7 @@ class ParamGroup:
             lane: that communicates.
             ahead: not to wait for what is queued on the compute stream, if the shards were not written since they were
                 gathered last.
-            joint: to gather with, if that is possible, and not to start; of the same lane.
+            joint: to gather with, and not to start; of the same lane. Only if it `joins`.
         """
         self._is_kept = False  # should the gather fail
         self._is_replayed = self._is_replayed or lane.is_captured
@@ -287,10 +287,9 @@ class ParamGroup:
         self._lane = lane
         if self.shards.borrowed:
             self.shards.take_borrowed()
-        joins = joint is not None and self.joins
-        if self._keeps_unsharded or joins:
+        if self._keeps_unsharded:
             self.shards.note_gathered(keeps=True)  # it may be used long after: what is written from now on is noticed
-        if joint is not None and joins:
+        if joint is not None:
             self._gather = joint, joint.add(self.name, self.shards.buffers)
             return
         prepared, self._prepared = self._prepared, None

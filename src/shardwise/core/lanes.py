@@ -104,6 +104,8 @@ def _land_abandoned() -> None:
         _abandoned.clear()  # messages abandon themselves when they are freed
 
 
+LITTLE = 2**22
+"""Bytes of staging memory that may be kept while nothing is communicated, of small units."""
 Step = Callable[[], Sequence[Waitable]]
 """Issues collectives and gives their works; may also compute, on what earlier steps received."""
 
@@ -144,28 +146,41 @@ class Lane(ABC):
         """Let everything that is submitted from now on start after all computation that is queued by now."""
 
     keeps_staging = False
-    """Whether the staging memory released last is allocated again, where that is as large."""
+    """Whether staging memory that was released is allocated again, where that is as large: the last, or all that were
+    little together."""
 
     def __init__(self) -> None:
-        self._spare: torch.Tensor | None = None
+        self._spare: list[torch.Tensor] = []
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Staging memory for what is submitted next."""
-        spare, self._spare = self._spare, None
-        if spare is not None and spare.shape == size and spare.dtype == dtype:
-            return spare
-        del spare
+        for index, spare in enumerate(self._spare):
+            if spare.shape == size and spare.dtype == dtype:
+                return self._spare.pop(index)
+        self._keep_little()
         with not_inference():
             return torch.empty(size, dtype=dtype, device=device)
 
     def release(self, staging: torch.Tensor) -> None:
         """Nothing uses ``staging`` any more, which `allocate` gave."""
         if self.keeps_staging:
-            self._spare = staging
+            self._keep_little(LITTLE - staging.nbytes)
+            self._spare.insert(0, staging)
 
-    def rest(self) -> None:
-        """Nothing is submitted for a while."""
-        self._spare = None
+    def rest(self, *, keeps_little: bool = False) -> None:
+        """Nothing is submitted for a while.
+
+        Args:
+            keeps_little: let staging memory be, of which there is little: it knows its rows.
+        """
+        self._keep_little(LITTLE if keeps_little else 0)
+
+    def _keep_little(self, room: int = LITTLE) -> None:
+        spare, self._spare = self._spare, []
+        for one in spare:
+            if (room := room - one.nbytes) < 0:
+                return
+            self._spare.append(one)
 
 
 class Lease:

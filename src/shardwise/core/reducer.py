@@ -377,8 +377,8 @@ class Contribution:
 
     @property
     def nbytes(self) -> int:
-        """Of all of them, were there any or not."""
-        return sum([slot.layout.numel * slot.buffer.dtype.itemsize for slot in self.slots])
+        """Of all of the parameters' buffer, whichever of them are trained."""
+        return self.slots[0].buffer.full_bytes
 
 
 def reduce_together(members: Sequence[Contribution], lanes: ReductionLanes) -> Reduction:

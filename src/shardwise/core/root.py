@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -100,6 +101,7 @@ def make_root(root: Unit) -> FSDPCommContext:
             unit.join(context, is_root=False, iteration=context.iteration)
     _name_units(named)
     _make_batches(root, units)
+    context.joins_small = context.joins_small or any(unit.batch is not None for unit in units)
     for unit in units:
         for group in unit.groups:
             if group.state is ShardState.SHARDED:
@@ -141,9 +143,9 @@ class Batch(ABC):
                 be what it will be.
         """
 
-    def prepend(self, unit: Unit, root: nn.Module, path: Sequence[str]) -> None:
+    def append(self, unit: Unit, root: nn.Module, path: Sequence[str]) -> None:
         """``unit`` belongs to it, at ``path`` below ``root``."""
-        self._members.insert(0, (unit.reference, weakref.ref(root), path))
+        self._members.append((unit.reference, weakref.ref(root), path))
 
     def __iter__(self) -> Iterator[Unit]:
         """The units that are in the model still."""
@@ -201,7 +203,7 @@ class KeptBatch(Batch):
     def _gather(self, context: FSDPCommContext, needing: Sequence[ParamGroup] = ()) -> None:
         joint = JointGather(context.gather_lane)
         for group in needing:
-            group.start_gather(joint.lane, joint=joint)
+            group.start_gather(joint.lane, joint=joint if group.joins else None)
         for unit in self:
             unit.join_gather(joint)
         self._start(joint, context)
@@ -230,6 +232,8 @@ class FreedBatch(Batch):
         for group, is_taken in zip(members, takes, strict=True):
             if is_taken:
                 group.start_gather(joint.lane, joint=joint)
+                if not for_backward:
+                    group.shards.note_gathered(keeps=True)  # as in `KeptBatch`, it may be used long after
             else:
                 group.send_with(joint)
         self._start(joint, context)
@@ -237,7 +241,7 @@ class FreedBatch(Batch):
 
 def _make_batches(root: Unit, units: Sequence[Unit]) -> None:
     """Divide the ``units`` of a tree into batches, if many are small: runs of neighbours that are, of no more bytes
-    than are gathered together; and where all keep whole parameters also others, one by one."""
+    than are gathered together; and where all keep whole parameters also the others, one by one."""
     sizes = {unit: unit.whole_bytes for unit in units}
     for unit, size in sizes.items():
         unit.is_small, unit.batch = 0 < size <= JOINT_BYTES // 2, None
@@ -249,23 +253,38 @@ def _make_batches(root: Unit, units: Sequence[Unit]) -> None:
         for name, module in top.named_modules():
             if (found := unit_of(module)) is not None:
                 paths.setdefault(found, (top, name.split(".") if name else ()))
-    batch: Batch | None = None
-    kept: KeptBatch | None = None
-    room = 0
-    for unit in reversed(units):
-        if not (keeps or (unit.is_small and unit.frees_alike and unit is not root)):
-            room = 0
+    following: KeptBatch | None = None
+    joins = {unit: unit.is_small and (keeps or (unit.frees_alike and unit is not root)) for unit in units}
+    for run in reversed(_runs(joins, sizes)):
+        if keeps:
+            batch: Batch = (following := KeptBatch(root.reference, following))
+        elif joins[run[0]]:
+            batch = FreedBatch(root.reference)
+        else:
             continue
-        size = sizes[unit] if unit.is_small else JOINT_BYTES
-        if batch is None or size > room:
-            if keeps:
-                batch = kept = KeptBatch(root.reference, kept)
-            else:
-                batch = FreedBatch(root.reference)
-            room = JOINT_BYTES
-        batch.prepend(unit, *paths[unit])
-        unit.batch = batch
-        room -= size
+        for unit in run:
+            batch.append(unit, *paths[unit])
+            unit.batch = batch
+
+
+def _runs(joins: Mapping[Unit, bool], sizes: Mapping[Unit, int]) -> list[Sequence[Unit]]:
+    """All units in order: neighbours that join, or one that does not."""
+    runs: list[Sequence[Unit]] = []
+    for _, neighbours in groupby(joins, lambda unit: joins[unit] or unit):
+        several = [*neighbours]
+        total = sum([sizes[unit] for unit in several])
+        # As much in each, so that the memory of one serves the next.
+        limit = -(-total // -(-total // JOINT_BYTES)) if total else 0
+        run: list[Unit] = []
+        room = limit
+        for unit in several:
+            if run and sizes[unit] > room:
+                runs.append(run)
+                run, room = [], limit
+            run.append(unit)
+            room -= sizes[unit]
+        runs.append(run)
+    return runs
 
 
 def _name_units(named: Sequence[tuple[str, nn.Module]]) -> None:

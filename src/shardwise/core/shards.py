@@ -289,7 +289,11 @@ class Shards(ABC):
         with without_torch_function():  # otherwise each look at a sharded parameter is a call into Python
             shards = [slot.sharded for slot in self.slots]
             memory = [one for buffer in self.buffers for one in buffer.local_memory]
-            return [*map(get_version, [*shards, *map(local_of, shards), *memory])]
+            try:
+                locals_ = [*map(get_local, shards)]
+            except AttributeError:  # plain tensors
+                locals_ = [*map(local_of, shards)]
+            return [*map(get_version, shards), *map(get_version, locals_), *map(get_version, memory)]
 
 
 class ParameterShards(Shards):
