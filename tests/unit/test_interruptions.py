@@ -76,7 +76,7 @@ def losses_after(
         ("Unit._leave_forward", 1),
         ("Unit._enter_backward", 1),
         ("Unit.post_backward", 1),
-        ("ParamGroup._submit_gather", 1),
+        ("ParamGroup.start_gather", 1),
         ("ParamGroup.wait_for_unshard", 1),
         ("ParamGroup._finish_gathers", 1),
         ("ParameterShards.put_unsharded", 1),

@@ -24,7 +24,7 @@ from shardwise.core.buffer import MAPPED_BYTES, allocate_storage, free_storage
 from shardwise.core.device import owns_memory
 from shardwise.core.gradient import GradientPlan
 from shardwise.core.lanes import Lane
-from shardwise.core.root import Batch, unit_of
+from shardwise.core.root import KeptBatch, unit_of
 
 from ..models import Transformer, inputs_for
 
@@ -387,13 +387,13 @@ def test_a_model_of_many_batches(fake_mesh: Mesh) -> None:
     model = fully_shard(nn.Linear(2, 2), mesh=fake_mesh(2))
     unit = unit_of(model)
     assert unit is not None
-    batch: Batch | None = None
+    batch: KeptBatch | None = None
     for _ in range(5000):
-        batch = Batch(unit.reference, batch)
+        batch = KeptBatch(unit.reference, batch)
     assert batch is not None
-    batch.prepend(unit, model, ())
-    unit.groups[0].unshard(unit.context.gather_lane)
-    batch.drop_prefetched()
+    batch.append(unit, model, ())
+    batch.gather(unit, unit.groups)
+    unit.context.drop_batches()
     assert not unit.is_on_its_way
 
 

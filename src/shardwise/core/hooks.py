@@ -674,7 +674,7 @@ class Unit:
         for slots, gradients in group.gradients.take():
             if group.mesh.replicate and group.options.all_reduce_gradients:
                 context.agree_on_replicas()
-            joins = self.batch is not None and self.is_small
+            joins = context.joins_small and self.is_small
             context.reductions.start(group.gradients, slots, gradients, context.reduce_lanes, joins)
 
     def end_of_backward(self) -> None:

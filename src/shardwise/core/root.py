@@ -273,8 +273,9 @@ def _runs(joins: Mapping[Unit, bool], sizes: Mapping[Unit, int]) -> list[Sequenc
     for _, neighbours in groupby(joins, lambda unit: joins[unit] or unit):
         several = [*neighbours]
         total = sum([sizes[unit] for unit in several])
-        # As much in each, so that the memory of one serves the next.
-        limit = -(-total // -(-total // JOINT_BYTES)) if total else 0
+        # About as much in each, so that the memory of one serves the next.
+        count = -(-total // JOINT_BYTES)
+        limit = min(total // max(count, 1) + max([sizes[unit] for unit in several]) - 1, JOINT_BYTES)
         run: list[Unit] = []
         room = limit
         for unit in several:
