@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from .context import FSDPCommContext
-from .device import eager, is_replicated_by_torch
+from .device import eager, is_replicated_by_torch, outside_transforms
 from .errors import StateError
 from .group import ParamGroup, ShardState
 from .joint import JOINT_BYTES, JointGather
@@ -200,6 +200,7 @@ class KeptBatch(Batch):
         if following is not None and first.is_on_its_way and not any(unit.is_on_its_way for unit in following):
             following._gather(first.context)
 
+    @outside_transforms
     def _gather(self, context: FSDPCommContext, needing: Sequence[ParamGroup] = ()) -> None:
         joint = JointGather(context.gather_lane)
         for group in needing:
@@ -213,6 +214,7 @@ class FreedBatch(Batch):
     """Of units whose parameters are freed between uses, so that all ranks use the same ones. All that it has is sent
     each time, also where it is there already: as little as ranks may know differently is to decide what is sent."""
 
+    @outside_transforms
     def gather(
         self, first: Unit, needing: Sequence[ParamGroup], *, for_backward: bool = False, is_hint: bool = False
     ) -> None:
