@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardwise
 from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.core import root
+from shardwise.core.context import FSDPCommContext
 from shardwise.core.hooks import Unit
 from shardwise.core.joint import JointGather
 from shardwise.core.pending import PendingReductions
@@ -447,6 +448,120 @@ def test_what_one_rank_alone_knows_changes_no_collective() -> None:
     with torch.no_grad():
         model._forward_pre_hooks.popitem()
         torch.testing.assert_close(model(torch.ones(1, WIDTH)), truth(torch.ones(1, WIDTH)))
+
+
+class Shuffled(Stack):
+    """Runs its layers in another order than that in which they are registered."""
+
+    def __init__(self, layers: Any, width: int, step: int):
+        super().__init__(layers, width)
+        self.step = step
+
+    def forward(self, x: torch.Tensor, stop_after: int | None = None) -> torch.Tensor:
+        x = self.first(x)
+        for start in range(self.step):
+            for layer in self.layers[start :: self.step]:
+                x = layer(x)
+        return self.last(x)
+
+
+@on_ranks(2, step=[2, 5, 18], ahead=[2**12, 2**13, 2**23])
+def test_other_orders_than_that_of_the_modules(step: int, ahead: int) -> None:
+    """Batches then wait for units that run much later, and may be let go of before."""
+    found, most = [], [0]
+    has_room = FSDPCommContext.has_room
+
+    def watched(context: FSDPCommContext) -> bool:
+        result = has_room(context)
+        most[0] = max(most[0], sum(unit.whole_bytes for unit in context.units if unit.is_on_its_way))
+        return result
+
+    for nbytes in (0, SEVERAL):
+        with (
+            joining(nbytes),
+            mock.patch("shardwise.core.context.JOINT_BYTES", SEVERAL),
+            mock.patch("shardwise.core.context.AHEAD_BYTES", ahead),
+            mock.patch.object(FSDPCommContext, "has_room", watched),
+            counting() as counts,
+        ):
+            torch.manual_seed(1)
+            model = Shuffled([Layer() for _ in range(LAYERS)], WIDTH, step)
+            wrap(model, shardwise.fully_shard)
+            found.append(train(model, micro_batches=2))
+        assert bool(counts["gathers"]) == bool(nbytes)
+    assert_same(found[1], found[0])
+    assert most[0] <= ahead + SEVERAL
+
+
+@on_ranks(2, 3)
+def test_units_that_run_without_the_model_are_gathered_alone() -> None:
+    model = sharded("zero3")
+    train(model)
+    truth = stack()
+    truth.load_state_dict(state_of(model))
+    x = batch(0, dist.get_rank(), 4, WIDTH)
+    with counting() as counts:
+        for layer, other in zip(model.layers, truth.layers, strict=True):
+            output = layer(x)
+            torch.testing.assert_close(output, other(x))
+            output.sum().backward()
+    assert not counts["gathers"]
+
+
+@on_ranks(2)
+def test_all_of_a_batch_is_sent_whatever_is_gathered_here() -> None:
+    """Also what the user gathered, and what stays from the backward before."""
+    model = sharded("zero3")
+    optimizer = make_optimizer(model)
+    train(model, optimizer=optimizer)
+    model.layers[2].unshard()
+    model.layers[6].set_reshard_after_backward(False)
+    x = batch(0, dist.get_rank(), 4, WIDTH)
+    with counting() as counts:
+        model(x).square().mean().backward()
+        model(x).square().mean().backward()
+    assert counts["gathers"] == [LAYERS] * 4
+
+
+@on_ranks(2)
+def test_parameters_that_are_replaced_among_those_that_are_gathered() -> None:
+    found = []
+    for nbytes in (0, 2**21):
+        with joining(nbytes):
+            model = sharded("zero3")
+            optimizer = make_optimizer(model)
+            trained = train(model, optimizer=optimizer)
+            state = {name: one.clone() * 2 for name, one in model.layers[7].state_dict().items()}
+            hook = model.layers[1].register_forward_hook(
+                lambda *_, layer=model.layers[7], state=state: layer.load_state_dict(state, assign=True) and None
+            )
+            trained["output"] = model(batch(0, dist.get_rank(), 4, WIDTH))
+            hook.remove()
+            found.append(trained | {"again": model(batch(0, dist.get_rank(), 4, WIDTH))})
+    assert_same(found[1], found[0])
+    assert_tensors("the output", found[1]["again"], found[1]["output"], bitwise=True)
+
+
+@torch.no_grad()
+def fill(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        parameter.fill_(0.1)
+
+
+@on_ranks(2)
+def test_parameters_without_values_among_those_that_are_gathered() -> None:
+    with torch.device("meta"):
+        model: Any = wrap(stack(), shardwise.fully_shard)
+    for part in (model.first, model.last, *model.layers[:5], *model.layers[6:]):
+        shardwise.materialize(part, init_fn=fill)
+    x = batch(0, dist.get_rank(), 4, WIDTH)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"unit 'layers\.5'.* without values"):
+            model(x)
+    shardwise.materialize(model, init_fn=fill)
+    truth = stack()
+    truth.load_state_dict({name: torch.full_like(one, 0.1) for name, one in truth.state_dict().items()})
+    torch.testing.assert_close(model(x), truth(x))
 
 
 class PlannedError(Exception):

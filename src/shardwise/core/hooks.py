@@ -300,7 +300,7 @@ class Unit:
             batch = unit._batch_in(backward=direction == "backward")
             # What comes after its own next use, for which it is gathered again, is not to be in the way of that. And
             # hooks of the model run after the root's, which may write into what would be gathered long before its use.
-            if unit is self or (limit < 0 if batch is None else self.is_root):
+            if unit is self or (limit < 0 if batch is None else self.is_root and direction == "forward"):
                 return
             unit.prefetch(direction, ahead, is_hint=True)
             if batch is not None or not limit:
@@ -333,10 +333,11 @@ class Unit:
 
     @property
     def frees_alike(self) -> bool:
-        """Whether its parameters are cut and freed between uses in the plainest way, for good."""
+        """Whether its parameters are cut, and freed between uses, for good: then they may be gathered with others."""
         return all(
             not (group.mesh.strategy.keeps_unsharded or group.policy.offload or group.policy.reshard_to is not None)
             and group.mesh.shard.size > 1
+            and group.shards.sees_writes
             for group in self.groups
         )
 

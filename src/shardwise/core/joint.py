@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -106,9 +105,13 @@ class JointGather:
             for buffer in buffers:
                 alike[buffer.comm, buffer.dtype, buffer.device].append((buffer, takes))
         names = ", ".join(member.name for member in self._members)
-        with self._failing(), label(f"FSDP::all_gather ({names})"):
-            gathers = [(comm, self._start_gather(*zip(*sent, strict=True))) for (comm, *_), sent in alike.items()]
-            self._ticket = self.lane.submit(functools.partial(_issue, gathers, names))
+        try:
+            with label(f"FSDP::all_gather ({names})"):
+                gathers = [(comm, self._start_gather(*zip(*sent, strict=True))) for (comm, *_), sent in alike.items()]
+                self._ticket = self.lane.submit(functools.partial(_issue, gathers, names))
+        except BaseException as error:
+            self._fail(error)
+            raise
 
     def _start_gather(self, buffers: Sequence[ShardedBuffer], takes: Sequence[bool]) -> Gather:
         if len(buffers) == 1 and takes[0]:
@@ -131,8 +134,11 @@ class JointGather:
         """Order the compute stream after the gather."""
         self.start()
         assert self._ticket is not None
-        with self._failing():
+        try:
             self._ticket.wait()
+        except BaseException as error:
+            self._fail(error)
+            raise
         self._members = []  # units may leave the model
 
     def synchronize(self) -> None:
@@ -140,16 +146,12 @@ class JointGather:
         if self._ticket is not None:
             self._ticket.synchronize()
 
-    @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            self.has_failed = True
-            if isinstance(error, RuntimeError):
-                self._explain(error)
-            self._members, self._finish = [], {}
-            raise
+    def _fail(self, error: BaseException) -> None:
+        """Nobody gets what it gathers, as ``error`` was raised, which is explained."""
+        self.has_failed = True
+        if isinstance(error, RuntimeError):
+            self._explain(error)
+        self._members, self._finish = [], {}
 
     def _explain(self, error: RuntimeError) -> None:
         buffers = [buffer for member in self._members for buffer in member.buffers]
