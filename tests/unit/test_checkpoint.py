@@ -29,6 +29,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -1493,6 +1494,18 @@ def test_a_quantized_buffer_beside_training(tmp_path: Path) -> None:
     save(tmp_path, model=model, async_=True)
     load(tmp_path, model=other)
     assert other.table.dequantize().tolist() == [1.5] * 3
+
+
+def test_load_tells_once_of_a_save_that_failed(tmp_path: Path) -> None:
+    save(tmp_path, extra=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SummingStream, "write", mock.Mock(side_effect=OSError(28, "No space left on device")))
+        save(tmp_path, extra=2, async_=True)
+        background.finish()
+    with pytest.raises(CheckpointError, match="No space left"):
+        load(tmp_path)
+    assert load(tmp_path) == 1
+    wait()
 
 
 def test_a_save_that_failed_keeps_no_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,8 @@ def save(
             tuples (data loaders, gradient scalers, `shardwise.EMA`) are saved by their state. Ranks may differ in it;
             sharded tensors are saved sharded.
         async_: return as soon as everything is copied to the host's memory, and write beside training. The next
-            save waits for this one and raises what made it fail; so does `wait`. The process does not end before.
+            save waits for this one and raises what made it fail; so do `load` and `wait`. The process does not end
+            before.
         step: a number for the name of the checkpoint.
         keep: delete all but the newest ``keep`` checkpoints, once this one is complete; by default none is deleted.
 
@@ -220,15 +221,16 @@ def load(
 
     Raises:
         CorruptFileError: naming the files that are not as they were saved.
-        CheckpointError: if it cannot be read.
+        CheckpointError: if it cannot be read; or, once, what made the last save with ``async_`` fail.
         FileNotFoundError: if there is no checkpoint.
         TypeError: for an argument of a wrong type.
         ValueError: listing what the checkpoint lacks, or what does not fit; or if ranks give different directories.
     """
     with doing("loading a checkpoint from", directory):
-        ranks = saving_ranks()
-        background.finish()
+        ranks, failed = saving_ranks(), background.take_error()
         with ranks.together():
+            if failed is not None:
+                raise failed
             check_flags(load, "load", {"rng": rng, "strict": strict, "weights_only": weights_only})
             wanted = Wanted(_module(model), _optimizers(model, optimizer), _scheduler(scheduler), extra, rng)
             found = _find(root := path_of(directory), ranks)

@@ -112,7 +112,7 @@ class Unit:
         self._guards: list[RemovableHandle] = []
         self._lost_writes: LostWrites | None = LostWrites(self.groups)
         """None once it has looked often enough."""
-        self.rename(name or "")
+        self.rename(name or "", is_known=False)
         self.iteration = Iteration()
         if context is not None:
             self.join(context, is_root=False, iteration=context.iteration)
@@ -145,10 +145,11 @@ class Unit:
         """The wrapped modules that still exist."""
         return [module for reference in self._modules if (module := reference()) is not None]
 
-    def rename(self, name: str) -> None:
-        """Set the name that labels show, and messages, in which the root has one too."""
+    def rename(self, name: str, *, is_known: bool = True) -> None:
+        """Set the name that labels show, and messages, in which the root has one too; ``is_known`` says whether one
+        without a name is the root."""
         self.name = name
-        self.title = name or f"{type(self.modules[0]).__name__.removeprefix('FSDP')} (root)"
+        self.title = name or type(self.modules[0]).__name__.removeprefix("FSDP") + " (root)" * is_known
         for group in self.groups:
             group.fqn, group.name = name, self.title
 

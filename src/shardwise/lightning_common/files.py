@@ -130,7 +130,9 @@ def _reading(path: Path) -> Iterator[None]:
     except Exception as error:
         # Where a file ends too early, torch's reader seeks to before its beginning.
         ends_early = isinstance(error, OSError) and error.errno == errno.EINVAL
-        if isinstance(error, (OSError, pickle.UnpicklingError)) and not ends_early:  # others tell these by their type
+        if isinstance(error, pickle.UnpicklingError):  # others tell this and the next by their type
+            raise pickle.UnpicklingError(f"{path} cannot be read: {error}") from error
+        if isinstance(error, OSError) and not ends_early:
             error.add_note(f"shardwise: while {path} was read")
             raise
         raise CheckpointError(f"{path} cannot be read: {error!r}") from error
