@@ -32,7 +32,7 @@ class FSDPCommContext:
     """Streams, order and micro-batch state shared by units.
 
     Without one, the outermost wrapped module makes it at its first forward. Pass one to `fully_shard` for several
-    modules that no common wrapped root contains.
+    modules that no common wrapped root contains. If the last that is given it contains all others, it is their root.
 
     Args:
         device_type: ``"cpu"``, ``"cuda"`` …; where the units compute.
@@ -48,11 +48,15 @@ class FSDPCommContext:
         self.iteration = Iteration()
         self.reductions = PendingReductions()
         self.has_root = False
+        self.outermost: weakref.ref[Unit] | None = None
+        """The unit that was given this context last, if all others are inside it: the root, once it runs."""
         self.forward_root: Unit | None = None
         self.passes = 0
         self._is_agreed = self._replicas_agree = self._is_failing = False
         self._largest_unit: int | None = None
         self._units: list[weakref.ref[Unit]] = []
+        self._joined = 0
+        """How many units ever joined: of which some are freed, by the garbage collector on each rank when it likes."""
         self._turns: _Turns | None = None
         """Whose reductions have yet to start in this backward, in the order in which all ranks start them. Weakly: one
         that an exception ends leaves them."""
@@ -92,6 +96,23 @@ class FSDPCommContext:
         self._units = [reference for reference in self._units if reference() is not None]
         if unit.reference not in self._units:
             self._units.append(unit.reference)
+            self._joined += 1
+            self.outermost = None
+
+    def leave(self, unit: Unit) -> None:
+        """``unit`` shares another context: none of this one waits for its reductions."""
+        self._largest_unit = None
+        self._units = [reference for reference in self._units if reference() not in (None, unit)]
+
+    def join_around(self, unit: Unit, inside: Iterable[Unit]) -> None:
+        """``unit``, around those ``inside``, was given this context: it comes before them, as where a root tells the
+        order, since backward is over for it after them."""
+        inner, others = {one.reference for one in inside}, self._joined
+        self.join(unit)
+        places = [place for place, reference in enumerate(self._units) if reference in inner]
+        if places:
+            self._units.insert(places[0], self._units.pop())
+        self.outermost = unit.reference if 0 < others == len(places) else None
 
     def take_over(self, other: FSDPCommContext) -> None:
         """Let all units of ``other`` use this context."""
