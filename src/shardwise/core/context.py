@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .agreement import check_alike, forget_failures, said_by, tell_failure
+from .agreement import check_alike, check_training, forget_failures, said_by, tell_failure
 from .changing import changing
 from .comm import Comm
 from .device import backward_number, eager, in_compiled_autograd, label, queue_end_of_backward
@@ -155,7 +155,7 @@ class FSDPCommContext:
 
     def _comms(self) -> Iterator[Comm]:
         for group in self.groups:
-            yield from (group.mesh.shard, *group.mesh.replicate)
+            yield from group.mesh.comms
             if group.options.reduce_comm is not None:
                 yield group.options.reduce_comm
 
@@ -215,6 +215,17 @@ class FSDPCommContext:
             if not self.gather_lane.is_captured:  # which a sum's value would end
                 compare_values(sharing)
             self._replicas_agree = True
+
+    def agree_on_training(self) -> None:
+        """Gradients of a group are about to be reduced, which trains other parameters than before.
+
+        Raises:
+            StateError: if another rank does not.
+        """
+        groups = self.groups
+        for group in groups:
+            group.gradients.note_training()
+        check_training(groups)
 
     def reduce_in_turn(self, unit: Unit, group: ParamGroup) -> None:
         """Start to reduce gradients of ``group`` once those before it have started: in one order on all ranks, whose

@@ -647,7 +647,12 @@ class Unit:
     def start_reduction(self, group: ParamGroup) -> None:
         """Reduce what ``group`` has of gradients, and zeros for those that it has not."""
         context = self.context
-        for slots, gradients in group.gradients.take():
+        taken = group.gradients.take()
+        if group.gradients.trains_otherwise:
+            context.agree_on_training()
+        for comm in group.mesh.comms if taken else ():
+            comm.reductions += 1
+        for slots, gradients in taken:
             if group.mesh.replicate and group.options.all_reduce_gradients:
                 context.agree_on_replicas()
             joins = self.batch is not None and self.is_small
