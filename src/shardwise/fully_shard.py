@@ -92,7 +92,7 @@ def fully_shard(
         ignored_params: parameters to leave alone.
         dp_mesh_dims: which axes of a mesh with other parallelisms are data-parallel.
         placements: the strategy, a preset such as ``Placements.zero2`` or its name; by default ``zero3``.
-        comm_ctx: shared by units that no common wrapped root contains.
+        comm_ctx: shared by units that no common wrapped root contains, unless that is given it too, as the last.
         module_fqn: full name of the module, for messages and profiler labels.
 
     Returns:
@@ -114,7 +114,7 @@ def fully_shard(
     groups = _make_groups(parameters, data_parallel, policy, shard_placement_fn)
     _move_buffers(managed, data_parallel.device)
     # The root's parameters are needed at once in backward; where they are kept anyway, resharding costs nothing.
-    reshards_unless_root = reshard_after_forward is None and comm_ctx is None and not strategy.keeps_unsharded
+    reshards_unless_root = reshard_after_forward is None and not strategy.keeps_unsharded
     unit = Unit(modules, groups, data_parallel.device, mp_policy, reshards_unless_root, module_fqn, comm_ctx)
     _install(unit, modules, managed, reshard_after_forward)
     return module

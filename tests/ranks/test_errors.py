@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ import shardwise
 from shardwise import Placements, fully_shard
 from shardwise.checkpoint import sharded
 from shardwise.checkpoint.peers import Peers
+from shardwise.core import agreement
 from shardwise.core.agreement import explain_failure, tell_failure
 from shardwise.core.comm import comm_for
 from shardwise.core.errors import StateError
@@ -284,6 +286,59 @@ def test_ranks_whose_parameters_part(way: str) -> None:
     dist.all_gather_object(both, told)
     parts = {("99", "float32"), ("18", "float32")} if way == "frozen" else {("99", "float32"), ("99", "float64")}
     assert parts in both
+    if way == "frozen":
+        named = (
+            "hen they told it last, parameter '1.0.linear.weight' of unit '1' required gradients on rank 0 and not on"
+        )
+        assert f"{named} rank 1" in told_by(caught.value)
+
+
+@on_ranks(2, placements=["ddp", "zero1", "zero3"], frozen=["a parameter", "a unit"])
+def test_parameters_that_one_rank_does_not_train(placements: str, frozen: str) -> None:
+    """The one that reduces later knows it. gloo would end a process, or sum gradients of different units."""
+    check_frozen_on_last(impatient_mesh(), placements, frozen)
+
+
+@on_ranks(4)
+def test_parameters_that_one_replica_does_not_train() -> None:
+    groups = [dist.new_group(pair, timeout=timedelta(seconds=2)) for pair in ([0, 2], [1, 3], [0, 1], [2, 3])]
+    rank = dist.get_rank()
+    own = [groups[rank % 2], groups[2 + rank // 2]]
+    mesh = DeviceMesh.from_group(own, "cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
+    check_frozen_on_last(mesh, "zero3", "a parameter")
+
+
+def check_frozen_on_last(mesh: DeviceMesh, placements: str, frozen: str) -> None:
+    """The last rank along the first axis of ``mesh`` has frozen something."""
+    is_last = mesh.get_coordinate()[0] == mesh.size(0) - 1  # type: ignore[index]
+    model, _ = unlucky_model(mesh, placements)
+    if is_last:
+        part = model[1] if frozen == "a unit" else model[1][0].linear.weight
+        part.requires_grad_(False)
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(2, WIDTH)).sum().backward()
+    told = told_by(caught.value)
+    assert "arameter '1.0." in told
+    ranks = dist.get_process_group_ranks(mesh.get_group(0))
+    assert f"of unit '1' required gradients on rank {ranks[0]} and not on rank {ranks[-1]}: set requires_grad" in told
+    know: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(know, isinstance(caught.value, StateError))
+    assert any(know)
+
+
+@on_ranks(2, placements=["ddp", "zero3"])
+def test_what_is_trained_is_told_once(
+    placements: str,
+) -> None:
+    """Whoever freezes and trains parameters by turns tells each of both, and nothing else in each step."""
+    told: list[str] = []
+    model, _ = unlucky_model(init_device_mesh("cpu", (2,)), placements)
+    with patch.object(agreement, "post_last", lambda comm, topic, text: told.append(topic)):
+        for step in range(8):
+            model[1].requires_grad_(step % 4 != 2)
+            model[2].linear.weight.requires_grad_(step % 2 == 0)
+            model(torch.ones(2, WIDTH)).sum().backward()
+    assert told == ["trained"] * 3
 
 
 @on_ranks(2)

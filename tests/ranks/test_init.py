@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -387,6 +388,20 @@ def test_ranks_that_lack_different_values_are_told() -> None:
             materialize(model, seed=1)
     whole_model = materialize(fully_shard(nn.Linear(3, 3), mesh=world_mesh()), seed=rank)
     assert not whole_model.weight.is_meta
+
+
+@on_ranks(2)
+def test_ranks_of_one_mesh_agree_in_few_messages() -> None:
+    """Before they make values, on what they make, and after."""
+    model, exchange, exchanged = wrap(on_meta(Custom), fully_shard, mesh=world_mesh()), Peers.exchange, []
+
+    def counted(peers: Peers, value: Any) -> Any:
+        exchanged.append(value)
+        return exchange(peers, value)
+
+    with patch.object(Peers, "exchange", counted):
+        materialize(model, seed=1)
+    assert len(exchanged) == 3
 
 
 @on_ranks(4)

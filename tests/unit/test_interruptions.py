@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise import EMA, MixedPrecisionPolicy, fully_shard
+from shardwise import EMA, FSDPCommContext, MixedPrecisionPolicy, fully_shard
 from shardwise.core.errors import StateError
 from shardwise.core.lanes import Lane
 from shardwise.core.root import unit_of
@@ -38,8 +38,10 @@ class Net(nn.Module):
 def sharded(mesh: DeviceMesh, placements: str = "zero3") -> Any:
     torch.manual_seed(0)
     model, precision = Net(), MixedPrecisionPolicy(param_dtype=torch.float64)  # so that one rank gathers too
+    context = FSDPCommContext("cpu") if placements == "zero3 of one context" else None
     for layer in (*model.layers, model):
-        fully_shard(layer, mesh=mesh, mp_policy=precision, placements=placements)
+        strategy = placements.partition(" ")[0]
+        fully_shard(layer, mesh=mesh, mp_policy=precision, placements=strategy, comm_ctx=context)
     return model
 
 
@@ -85,7 +87,15 @@ def losses_after(
 )
 @pytest.mark.parametrize("placements", ["zero3", "zero1"])
 def test_iterations(fake_mesh: Mesh, name: str, earlier: int, placements: str) -> None:
-    mesh = fake_mesh(1)
+    check_iterations(fake_mesh(1), name, earlier, placements)
+
+
+@pytest.mark.parametrize("name", ["make_root", "Unit.join", "FSDPCommContext.join"])
+def test_first_iterations_in_a_context_that_was_given(fake_mesh: Mesh, name: str) -> None:
+    check_iterations(fake_mesh(1), name, 0, "zero3 of one context")
+
+
+def check_iterations(mesh: DeviceMesh, name: str, earlier: int, placements: str) -> None:
     expected = losses_after(mesh, earlier, lambda _: None, True, placements)
     for after in range(200):
         raised: list[int] = []

@@ -433,22 +433,70 @@ def test_what_follows_a_second_use_is_gathered_after_it(fake_mesh: Mesh, monkeyp
         assert order == [*"dbcba"]
 
 
-def test_reductions_start_as_backward_comes_in_a_context_that_was_given(fake_mesh: Mesh) -> None:
-    """Those of replicated units, in one order on all ranks: the root, which joins that context last, is not first."""
-    mesh, context = fake_mesh(4), shardwise.FSDPCommContext("cpu")
+def scaled_layers(mesh: Any, context: Any, *, of_root: bool, **options: Any) -> Any:
+    """Three layers that are given a context, in a module with a parameter of its own that may be given it too."""
     model: Any = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
     model.scale = nn.Parameter(torch.ones(8))
     model.forward = lambda x: nn.Sequential.forward(model, x * model.scale)
     for layer in model:
-        fully_shard(layer, mesh=mesh, placements=Placements.ddp, comm_ctx=context)
-    fully_shard(model, mesh=mesh, placements=Placements.ddp)
+        fully_shard(layer, mesh=mesh, comm_ctx=context, **options)
+    return fully_shard(model, mesh=mesh, comm_ctx=context if of_root else None, **options)
+
+
+@pytest.mark.parametrize("of_root", [False, True])
+@pytest.mark.parametrize("trees", [1, 2])
+def test_reductions_start_as_backward_comes_in_a_context_that_was_given(
+    fake_mesh: Mesh, of_root: bool, trees: int
+) -> None:
+    """Those of replicated units, in one order on all ranks: the root, which joins that context last, is not first, nor
+    are the outermost of several that no root contains."""
+    mesh, context = fake_mesh(4), shardwise.FSDPCommContext("cpu")
+    options = {"of_root": of_root, "placements": Placements.ddp}
+    model: Any = nn.Sequential(*[scaled_layers(mesh, context, **options) for _ in range(trees)])
     started: list[int] = []
     with Collectives() as count:
-        for layer in model:
+        for layer in (layer for tree in model for layer in tree):
             layer.register_full_backward_pre_hook(lambda *_: started.append(count.all_reduces))
         model(torch.ones(2, 8, requires_grad=True)).sum().backward()
-    assert started == [0, 1, 2]
-    assert count.all_reduces == 4
+    assert started == [0, 1, 2, 4, 5, 6][: 3 * trees]
+    assert count.all_reduces == 4 * trees
+
+
+def test_a_unit_around_all_others_of_a_context_that_was_given_is_the_root(fake_mesh: Mesh) -> None:
+    mesh, context = fake_mesh(4), shardwise.FSDPCommContext("cpu")
+    model = scaled_layers(mesh, context, of_root=True)
+    assert not context.has_root, "others may be given it until it runs"
+    with Collectives() as count:
+        model(torch.ones(2, 8, requires_grad=True)).sum().backward()
+    root, *layers = (unit_of(module) for module in (model, *model))
+    assert context.has_root
+    assert root.is_root
+    assert root.context is context
+    assert [unit.name for unit in layers] == ["0", "1", "2"]
+    assert not any(unit.is_root for unit in layers)
+    assert count.gathers == 4 + 3, "by default the root stays gathered until its backward, and others do not"
+    with pytest.raises(RuntimeError, match="called on '0'; call it on the root"):
+        model[0].reset_iter_state()
+
+
+def test_units_of_a_context_that_was_given_have_no_root_beside_others(fake_mesh: Mesh) -> None:
+    """Their forwards are one pass, in which each tells what comes next."""
+    mesh, context = fake_mesh(4), shardwise.FSDPCommContext("cpu")
+    trees = [scaled_layers(mesh, context, of_root=True) for _ in range(2)]
+    ahead: list[bool] = []
+    trees[0].register_forward_hook(lambda *_: ahead.append(unit_of(trees[1]).groups[0].is_gathering))  # type: ignore[union-attr]
+    for _ in range(2):
+        trees[1](trees[0](torch.ones(2, 8, requires_grad=True))).sum().backward()
+    assert not context.has_root
+    assert ahead == [False, True]
+
+
+@pytest.mark.parametrize("share", [shardwise.share_comm_ctx, torch.distributed.fsdp.share_comm_ctx])
+def test_trees_that_share_a_context_have_roots_where_each_was_given_one(fake_mesh: Mesh, share: Any) -> None:
+    mesh = fake_mesh(4)
+    trees = [scaled_layers(mesh, shardwise.FSDPCommContext("cpu"), of_root=True) for _ in range(2)]
+    share(trees)
+    assert all(unit_of(tree).is_root for tree in trees)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

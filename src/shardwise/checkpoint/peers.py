@@ -34,7 +34,7 @@ class Peers:
     """
 
     def __init__(self, mesh: DeviceMesh | None = None):
-        self.ranks, self.position = [0], 0
+        self.mesh, self.ranks, self.position = mesh, [0], 0
         self.device = torch.device("cpu")
         self._axes: list[tuple[dist.ProcessGroup, int, bool]] = []
         if mesh is not None:
@@ -130,8 +130,14 @@ class Peers:
     def position_unlike(self, value: object) -> int | None:
         """Position of the first rank whose ``value`` has another ``repr`` than the first rank's; None if there is none.
         A collective, small however large the value is."""
-        digests = self.exchange(hashlib.sha256(repr(value).encode()).hexdigest())
-        return next((position for position, digest in enumerate(digests) if digest != digests[0]), None)
+        return self.positions_unlike(value)[0]
+
+    def positions_unlike(self, *values: object) -> list[int | None]:
+        """`position_unlike` for each of ``values``, in one collective."""
+        told = self.exchange([hashlib.sha256(repr(value).encode()).hexdigest() for value in values])
+        return [
+            next((at for at, digest in enumerate(each) if digest != each[0]), None) for each in zip(*told, strict=True)
+        ]
 
     def refuse_unlike(self, verb: str, tensors: Mapping[str, object], plan: object, *, otherwise: str) -> None:
         """Refuse ranks that are about to do different things: each would mix up its tensors with another's.

@@ -1,4 +1,5 @@
-"""What ranks tell each other: whether those that share parameters have wrapped them alike, and what failed on one.
+"""What ranks tell each other: whether those that share parameters have wrapped them and train them alike, and what
+failed on one.
 
 Otherwise gloo ends a process, and the others wait in vain.
 
@@ -14,14 +15,14 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from .comm import Comm, failed_peer
 from .device import local_of
 from .errors import StateError, explain
-from .posts import failure_elsewhere, post, post_failure, posted_by, told_failures
+from .posts import failure_elsewhere, last_posted_by, post, post_failure, post_last, posted_by, told_failures
 
 if TYPE_CHECKING:
     from .group import ParamGroup
@@ -29,6 +30,18 @@ if TYPE_CHECKING:
 
 _posted: weakref.WeakKeyDictionary[Comm, tuple[str, Counter[str], dict[str, str]]] = weakref.WeakKeyDictionary()
 """What was posted last over these ranks: its number, signatures, and what to call a unit with such a signature."""
+
+
+class _Trained(NamedTuple):
+    """Which parameters of a unit are trained: those whose bits are set in ``bits``."""
+
+    unit: str
+    parameters: Sequence[str]
+    bits: int
+
+
+_trained: weakref.WeakKeyDictionary[Comm, Mapping[str, _Trained]] = weakref.WeakKeyDictionary()
+"""What was posted last over these ranks of trained parameters, by what units of one name and parameters are called."""
 
 _verb: ContextVar[tuple[object, ...]] = ContextVar("_verb", default=())
 """What `doing` was given."""
@@ -38,6 +51,7 @@ UNITS_ALIKE = (
     "parameters there"
 )
 VERBS_ALIKE = "all ranks must do that, in the same order"
+TRAINED = "trained"
 NAMED_PARAMETERS = 3
 """Of a unit, in a message."""
 MESSAGE_LENGTH = 300
@@ -63,6 +77,53 @@ def check_alike(sharing: Iterable[tuple[Comm, ParamGroup]]) -> None:
             raise StateError(text)
 
 
+def check_training(groups: Sequence[ParamGroup]) -> None:
+    """Post which parameters of ``groups``, all of a model, are trained, and compare it with what the neighbors have
+    posted at the same reduction.
+
+    To be called right before the first one, and before one that is the first since that has changed.
+
+    Raises:
+        StateError: naming a parameter that is not trained on another rank, or is there alone.
+    """
+    every = ((comm, group) for group in groups for comm in group.mesh.comms)
+    for comm, members in by_comm(pair for pair in every if pair[0].size > 1).items():
+        found = [_trained_of(group) for group in members]
+        counts = Counter(key for key, _ in found)  # which of several units of one name is meant none could tell
+        trained = _trained[comm] = {key: one for key, one in found if counts[key] == 1}
+        words = [str(comm.reductions), *(f"{key}:{one.bits:x}" for key, one in trained.items())]
+        post_last(comm, TRAINED, " ".join(words))
+        if text := _trained_elsewhere(comm, comm.reductions):
+            raise StateError(text)
+
+
+def _trained_of(group: ParamGroup) -> tuple[str, _Trained]:
+    names = [slot.name for slot in group.slots]
+    key = hashlib.sha256(repr((group.name, names)).encode()).hexdigest()[:16]
+    bits = sum(_current(slot).requires_grad << index for index, slot in enumerate(group.slots))
+    return key, _Trained(group.name, names, bits)
+
+
+def _trained_elsewhere(comm: Comm, reduction: int | None = None, when: str = "") -> str:
+    """A parameter that this rank and a neighbor do not both train, as far as they have posted it, at the same
+    ``reduction`` if that is given, and else ``when``, as the text says; empty if there is none."""
+    for neighbor in _adjacent(comm) if comm in _trained else ():
+        number, *words = (last_posted_by(comm, neighbor, TRAINED) or "-1").split()
+        if reduction not in (None, int(number)):
+            continue
+        theirs = {key: int(bits, 16) for key, _, bits in (word.partition(":") for word in words)}
+        for key, own in _trained[comm].items():
+            if differ := own.bits ^ theirs.get(key, own.bits):
+                index = differ.bit_length() - 1
+                ranks = [comm.global_rank(rank) for rank in (comm.rank, neighbor)]
+                trains, does_not = ranks if own.bits >> index & 1 else ranks[::-1]
+                return (
+                    f"{when}parameter {own.parameters[index]!r} of unit {own.unit!r} required gradients on rank "
+                    f"{trains} and not on rank {does_not}: set requires_grad alike on all, before the same backward"
+                )
+    return ""
+
+
 def by_comm(sharing: Iterable[tuple[Comm, ParamGroup]]) -> Mapping[Comm, Sequence[ParamGroup]]:
     """The groups that communicate over each."""
     found: defaultdict[Comm, list[ParamGroup]] = defaultdict(list)
@@ -74,9 +135,13 @@ def by_comm(sharing: Iterable[tuple[Comm, ParamGroup]]) -> Mapping[Comm, Sequenc
 def neighbors(comm: Comm, number: str) -> Iterator[tuple[int, Counter[str]]]:
     """The two ranks next to this one, numbered as in the default group, with the words that they have posted by now
     under ``number``, if they have."""
-    for neighbor in sorted({(comm.rank + step) % comm.size for step in (-1, 1)} - {comm.rank}):
+    for neighbor in _adjacent(comm):
         if (posted := posted_by(comm, neighbor, number)) is not None:
             yield comm.global_rank(neighbor), Counter(posted.split())
+
+
+def _adjacent(comm: Comm) -> Sequence[int]:
+    return sorted({(comm.rank + step) % comm.size for step in (-1, 1)} - {comm.rank})
 
 
 @contextlib.contextmanager
@@ -137,7 +202,8 @@ def explain_failure(error: RuntimeError, what: str, *comms: Comm, rule: str = UN
         tell_failure(f"while {what}: {rule}", untold)
         # Of ranks that wait for each other, and so fail together, the last to tell finds the first.
         found = next(filter(None, (_failure_elsewhere(comm, "at the same time") for comm in comms)), "")
-    explain(error, what, found, rule)
+    trained = next(filter(None, (_trained_elsewhere(comm, when="when they told it last, ") for comm in comms)), "")
+    explain(error, what, "; ".join(filter(None, (found, trained))), rule)
 
 
 def sized(tensors: Iterable[tuple[torch.dtype, int]]) -> str:
@@ -218,10 +284,15 @@ def _shape(slot: Slot) -> tuple[int, ...]:
 
 
 def _dtype(slot: Slot) -> str:
-    """Dtype that the parameter will be gathered from: that of what is registered, since what was converted is taken
-    over with the next gather, on some ranks earlier."""
+    """Dtype that the parameter will be gathered from."""
+    return str(local_of(_current(slot)).dtype)
+
+
+def _current(slot: Slot) -> torch.Tensor:
+    """The sharded parameter that counts: what is registered, since what was converted or replaced is taken over with
+    the next gather, on some ranks earlier."""
     try:
         registered = slot.registered()
     except StateError:  # it is missing, which is told when the unit runs
         registered = slot.sharded
-    return str(local_of(slot.sharded if registered is slot.unsharded else registered).dtype)
+    return slot.sharded if registered is slot.unsharded else registered

@@ -177,6 +177,8 @@ class Comm:
     is_asynchronous = False
     """Whether collectives run beside the current stream, and not on it, which on an accelerator is that of a `Lane` and
     has a higher priority than NCCL's own."""
+    reductions = 0
+    """How often this rank has begun to reduce the gradients of a group over these ranks: as often as the others."""
 
     def __init__(self, group: dist.ProcessGroup):
         # Weak, since the group is the key by which this object is found; the mesh keeps it alive.

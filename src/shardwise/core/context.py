@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .agreement import check_alike, forget_failures, said_by, tell_failure
+from .agreement import check_alike, check_training, forget_failures, said_by, tell_failure
 from .changing import changing
 from .comm import Comm
 from .device import backward_number, eager, in_compiled_autograd, label, queue_end_of_backward
@@ -38,7 +38,7 @@ class FSDPCommContext:
     """Streams, order and micro-batch state shared by units.
 
     Without one, the outermost wrapped module makes it at its first forward. Pass one to `fully_shard` for several
-    modules that no common wrapped root contains.
+    modules that no common wrapped root contains. If the last that is given it contains all others, it is their root.
 
     Args:
         device_type: ``"cpu"``, ``"cuda"`` …; where the units compute.
@@ -56,6 +56,8 @@ class FSDPCommContext:
         self.has_root = False
         self.joins_small = False
         """Whether units are communicated for together: many are small."""
+        self.outermost: weakref.ref[Unit] | None = None
+        """The unit that was given this context last, if all others are inside it: the root, once it runs."""
         self.forward_root: Unit | None = None
         self.passes = 0
         self._is_agreed = self._replicas_agree = self._is_failing = False
@@ -63,6 +65,8 @@ class FSDPCommContext:
         self.batches_ahead: list[Batch] = []
         """Those gathered last of which some units may have yet to run."""
         self._units: list[weakref.ref[Unit]] = []
+        self._joined = 0
+        """How many units ever joined: of which some are freed, by the garbage collector on each rank when it likes."""
         self._turns: _Turns | None = None
         """Whose reductions have yet to start in this backward, in the order in which all ranks start them. Weakly: one
         that an exception ends leaves them."""
@@ -102,6 +106,23 @@ class FSDPCommContext:
         self._units = [reference for reference in self._units if reference() is not None]
         if unit.reference not in self._units:
             self._units.append(unit.reference)
+            self._joined += 1
+            self.outermost = None
+
+    def leave(self, unit: Unit) -> None:
+        """``unit`` shares another context: none of this one waits for its reductions."""
+        self._largest_unit = None
+        self._units = [reference for reference in self._units if reference() not in (None, unit)]
+
+    def join_around(self, unit: Unit, inside: Iterable[Unit]) -> None:
+        """``unit``, around those ``inside``, was given this context: it comes before them, as where a root tells the
+        order, since backward is over for it after them."""
+        inner, others = {one.reference for one in inside}, self._joined
+        self.join(unit)
+        places = [place for place, reference in enumerate(self._units) if reference in inner]
+        if places:
+            self._units.insert(places[0], self._units.pop())
+        self.outermost = unit.reference if 0 < others == len(places) else None
 
     def take_over(self, other: FSDPCommContext) -> None:
         """Let all units of ``other`` use this context."""
@@ -144,7 +165,7 @@ class FSDPCommContext:
 
     def _comms(self) -> Iterator[Comm]:
         for group in self.groups:
-            yield from (group.mesh.shard, *group.mesh.replicate)
+            yield from group.mesh.comms
             if group.options.reduce_comm is not None:
                 yield group.options.reduce_comm
 
@@ -221,6 +242,17 @@ class FSDPCommContext:
             if not self.gather_lane.is_captured:  # which a sum's value would end
                 compare_values(sharing)
             self._replicas_agree = True
+
+    def agree_on_training(self) -> None:
+        """Gradients of a group are about to be reduced, which trains other parameters than before.
+
+        Raises:
+            StateError: if another rank does not.
+        """
+        groups = self.groups
+        for group in groups:
+            group.gradients.note_training()
+        check_training(groups)
 
     def reduce_in_turn(self, unit: Unit, group: ParamGroup) -> None:
         """Start to reduce gradients of ``group`` once those before it have started: in one order on all ranks, whose

@@ -31,7 +31,7 @@ from .joint import JointGather
 from .lost import LostWrites
 from .options import GroupOptions
 from .parameter import owner_of
-from .root import Batch, make_root
+from .root import Batch, make_root, units_of
 from .step import end_steps
 from .tree import casting, hidden_tensors, is_flat, map_tensors, opaque_types, tensors_requiring_grad
 from .weak import weakly
@@ -115,6 +115,7 @@ class Unit:
         self.rename(name or "", is_known=False)
         self.iteration = Iteration()
         if context is not None:
+            context.join_around(self, units_of(*modules))
             self.join(context, is_root=False, iteration=context.iteration)
 
     def join(self, context: FSDPCommContext, *, is_root: bool, iteration: Iteration) -> None:
@@ -124,7 +125,10 @@ class Unit:
         if self.reshards_unless_root:
             for group in self.groups:
                 group.options.reshard_after_forward = not is_root
-        self.context = context  # last: by it the next forward knows that this was done, and not interrupted
+        old = context if not self.has_context else self.context
+        self.context = context  # by it the next forward knows that this was done, and not interrupted
+        if old is not context:
+            old.leave(self)
 
     @functools.cached_property
     def context(self) -> FSDPCommContext:
@@ -134,6 +138,10 @@ class Unit:
     def become_root(self) -> FSDPCommContext:
         """Make the context of the tree whose outermost unit this is."""
         return make_root(self)
+
+    def settle_root(self) -> FSDPCommContext:
+        """Its context, of which it becomes the root if it was given that, and all others of it are inside."""
+        return self.become_root() if self.context.outermost is self.reference else self.context
 
     @property
     def has_context(self) -> bool:
@@ -262,7 +270,7 @@ class Unit:
         self._is_checked = True
 
     def _enter_pass(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        context = self.context
+        context = self.settle_root()
         if self.iteration.finalization is not None:
             raise StateError(
                 f"forward of unit {self.title!r}: call wait() before on what finalize_backward(async_op=True) gave"
@@ -673,7 +681,12 @@ class Unit:
     def start_reduction(self, group: ParamGroup) -> None:
         """Reduce what ``group`` has of gradients, and zeros for those that it has not."""
         context = self.context
-        for slots, gradients in group.gradients.take():
+        taken = group.gradients.take()
+        if group.gradients.trains_otherwise:
+            context.agree_on_training()
+        for comm in group.mesh.comms if taken else ():
+            comm.reductions += 1
+        for slots, gradients in taken:
             if group.mesh.replicate and group.options.all_reduce_gradients:
                 context.agree_on_replicas()
             joins = context.joins_small and self.is_small

@@ -42,9 +42,14 @@ class DataParallelRanks:
     replicate: tuple[Comm, ...]
 
     @functools.cached_property
+    def comms(self) -> tuple[Comm, ...]:
+        """All axes."""
+        return self.shard, *self.replicate
+
+    @functools.cached_property
     def size(self) -> int:
         """Ranks that compute on different data."""
-        return math.prod(comm.size for comm in (self.shard, *self.replicate))
+        return math.prod(comm.size for comm in self.comms)
 
     @functools.cached_property
     def has_replicas(self) -> bool:

@@ -110,7 +110,7 @@ class FSDPModule(_TorchModule):
 
     def _get_fsdp_state(self) -> StateForTorch:  # type: ignore[override]
         unit = self._unit
-        return StateForTorch(unit.context, unit.pre_forward, unit.post_forward)
+        return StateForTorch(unit.settle_root(), unit.pre_forward, unit.post_forward)
 
     def _units(self, recurse: bool) -> list[Unit]:
         return units_of(cast(nn.Module, self)) if recurse else [self._unit]
@@ -224,7 +224,7 @@ class FSDPModule(_TorchModule):
 
     def _check_root(self, method: str) -> FSDPCommContext:
         unit, context = self._unit, self._unit.context
-        if context.has_root and not unit.is_root:
+        if context.has_root and not unit.is_root and context.outermost is not unit.reference:
             roots = [other.name or "the outermost wrapped one" for other in context.units if other.is_root]
             raise StateError(f"{method}() was called on {unit.title!r}; call it on the root: {roots[0]}")
         return context
@@ -636,6 +636,6 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     Raises:
         ValueError: if one of them is not wrapped.
     """
-    contexts = [unit.context for unit in _units_of(modules, "share_comm_ctx")]
+    contexts = [unit.settle_root() for unit in _units_of(modules, "share_comm_ctx")]
     for other in contexts[1:]:
         contexts[0].take_over(other)

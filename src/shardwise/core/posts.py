@@ -51,6 +51,20 @@ def posted_by(comm: Comm, rank: int, number: str) -> str | None:
     return None
 
 
+def post_last(comm: Comm, topic: str, text: str) -> None:
+    """Let the other ranks of ``comm`` read ``text``, in the place of what this one posted last on ``topic`` by this."""
+    with contextlib.suppress(*NO_STORE):
+        store, place = _store(comm)
+        store.set(f"{_world(place)}.{topic}/{comm.rank}", text)
+
+
+def last_posted_by(comm: Comm, rank: int, topic: str) -> str | None:
+    """What ``rank`` has posted last on ``topic`` by `post_last`; None if nothing, or nobody can tell."""
+    with contextlib.suppress(*NO_STORE):
+        return posted_by(comm, rank, f"{_world(_store(comm)[1])}.{topic}")
+    return None
+
+
 def post_failure(comm: Comm, text: str) -> None:
     """Let `failure_elsewhere` of the other ranks find that this one failed, how ``text`` says; empty once it is
     over."""
@@ -61,9 +75,7 @@ def post_failure(comm: Comm, text: str) -> None:
         told_failures[comm] = text
     else:
         del told_failures[comm]
-    with contextlib.suppress(*NO_STORE):
-        store, place = _store(comm)
-        store.set(f"{_world(place)}.failed/{comm.rank}", text)
+    post_last(comm, "failed", text)
 
 
 def failure_elsewhere(comm: Comm) -> tuple[int, str] | None:
@@ -72,11 +84,9 @@ def failure_elsewhere(comm: Comm) -> tuple[int, str] | None:
     Not one that failed as this one did: exceptions that end forward on purpose are raised on all ranks.
     """
     told = told_failures.get(comm, "")
-    with contextlib.suppress(*NO_STORE):
-        number = f"{_world(_store(comm)[1])}.failed"
-        for rank in range(comm.size):
-            if rank != comm.rank and (text := posted_by(comm, rank, number)) and text != told:
-                return comm.global_rank(rank), text
+    for rank in range(comm.size):
+        if rank != comm.rank and (text := last_posted_by(comm, rank, "failed")) and text != told:
+            return comm.global_rank(rank), text
     return None
 
 

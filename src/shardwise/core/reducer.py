@@ -61,6 +61,10 @@ class GradientReducer:
         """Whether a backward of the unit was not reduced: alike on all ranks, even if none of its gradients is here."""
         self._kept: set[Slot] = set()
         """Those that it may have given gradients: frozen since or not, they are reduced with the next."""
+        self._told: set[tuple[bool, ...]] = set()
+        """Which are trained, as other ranks were told: now, or earlier."""
+        self._told_of: object = None
+        """What of `Shards.training` was told or found to be known."""
 
     @property
     def mesh(self) -> DataParallelRanks:
@@ -114,6 +118,24 @@ class GradientReducer:
     def trains(self) -> bool:
         """Whether any parameter requires a gradient."""
         return bool(self.shards.trainable())
+
+    @property
+    def trains_otherwise(self) -> bool:
+        """Whether other parameters require gradients now than ever before, as far as other ranks were told."""
+        if self.shards.training is self._told_of:
+            return False
+        if self._requiring() not in self._told:
+            return True
+        self._told_of = self.shards.training
+        return False
+
+    def note_training(self) -> None:
+        """Other ranks are told which parameters require gradients."""
+        self._told.add(self._requiring())
+
+    def _requiring(self) -> tuple[bool, ...]:
+        with without_torch_function():
+            return tuple([slot.sharded.requires_grad for slot in self.slots])
 
     def drop(self) -> None:
         """Forget unsharded gradients."""

@@ -87,7 +87,8 @@ def make_root(root: Unit) -> FSDPCommContext:
                 "call it on the root, and with False there"
             )
     known = dict.fromkeys(unit.context for unit in units if unit.has_context)
-    context = next((one for one in known if not one.has_root), None)
+    # A given one has its root already if this was interrupted.
+    context = next((one for one in known if not one.has_root or one.outermost is root.reference), None)
     if context is None:
         context = FSDPCommContext(root.device.type)
         if context.device.torch_device != root.device:
@@ -109,6 +110,7 @@ def make_root(root: Unit) -> FSDPCommContext:
     # Last, since all this is done again, should it be interrupted, for a root without context.
     context.has_root = True
     root.join(context, is_root=True, iteration=context.iteration)
+    context.outermost = None
     return context
 
 

@@ -222,6 +222,11 @@ class Shards(ABC):
 
     # -- Whether they are trained
 
+    @property
+    def training(self) -> object:
+        """Another object once `trainable` found others."""
+        return self._trained
+
     def trainable(self, frozen_since: Collection[Slot] = ()) -> Sequence[Sequence[Slot]]:
         """Slots that gradients may come for, those of the same dtypes together; ``frozen_since`` among them."""
         # Looked up each time: there are ways to change ``requires_grad`` that tell nobody (`detach_`, a write with a

@@ -16,14 +16,14 @@ from .streams import Position
 
 
 def require_same(
-    meshes: Sequence[DeviceMesh],
+    peers: Sequence[Peers],
     lacking: Sequence[tuple[str, DeviceMesh | None]],
     records: Sequence[Record],
     asked: object,
 ) -> None:
     """
     Args:
-        meshes: of all ranks that must agree. Collectives on each.
+        peers: all ranks that must agree, of each mesh. Collectives on each.
         lacking: names of the tensors without values here, with the mesh of each that is sharded, whose ranks must all
             lack the values.
         records: that are about to be replayed.
@@ -32,20 +32,22 @@ def require_same(
     Raises:
         StateError: on all ranks, if they lack, record or ask for different things.
     """
-    shared = [sorted(name for name, its_mesh in lacking if its_mesh == mesh) for mesh in meshes]
     plan = (asked, [record.digest() for record in records]) if lacking else None
-    peers = [Peers(mesh) for mesh in meshes]
-    lack_alike = [one.position_unlike(names) is None for one, names in zip(peers, shared, strict=True)]
-    plan_alike = [one.position_unlike(plan) is None for one in peers]
-    with failing_together(meshes):
-        if not all(lack_alike):
+    lack_alike, plan_alike = True, True
+    for one in peers:
+        names, planned = one.positions_unlike(sorted(name for name, mesh in lacking if mesh == one.mesh), plan)
+        lack_alike, plan_alike = lack_alike and names is None, plan_alike and planned is None
+    if len(peers) < 2 and lack_alike and plan_alike:
+        return  # on all ranks
+    with failing_together(peers):
+        if not lack_alike:
             shown = ", ".join([repr(name) for name, _ in lacking[:3]] + (["..."] if len(lacking) > 3 else []))
             raise StateError(
                 "materialize: ranks have different parameters on the meta device: "
                 f"{f'{len(lacking)} of them ({shown})' if lacking else 'none'} on rank {dist.get_rank()}, others on "
                 "another rank. Build the model alike on all ranks; nothing was changed"
             )
-        if not all(plan_alike):
+        if not plan_alike:
             raise StateError(
                 "materialize would give each rank parts of another model: the ranks passed different seeds, have "
                 "different tensors on the meta device, the constructor did different things on them, or some of them "
@@ -55,18 +57,17 @@ def require_same(
 
 
 @contextmanager
-def failing_together(meshes: Sequence[DeviceMesh]) -> Iterator[None]:
-    """What a rank does inside by itself succeeds on all ranks of ``meshes``, or raises on all, as in `Peers.together`.
-    The first mesh is asked first."""
+def failing_together(peers: Sequence[Peers]) -> Iterator[None]:
+    """What a rank does inside by itself succeeds on all ranks of ``peers``, or raises on all, as in `Peers.together`.
+    The first ones are asked first."""
     with ExitStack() as stack:
-        for mesh in reversed(meshes):
-            stack.enter_context(Peers(mesh).together())
+        for one in reversed(peers):
+            stack.enter_context(one.together())
         yield
 
 
-def share_states(meshes: Sequence[DeviceMesh], states: Mapping[Position, torch.Tensor]) -> dict[Position, torch.Tensor]:
-    """The first rank's states of generators, in the order of ``states``. Collectives on each of ``meshes``."""
-    peers = [Peers(mesh) for mesh in meshes]
+def share_states(peers: Sequence[Peers], states: Mapping[Position, torch.Tensor]) -> dict[Position, torch.Tensor]:
+    """The first rank's states of generators, in the order of ``states``. Collectives on each of ``peers``."""
     shared: dict[Position, torch.Tensor] = {}
     for position, value in states.items():
         for one in peers:

@@ -8,10 +8,10 @@ from typing import TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from ..arguments import check_flag, is_whole_number
 from ..checkpoint.interrupts import held
+from ..checkpoint.peers import Peers
 from ..core.errors import StateError
 from ..core.shards import Shards
 from .agreement import failing_together, require_same, share_states
@@ -76,18 +76,18 @@ def materialize(
     shards = find_shards(model)
     names = names_of_modules(model, shards)
     # Also where this rank lacks nothing: others might, which all have to know.
-    meshes = find_meshes(names, shards)
+    peers = [Peers(mesh) for mesh in find_meshes(names, shards)]
     with _Generators() as generators:
-        with failing_together(meshes):
+        with failing_together(peers):
             _check_arguments(seed, init_fn, fast)
             seed = None if seed is None else int(seed)  # NumPy's would be compared with other ranks' by its name
             targets = find_targets(names, shards)
             work = _work(names, targets, init_fn, seed)
             generators.find_followers(list(work), seed)
-        states = _states(work, meshes, seed, fast)
+        states = _states(work, peers, seed, fast)
         if not targets:
             return model
-        _give_values(work, states, names, fast, shards, meshes)
+        _give_values(work, states, names, fast, shards, peers)
         for owner in shards:
             owner.mark_stale()
         for target in targets:
@@ -129,7 +129,7 @@ def _work(names: Mapping[nn.Module, str], targets: Sequence[Target], init_fn: In
     return work
 
 
-def _states(work: Work, meshes: Sequence[DeviceMesh], seed: int | None, fast: bool) -> States:
+def _states(work: Work, peers: Sequence[Peers], seed: int | None, fast: bool) -> States:
     """The states of the program's generators from which the constructors are replayed, the same on all ranks."""
     records, lacking = list(work), [(target.name, target.mesh) for members in work.values() for target, _ in members]
     origins = _origins(records)
@@ -141,8 +141,8 @@ def _states(work: Work, meshes: Sequence[DeviceMesh], seed: int | None, fast: bo
         recorded = {origin: States().at(origin) for origin in own if seed is None or origin.state is not None}
     known = [digest(recorded[origin]) for origin in used if origin in recorded]
     streams = _places(records, origins, own), [digest(state) for state in seeded.values()]
-    require_same(meshes, lacking, records, (seed, fast, known, *streams))
-    starts = share_states(meshes, recorded) if seed is None else seeded
+    require_same(peers, lacking, records, (seed, fast, known, *streams))
+    starts = share_states(peers, recorded) if seed is None else seeded
     replaced = {o for o in own if o not in recorded or not torch.equal(starts[o], recorded[o])}
     if not fast and not replaced.isdisjoint(used):
         raise StateError(
@@ -194,16 +194,16 @@ def _give_values(
     names: Mapping[nn.Module, str],
     fast: bool,
     shards: Sequence[Shards],
-    meshes: Sequence[DeviceMesh],
+    peers: Sequence[Peers],
 ) -> None:
     """Give the targets memory and values; if that fails on any rank, the sharded ones have none on all."""
     try:
-        with failing_together(meshes):
+        with failing_together(peers):
             for owner in shards:
                 owner.leave_meta()
             _replay(work, states, names, fast)
     except BaseException as error:
-        if meshes:
+        if peers:
             error.add_note("shardwise: sharded parameters that had no values still have none: call materialize again")
         for target, _ in (member for members in work.values() for member in members):
             if isinstance(target, SlotTarget):
