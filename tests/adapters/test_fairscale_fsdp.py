@@ -1133,12 +1133,19 @@ def test_wraps_batch_norm_by_itself() -> None:
 
 @on_ranks(2)
 def test_refuses_what_does_not_fit() -> None:
+    def partly_sharded() -> nn.Module:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        shardwise.fully_shard(model[1])
+        return model
+
     cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         (ValueError, "fp32_reduce_scatter", lambda: FSDP(nn.Linear(2, 2), fp32_reduce_scatter=True)),
         (ValueError, "'weight' is torch.float16", lambda: FSDP(nn.Linear(2, 2).half())),
         (ValueError, "'weight' is torch.float16", lambda: FSDP(nn.Linear(2, 2).half(), mixed_precision=True)),
         (ValueError, "'weight' is torch.float32", lambda: FSDP(nn.Linear(2, 2), compute_dtype=torch.float16)),
         (ValueError, "meta", lambda: FSDP(nn.Linear(2, 2, device="meta"))),
+        (ValueError, "module '1' was given to fully_shard", lambda: FSDP(partly_sharded())),
+        (ValueError, "module '' was given to fully_shard", lambda: FSDP(shardwise.fully_shard(nn.Linear(2, 2)))),
         (TypeError, "wraps a module", lambda: FSDP(3)),
         (TypeError, "process_group must", lambda: FSDP(nn.Linear(2, 2), process_group="world")),
         (TypeError, "process_group_reduce_scatter", lambda: FSDP(nn.Linear(2, 2), process_group_reduce_scatter="x")),

@@ -104,6 +104,12 @@ class Background:
         return error
 
 
+def tell(failed: Exception | None) -> None:
+    """Raise what `Background.take_error` gave."""
+    if failed is not None:
+        raise failed
+
+
 background = Background()
 os.register_at_fork(after_in_child=background.forget)
 
@@ -120,5 +126,4 @@ def wait() -> None:
     Raises:
         Exception: what made that save fail; raised once. The previous checkpoints are intact.
     """
-    if (error := background.take_error()) is not None:
-        raise error
+    tell(background.take_error())

@@ -17,7 +17,7 @@ from ..arguments import check_flag, check_flags, is_whole_number
 from ..core.agreement import doing
 from ..core.device import local_of, not_inference, untracked
 from ..core.errors import StateError, is_explained, listed
-from .asynchronous import background, host_copies
+from .asynchronous import background, host_copies, tell
 from .atomic import DCP_METADATA, MANIFEST, Draft, checkpoints_in, is_name_of_ours, latest, path_of, prune
 from .contents import apart, contents, digests
 from .groups import warn_of_groups
@@ -69,9 +69,8 @@ def save(
         extra: anything that can be pickled. Objects with ``state_dict`` and ``load_state_dict`` in its dicts, lists and
             tuples (data loaders, gradient scalers, `shardwise.EMA`) are saved by their state. Ranks may differ in it;
             sharded tensors are saved sharded.
-        async_: return as soon as everything is copied to the host's memory, and write beside training. The next
-            save waits for this one and raises what made it fail; so do `load` and `wait`. The process does not end
-            before.
+        async_: return as soon as everything is copied to the host's memory, and write beside training. The next save,
+            `load` or `wait` waits for this one and raises what made it fail. The process does not end before.
         step: a number for the name of the checkpoint.
         keep: delete all but the newest ``keep`` checkpoints, once this one is complete; by default none is deleted.
 
@@ -89,8 +88,7 @@ def save(
         ranks, failed = saving_ranks(), background.take_error()
 
         def collect() -> Leaves:
-            if failed is not None:
-                raise failed
+            tell(failed)
             _check_settings(async_, step, keep)
             leaves = contents(_module(model), _optimizers(model, optimizer), _scheduler(scheduler), extra)
             return host_copies(leaves) if async_ else leaves
@@ -229,8 +227,7 @@ def load(
     with doing("loading a checkpoint from", directory):
         ranks, failed = saving_ranks(), background.take_error()
         with ranks.together():
-            if failed is not None:
-                raise failed
+            tell(failed)
             check_flags(load, "load", {"rng": rng, "strict": strict, "weights_only": weights_only})
             wanted = Wanted(_module(model), _optimizers(model, optimizer), _scheduler(scheduler), extra, rng)
             found = _find(root := path_of(directory), ranks)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..core.extension import is_extended
-from ..core.flat import FlatPart, FlatRun
+from ..core.flat import FlatPart, FlatRun, FlatShards
 from ..core.parameter import owner_of, refuse_lazy
 from ..core.place import Place
 from ..core.replaced import successor_of
@@ -152,8 +152,17 @@ def check_parameters(
 ) -> None:
     """
     Raises:
-        ValueError: naming a parameter that cannot be sharded with these settings, or a buffer without values.
+        ValueError: naming a parameter that cannot be sharded with these settings, a buffer without values, or a module
+            that was given to `shardwise.fully_shard`.
     """
+    for path, part in module.named_modules():
+        unit = unit_of(part)
+        if unit is not None and not all(isinstance(group.shards, FlatShards) for group in unit.groups):
+            raise ValueError(
+                f"module {path!r} was given to fully_shard, whose parameters state dicts and clip_grad_norm_ of "
+                "FullyShardedDataParallel would leave out: wrap it in FullyShardedDataParallel too, or the whole model "
+                "by fully_shard"
+            )
     for name, buffer in _own_buffers(module):
         if buffer.is_meta:
             raise ValueError(
