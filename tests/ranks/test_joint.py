@@ -297,22 +297,29 @@ def test_transforms(preset: str) -> None:
     torch.testing.assert_close(found, torch.func.grad(lambda one: truth(one).square().mean())(x))
 
 
-@on_ranks(2, preset=KEPT)
-def test_the_garbage_collector_comes_to_one_rank_alone(preset: str) -> None:
-    """Where a unit has left the model, which the optimizer has changed."""
-    model = sharded(preset)
-    train(model)
-    leaving = model.layers[-1]
-    leaving.itself = [leaving]
+@on_ranks(2, preset=ALL, nbytes=[0, 2**21])
+def test_the_garbage_collector_comes_to_one_rank_alone(preset: str, nbytes: int) -> None:
+    """Where units have left the model, which the optimizer has changed: the last one, and the largest."""
+    with joining(nbytes):
+        model: Any = stack()
+        model.layers[6].more = nn.Linear(WIDTH, 5 * WIDTH)
+        wrap(model, shardwise.fully_shard, placements=preset)
+        train(model)
+    for leaving in (model.layers[6], model.layers[-1]):
+        leaving.itself = [leaving]
     gc.disable()
     del model.layers[-1], leaving
+    model.layers[6] = nn.Identity()
     if dist.get_rank() == 0:
         gc.collect()
     truth = stack(len(model.layers))
+    truth.layers[6] = nn.Identity()
     truth.load_state_dict(state_of(model))
-    x = batch(0, dist.get_rank(), 4, WIDTH)
-    with torch.no_grad():
-        torch.testing.assert_close(model(x), truth(x))
+    for step in range(3):
+        x = batch(step, dist.get_rank(), 4, WIDTH)
+        output = model(x)
+        torch.testing.assert_close(output, truth(x))
+        output.sum().backward()
     gc.enable()
 
 

@@ -391,7 +391,7 @@ def test_a_model_of_many_batches(fake_mesh: Mesh) -> None:
     for _ in range(5000):
         batch = KeptBatch(unit.reference, batch)
     assert batch is not None
-    batch.append(unit, model, ())
+    batch.append(unit)
     batch.gather(unit, unit.groups)
     unit.context.drop_batches()
     assert not unit.is_on_its_way

@@ -96,9 +96,18 @@ class FSDPCommContext:
         """Bytes of the largest unit while it is gathered, roots aside: what may be gathered ahead of its use, so that
         nothing needs the memory of more than two units."""
         if self._largest_unit is None:
-            sizes = [(unit.measure(), unit.is_root) for unit in self.units]
+            sizes = [(unit.measure(), unit.is_root) for unit in self._units_in_model()]
             self._largest_unit = max((size for size, is_root in sizes if not is_root), default=0)
         return self._largest_unit
+
+    def _units_in_model(self) -> list[Unit]:
+        """The units that have not left the model: others live on, on each rank for another time."""
+        units = self.units
+        if not all(unit.is_in_model for unit in units):
+            for unit in units:
+                if unit.is_root:
+                    unit.find_inner()  # they may be elsewhere
+        return [unit for unit in units if unit.is_in_model]
 
     def join(self, unit: Unit) -> None:
         """``unit`` shares this context from now on."""
@@ -267,12 +276,14 @@ class FSDPCommContext:
             self._ready.discard(first)
 
     def _make_turns(self) -> _Turns:
+        inside = {*self._units_in_model()}
         return weakref.WeakKeyDictionary(
             {
                 group: unit.reference
                 for unit in self._as_backward_comes()
                 for group in unit.groups
                 if group.takes_turns and unit.reduces(group) and group.gradients.may_have_any()
+                if unit in inside or group.gradients.has_any()
             }
         )
 

@@ -31,7 +31,7 @@ from .joint import JointGather
 from .lost import LostWrites
 from .options import GroupOptions
 from .parameter import owner_of
-from .root import Batch, make_root, units_of
+from .root import Batch, find_places, make_root, unit_of, units_of
 from .step import end_steps
 from .tree import casting, hidden_tensors, is_flat, map_tensors, opaque_types, tensors_requiring_grad
 from .weak import weakly
@@ -90,6 +90,8 @@ class Unit:
         """With which others it is gathered, if many are small."""
         self._runs_with_all = False
         """Whether its last forward was one of the whole model that its batch is of."""
+        self.place: tuple[weakref.ref[nn.Module], Sequence[str]] | None = None
+        """A module, and the names that lead from there to the unit's, once the outermost unit is known."""
         self.prefetch_forward: list[weakref.ref[Unit]] = []
         self.prefetch_backward: list[weakref.ref[Unit]] = []
         self._modules = [weakref.ref(module) for module in modules]
@@ -293,7 +295,7 @@ class Unit:
         together than the largest unit: one if all are of one size, several if they are small."""
         if chosen:
             for reference in chosen:
-                if (unit := reference()) is not None:
+                if (unit := reference()) is not None and unit.is_in_model:
                     unit.prefetch(direction, ahead)
             return
         context, own = self.context, self._joint
@@ -305,6 +307,8 @@ class Unit:
         for unit in expected if limit else ():
             if own is not None and unit._joint is own:
                 continue
+            if not unit.is_in_model:
+                return
             limit -= unit.gathered_bytes
             batch = unit._batch_in(backward=direction == "backward")
             # What comes after its own next use, for which it is gathered again, is not to be in the way of that. And
@@ -319,6 +323,21 @@ class Unit:
     def _joint(self) -> JointGather | None:
         """That it is gathered by together with others, until it was waited for."""
         return self.groups[0].joint if self.groups else None
+
+    @property
+    def is_in_model(self) -> bool:
+        """Whether it is where it was found: one that has left the model may live on, on each rank as long as the
+        garbage collector lets it."""
+        if self.place is None:
+            return True
+        module = self.place[0]()
+        for name in self.place[1]:
+            module = None if module is None else module._modules.get(name)
+        return module is not None and unit_of(module) is self
+
+    def find_inner(self) -> None:
+        """Note anew where the units inside of it are."""
+        find_places(self)
 
     @property
     def is_on_its_way(self) -> bool:

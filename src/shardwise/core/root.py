@@ -101,6 +101,7 @@ def make_root(root: Unit) -> FSDPCommContext:
         if unit is not root:
             unit.join(context, is_root=False, iteration=context.iteration)
     _name_units(named)
+    find_places(root)
     _make_batches(root, units)
     context.joins_small = context.joins_small or any(unit.batch is not None for unit in units)
     for unit in units:
@@ -112,6 +113,16 @@ def make_root(root: Unit) -> FSDPCommContext:
     root.join(context, is_root=True, iteration=context.iteration)
     context.outermost = None
     return context
+
+
+def find_places(root: Unit) -> None:
+    """Note where in the model of ``root`` its units are."""
+    found: set[Unit] = set()
+    for top in root.modules:
+        for name, module in top.named_modules():
+            if (unit := unit_of(module)) is not None and unit not in found:
+                found.add(unit)
+                unit.place = weakref.ref(top), name.split(".") if name else ()
 
 
 class Batch(ABC):
@@ -126,7 +137,7 @@ class Batch(ABC):
     def __init__(self, root: weakref.ref[Unit]):
         self.root = root
         self._joints: list[JointGather] = []
-        self._members: list[tuple[weakref.ref[Unit], weakref.ref[nn.Module], Sequence[str]]] = []
+        self._members: list[weakref.ref[Unit]] = []
 
     keeps = False
     """Whether whole parameters are kept."""
@@ -145,18 +156,14 @@ class Batch(ABC):
                 be what it will be.
         """
 
-    def append(self, unit: Unit, root: nn.Module, path: Sequence[str]) -> None:
-        """``unit`` belongs to it, at ``path`` below ``root``."""
-        self._members.append((unit.reference, weakref.ref(root), path))
+    def append(self, unit: Unit) -> None:
+        """``unit`` belongs to it."""
+        self._members.append(unit.reference)
 
     def __iter__(self) -> Iterator[Unit]:
         """The units that are in the model still."""
-        for reference, root, path in self._members:
-            module = root()
-            for name in path:
-                module = None if module is None else module._modules.get(name)
-            unit = None if module is None else unit_of(module)
-            if unit is not None and unit is reference():
+        for reference in self._members:
+            if (unit := reference()) is not None and unit.is_in_model:
                 yield unit
 
     def _start(self, joint: JointGather, context: FSDPCommContext) -> None:
@@ -252,11 +259,6 @@ def _make_batches(root: Unit, units: Sequence[Unit]) -> None:
     if sum(unit.is_small for unit in units) < MANY:
         return
     keeps = all(unit.keeps_unsharded for unit in units)
-    paths: dict[Unit, tuple[nn.Module, Sequence[str]]] = {}
-    for top in root.modules:
-        for name, module in top.named_modules():
-            if (found := unit_of(module)) is not None:
-                paths.setdefault(found, (top, name.split(".") if name else ()))
     following: KeptBatch | None = None
     joins = {unit: unit.is_small and (keeps or (unit.frees_alike and unit is not root)) for unit in units}
     for run in reversed(_runs(joins, sizes)):
@@ -267,7 +269,7 @@ def _make_batches(root: Unit, units: Sequence[Unit]) -> None:
         else:
             continue
         for unit in run:
-            batch.append(unit, *paths[unit])
+            batch.append(unit)
             unit.batch = batch
 
 
