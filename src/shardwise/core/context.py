@@ -103,10 +103,12 @@ class FSDPCommContext:
     def _units_in_model(self) -> list[Unit]:
         """The units that have not left the model: others live on, on each rank for another time."""
         units = self.units
-        if not all(unit.is_in_model for unit in units):
-            for unit in units:
-                if unit.is_root:
-                    unit.find_inner()  # they may be elsewhere
+        inside = [unit for unit in units if unit.is_in_model]
+        if len(inside) == len(units):
+            return inside
+        for unit in units:
+            if unit.is_root:
+                unit.find_inner()  # they may be elsewhere
         return [unit for unit in units if unit.is_in_model]
 
     def join(self, unit: Unit) -> None:

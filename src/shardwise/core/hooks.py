@@ -330,9 +330,13 @@ class Unit:
         garbage collector lets it."""
         if self.place is None:
             return True
-        module = self.place[0]()
-        for name in self.place[1]:
-            module = None if module is None else module._modules.get(name)
+        reference, names = self.place
+        module: Any = reference()
+        try:
+            for name in names:
+                module = module._modules[name]
+        except (AttributeError, KeyError):  # it is gone, or was replaced by none
+            return False
         return module is not None and unit_of(module) is self
 
     def find_inner(self) -> None:
