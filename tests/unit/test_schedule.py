@@ -85,7 +85,7 @@ def test_presets(fake_mesh: Mesh, preset: str, prepare: Any, micro_batches: int,
     assert any(entry.kind == "use" and entry.stream for entry in log)
 
 
-@pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2"])
+@pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("prepare", [nothing, keep_three_buffers])
 @pytest.mark.parametrize("nbytes", [2**15, 2**21])
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16], ids=["fp32", "bf16"])
@@ -134,14 +134,15 @@ class Branches(torch.nn.Module):
         return outputs[0] + outputs[1]
 
 
-def test_small_units_together_on_two_streams(fake_mesh: Mesh) -> None:
+@pytest.mark.parametrize(("preset", "gathers"), [("zero2", 20 + 2), ("zero3", 3)])
+def test_small_units_together_on_two_streams(fake_mesh: Mesh, preset: str, gathers: int) -> None:
     """Each unit is put in its place on the stream that it computes on."""
     device, context, mesh = RecordingDevice(), FSDPCommContext("cpu"), fake_mesh(2)
     context.use_device(device)
     model = Branches(device)
     for layer in (layer for branch in model.branches for layer in cast(Any, branch)):
-        fully_shard(layer, mesh=mesh, placements=Placements.zero2, comm_ctx=context)
-    fully_shard(model, mesh=mesh, placements=Placements.zero2)
+        fully_shard(layer, mesh=mesh, placements=preset, comm_ctx=context)
+    fully_shard(model, mesh=mesh, placements=preset)
     with Watched(device) as watched:
         for _ in range(3):
             with torch.no_grad():
@@ -150,7 +151,7 @@ def test_small_units_together_on_two_streams(fake_mesh: Mesh) -> None:
                     parameter.mul_(1)
         watched.sweep()
     assert faults(device.log) == []
-    assert sum("allgather" in entry.name for entry in device.log) == 20 + 2, "otherwise nothing went together"
+    assert sum("allgather" in entry.name for entry in device.log) == gathers, "otherwise nothing went together"
 
 
 @pytest.mark.parametrize("reshard", [True, False, 2])

@@ -57,6 +57,8 @@ class JointGather:
         self.lane = lane
         self._members: list[_Member] = []
         self._finish: dict[ShardedBuffer, Callable[[], None]] = {}
+        self._gathers: Sequence[tuple[Comm, Gather]] = ()
+        """Held until somebody waited: memory in which this rank puts nothing is written all the same."""
         self._ticket: Ticket | None = None
         self.has_failed = False
         """Whether it raised: nobody waits for it then, and nothing was gathered."""
@@ -108,6 +110,7 @@ class JointGather:
         try:
             with label(f"FSDP::all_gather ({names})"):
                 gathers = [(comm, self._start_gather(*zip(*sent, strict=True))) for (comm, *_), sent in alike.items()]
+                self._gathers = gathers
                 self._ticket = self.lane.submit(functools.partial(_issue, gathers, names))
         except BaseException as error:
             self._fail(error)
@@ -139,7 +142,7 @@ class JointGather:
         except BaseException as error:
             self._fail(error)
             raise
-        self._members = []  # units may leave the model
+        self._members, self._gathers = [], ()  # units may leave the model
 
     def synchronize(self) -> None:
         """Order the host after the gather."""
@@ -151,7 +154,7 @@ class JointGather:
         self.has_failed = True
         if isinstance(error, RuntimeError):
             self._explain(error)
-        self._members, self._finish = [], {}
+        self._members, self._finish, self._gathers = [], {}, ()
 
     def _explain(self, error: RuntimeError) -> None:
         buffers = [buffer for member in self._members for buffer in member.buffers]
