@@ -108,7 +108,7 @@ class FSDPCommContext:
             return inside
         for unit in units:
             if unit.is_root:
-                unit.find_inner()  # they may be elsewhere
+                unit.locate_inner()  # they may be elsewhere
         return [unit for unit in units if unit.is_in_model]
 
     def join(self, unit: Unit) -> None:

@@ -31,7 +31,7 @@ from .joint import JointGather
 from .lost import LostWrites
 from .options import GroupOptions
 from .parameter import owner_of
-from .root import Batch, find_places, make_root, unit_of, units_of
+from .root import Batch, locate_units, make_root, unit_of, units_of
 from .step import end_steps
 from .tree import casting, hidden_tensors, is_flat, map_tensors, opaque_types, tensors_requiring_grad
 from .weak import weakly
@@ -90,7 +90,7 @@ class Unit:
         """With which others it is gathered, if many are small."""
         self._runs_with_all = False
         """Whether its last forward was one of the whole model that its batch is of."""
-        self.place: tuple[weakref.ref[nn.Module], Sequence[str]] | None = None
+        self.location: tuple[weakref.ref[nn.Module], Sequence[str]] | None = None
         """A module, and the names that lead from there to the unit's, once the outermost unit is known."""
         self.prefetch_forward: list[weakref.ref[Unit]] = []
         self.prefetch_backward: list[weakref.ref[Unit]] = []
@@ -328,9 +328,9 @@ class Unit:
     def is_in_model(self) -> bool:
         """Whether it is where it was found: one that has left the model may live on, on each rank as long as the
         garbage collector lets it."""
-        if self.place is None:
+        if self.location is None:
             return True
-        reference, names = self.place
+        reference, names = self.location
         module: Any = reference()
         try:
             for name in names:
@@ -339,9 +339,9 @@ class Unit:
             return False
         return module is not None and unit_of(module) is self
 
-    def find_inner(self) -> None:
+    def locate_inner(self) -> None:
         """Note anew where the units inside of it are."""
-        find_places(self)
+        locate_units(self)
 
     @property
     def is_on_its_way(self) -> bool:

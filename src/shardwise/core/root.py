@@ -101,7 +101,7 @@ def make_root(root: Unit) -> FSDPCommContext:
         if unit is not root:
             unit.join(context, is_root=False, iteration=context.iteration)
     _name_units(named)
-    find_places(root)
+    locate_units(root)
     _make_batches(root, units)
     context.joins_small = context.joins_small or any(unit.batch is not None for unit in units)
     for unit in units:
@@ -115,14 +115,14 @@ def make_root(root: Unit) -> FSDPCommContext:
     return context
 
 
-def find_places(root: Unit) -> None:
+def locate_units(root: Unit) -> None:
     """Note where in the model of ``root`` its units are."""
     found: set[Unit] = set()
     for top in root.modules:
         for name, module in top.named_modules():
             if (unit := unit_of(module)) is not None and unit not in found:
                 found.add(unit)
-                unit.place = weakref.ref(top), name.split(".") if name else ()
+                unit.location = weakref.ref(top), name.split(".") if name else ()
 
 
 class Batch(ABC):
