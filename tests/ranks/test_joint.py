@@ -53,7 +53,7 @@ def joining(nbytes: int) -> Iterator[None]:
     with contextlib.ExitStack() as changed:
         if not nbytes:
             changed.enter_context(mock.patch("shardwise.core.root.MANY", LAYERS + 2))
-        for room in ("root", "pending"):
+        for room in ("root", "pending", "context"):
             changed.enter_context(mock.patch(f"shardwise.core.{room}.JOINT_BYTES", nbytes or 1))
         yield
 
@@ -486,7 +486,6 @@ def test_other_orders_than_that_of_the_modules(step: int, ahead: int) -> None:
     for nbytes in (0, SEVERAL):
         with (
             joining(nbytes),
-            mock.patch("shardwise.core.context.JOINT_BYTES", SEVERAL),
             mock.patch("shardwise.core.context.AHEAD_BYTES", ahead),
             mock.patch.object(FSDPCommContext, "has_room", watched),
             counting() as counts,
@@ -498,6 +497,67 @@ def test_other_orders_than_that_of_the_modules(step: int, ahead: int) -> None:
         assert bool(counts["gathers"]) == bool(nbytes)
     assert_same(found[1], found[0])
     assert most[0] <= ahead + SEVERAL
+
+
+@on_ranks(2)
+def test_units_that_do_not_run_in_turn_are_gathered_alone() -> None:
+    """Each would send for all others. So do those that run again in a pass, as a cell in each time step."""
+    torch.manual_seed(1)
+    model: Any = Shuffled([Layer() for _ in range(36)], WIDTH, 9)
+    with joining(2 * SEVERAL), mock.patch("shardwise.core.context.AHEAD_BYTES", 4 * SEVERAL):
+        wrap(model, shardwise.fully_shard)
+        with counting() as counts:
+            train(model)
+    assert counts["gathers"], "it was tried"
+    x = batch(0, dist.get_rank(), 4, WIDTH)
+    with counting() as counts:
+        model(x).square().mean().backward()
+    assert not counts["gathers"]
+
+    model = sharded("zero3")
+    train(model)
+    cell = model.layers[3]
+    model.layers[5].register_forward_hook(lambda _, __, output: cell(cell(output)))
+    with counting() as counts:
+        model(x).square().mean().backward()
+    assert counts["gathers"] == [LAYERS] * 2
+
+
+@on_ranks(2, direction=["forward", "backward"])
+def test_prefetching_that_the_user_chooses(direction: str) -> None:
+    """Then units go by themselves, however many are chosen."""
+    found = []
+    for nbytes in (0, SEVERAL):
+        with joining(nbytes), mock.patch("shardwise.core.context.AHEAD_BYTES", 2 * SEVERAL):
+            model = sharded("zero3")
+            train(model)
+            with counting() as counts:
+                layers = list(model.layers)
+                for index, layer in enumerate(layers):
+                    ahead = layers[index + 1 :] if direction == "forward" else layers[:index][::-1]
+                    getattr(layer, f"set_modules_to_{direction}_prefetch")(ahead)
+                found.append(train(model))
+            assert not counts["gathers"]
+    assert_same(found[1], found[0])
+
+
+@on_ranks(2)
+def test_writes_to_what_backward_gathered_for_others() -> None:
+    """And not for them, as they computed without gradients; parameters stay gathered after backward."""
+    model = sharded("zero3")
+    for index in (5, 6, 7):
+        model.layers[index].register_forward_hook(lambda _, args, output: args[0] + output.detach())
+    train(model)
+    model.set_reshard_after_backward(False)
+    x = batch(0, dist.get_rank(), 4, WIDTH)
+    model(x).square().mean().backward()
+    with torch.no_grad():
+        for index in (5, 6, 7):
+            model.layers[index].linear.weight.to_local().mul_(3)
+    first = model(x)
+    for unit in units_of(model):
+        unit.reshard()
+    assert_tensors("the output", model(x), first, bitwise=True)
 
 
 @on_ranks(2, 3)

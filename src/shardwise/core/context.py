@@ -201,13 +201,19 @@ class FSDPCommContext:
 
     def has_room(self) -> bool:
         """Whether one more batch may be gathered ahead of the use of its units."""
-        self.batches_ahead = [*dict.fromkeys(batch for batch in self.batches_ahead if batch.left_bytes)]
-        return sum([batch.left_bytes for batch in self.batches_ahead]) <= AHEAD_BYTES - JOINT_BYTES
+        self.batches_ahead = [*dict.fromkeys(batch for batch in self.batches_ahead if batch.held_bytes)]
+        return sum([batch.held_bytes for batch in self.batches_ahead]) <= AHEAD_BYTES - JOINT_BYTES
 
-    def make_room(self) -> None:
-        """Let go of the batches that were gathered first, until one more may be."""
-        while not self.has_room():
-            self.batches_ahead.pop(0).let_go()
+    def make_room(self, unit: Unit) -> None:
+        """Let go of the batches that were gathered first, until one more may be; not of what ``unit`` needs."""
+        while not self.has_room() and self.batches_ahead:
+            self.batches_ahead.pop(0).let_go(but=unit)
+
+    def part_batches(self) -> None:
+        """Let units whose parameters are freed between uses be gathered one by one from now on."""
+        for unit in self.units:
+            if unit.batch is not None and not unit.batch.keeps:
+                unit.batch.part()
 
     def drop_batches(self) -> None:
         """Free what was gathered with other units and did not run."""
@@ -260,7 +266,8 @@ class FSDPCommContext:
         Raises:
             StateError: if another rank does not.
         """
-        groups = self.groups
+        # Of others that were never gathered, which is so on all ranks or none, ranks may train what they like.
+        groups = [group for group in self.groups if group.is_whole_everywhere or group.shards.was_gathered]
         for group in groups:
             group.gradients.note_training()
         check_training(groups)
@@ -319,7 +326,8 @@ class FSDPCommContext:
                     unit.end_of_differentiable_backward()
                 else:
                     unit.end_of_backward()
-            self.batches_ahead.clear()
+            if self.forward_root is None:  # otherwise this backward is inside of a forward, which goes on
+                self.drop_batches()
             if not creates_graph:
                 self._finish_turns()
             # Before the last one too: who reads gradients between micro-batches finds all of them.

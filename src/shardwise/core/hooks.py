@@ -89,7 +89,9 @@ class Unit:
         self.batch: Batch | None = None
         """With which others it is gathered, if many are small."""
         self._runs_with_all = False
-        """Whether its last forward was one of the whole model that its batch is of."""
+        """Whether its last forward was the only one in a pass through the whole model that its batch is of."""
+        self._last_pass = 0
+        """Number of the last pass that it ran in."""
         self.location: tuple[weakref.ref[nn.Module], Sequence[str]] | None = None
         """A module, and the names that lead from there to the unit's, once the outermost unit is known."""
         self.prefetch_forward: list[weakref.ref[Unit]] = []
@@ -233,9 +235,9 @@ class Unit:
                 context.queue_end_of_backward()
         call = Call(id(module), args, kwargs)
         self._cast_inputs(call)
-        if not self._recomputes:
-            self._runs_with_all = self.batch is not None and context.forward_root is self.batch.root()
         batch = self._batch_in(backward=self._recomputes)
+        if is_first and not self._recomputes:
+            self._runs_with_all, self._last_pass = batch is not None, context.passes
         self._gather(self.groups, batch, for_backward=self._recomputes)
         self._inside.append(call)
         # A unit without parameters waits for nothing, and one more node would change the order in which autograd adds
@@ -299,10 +301,8 @@ class Unit:
                     unit.prefetch(direction, ahead)
             return
         context, own = self.context, self._joint
-        if own is not None:
-            if own.is_followed:
-                return
-            own.is_followed = True
+        if own is not None and own.is_followed:
+            return
         limit = context.largest_unit
         for unit in expected if limit else ():
             if own is not None and unit._joint is own:
@@ -316,6 +316,8 @@ class Unit:
             if unit is self or (limit < 0 if batch is None else self.is_root and direction == "forward"):
                 return
             unit.prefetch(direction, ahead, is_hint=True)
+            if own is not None and unit.is_on_its_way:
+                own.is_followed = True
             if batch is not None or not limit:
                 return
 
@@ -338,6 +340,16 @@ class Unit:
         except (AttributeError, KeyError):  # it is gone, or was replaced by none
             return False
         return module is not None and unit_of(module) is self
+
+    def choose_prefetched(self, direction: str, units: Sequence[Unit]) -> None:
+        """Gather ``units``, and no others, when this one starts its forward or backward."""
+        chosen = [unit.reference for unit in units]
+        if direction == "forward":
+            self.prefetch_forward = chosen
+        else:
+            self.prefetch_backward = chosen
+        if self.has_context:
+            self.context.part_batches()
 
     def locate_inner(self) -> None:
         """Note anew where the units inside of it are."""
@@ -380,7 +392,10 @@ class Unit:
             return None
         if backward:
             return batch if self._runs_with_all and not batch.keeps else None
-        return batch if self.context.forward_root is batch.root() else None
+        if self.context.forward_root is not batch.root():
+            return None
+        # Where it runs again in a pass, as a cell does in each time step, the others of its batch may not.
+        return batch if batch.keeps or self._last_pass != self.context.passes else None
 
     def _gather(
         self,

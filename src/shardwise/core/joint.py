@@ -60,6 +60,7 @@ class JointGather:
         self._gathers: Sequence[tuple[Comm, Gather]] = ()
         """Held until somebody waited: memory in which this rank puts nothing is written all the same."""
         self._ticket: Ticket | None = None
+        self._bytes = 0
         self.has_failed = False
         """Whether it raised: nobody waits for it then, and nothing was gathered."""
         self.is_followed = False
@@ -86,9 +87,9 @@ class JointGather:
         self._members.append(_Member(name, buffers, takes=False))
 
     @property
-    def left_bytes(self) -> int:
-        """Of whole parameters that were gathered, and are not in their places."""
-        return 0 if self.has_failed else sum([buffer.full_bytes for buffer in self._finish])
+    def held_bytes(self) -> int:
+        """Of memory that holds what was gathered, until all of it is in its places."""
+        return self._bytes if self._finish else 0
 
     def _finish_one(self, buffer: ShardedBuffer) -> None:
         self._finish.pop(buffer)()
@@ -125,6 +126,7 @@ class JointGather:
             plans = [plan for buffer in buffers if (plan := buffer.run_plan) is not None]
             gather, finish = start_together(plans, self.lane, takes)
         self._finish |= zip(compress(buffers, takes), finish, strict=True)
+        self._bytes += sum([buffer.full_bytes for buffer in buffers])
         return gather
 
     @property

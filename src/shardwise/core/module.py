@@ -346,7 +346,7 @@ class FSDPModule(_TorchModule):
             TypeError: if it is no list.
         """
         units = _units_of(modules, "set_modules_to_forward_prefetch")
-        self._unit.prefetch_forward = [unit.reference for unit in units]
+        self._unit.choose_prefetched("forward", units)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:  # type: ignore[override]
         """Modules to gather when this one starts its backward, in place of the one that ran before it in forward.
@@ -356,7 +356,7 @@ class FSDPModule(_TorchModule):
             TypeError: if it is no list.
         """
         units = _units_of(modules, "set_modules_to_backward_prefetch")
-        self._unit.prefetch_backward = [unit.reference for unit in units]
+        self._unit.choose_prefetched("backward", units)
 
     @takes_flags
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 MANY = 16
 """Small units in a model, from which on it pays to communicate for several at once: few hide behind the computation."""
+MOST_FIRSTS = 6
+"""Units of a batch that may be the first to need it, or half as many of a short one: one in forward, one in backward,
+and where recomputation begins, or a layer is left out."""
 UNIT = "_shardwise_unit"
 """The attribute of a wrapped module that is its unit."""
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -172,16 +175,22 @@ class Batch(ABC):
         context.batches_ahead.append(self)
 
     @property
-    def left_bytes(self) -> int:
-        """Of whole parameters that were gathered for units that have yet to run."""
-        self._joints = [joint for joint in self._joints if joint.left_bytes]
-        return sum([joint.left_bytes for joint in self._joints])
+    def held_bytes(self) -> int:
+        """Of memory that holds what was gathered for its units, some of which have yet to run."""
+        self._joints = [joint for joint in self._joints if joint.held_bytes]
+        return sum([joint.held_bytes for joint in self._joints])
 
-    def let_go(self) -> None:
-        """Free what was gathered for units that have not run."""
-        if self.left_bytes:
+    def let_go(self, but: Unit | None = None) -> None:
+        """Free what was gathered for units that have not run, other than ``but``."""
+        if self.held_bytes:
             for unit in self:
-                unit.let_go()
+                if unit is not but:
+                    unit.let_go()
+
+    def part(self) -> None:
+        """Let each of its units be gathered by itself from now on."""
+        for unit in self:
+            unit.batch = None
 
 
 class KeptBatch(Batch):
@@ -221,7 +230,15 @@ class KeptBatch(Batch):
 
 class FreedBatch(Batch):
     """Of units whose parameters are freed between uses, so that all ranks use the same ones. All that it has is sent
-    each time, also where it is there already: as little as ranks may know differently is to decide what is sent."""
+    each time, also where it is there already: as little as ranks may know differently is to decide what is sent.
+
+    It parts if ever more of its units are the first that need a gather: they do not run one after the other then, and
+    each would send for all.
+    """
+
+    def __init__(self, root: weakref.ref[Unit]):
+        super().__init__(root)
+        self._firsts: set[weakref.ref[Unit]] = set()
 
     @outside_transforms
     def gather(
@@ -231,14 +248,12 @@ class FreedBatch(Batch):
         context = first.context
         members = [group for unit in self for group in unit.groups if group.joins]
         alone = [group for group in needing if group not in members]
-        takes = [group in needing or group.takes_from_others(for_backward=for_backward) for group in members]
-        if is_hint and not (all(takes) and context.has_room()):
-            return
         for group in alone:
             group.start_gather(context.gather_lane)
-        if len(alone) == len(needing):
+        takes = [group in needing or group.takes_from_others(for_backward=for_backward) for group in members]
+        if len(alone) == len(needing) or (is_hint and not (all(takes) and context.has_room())):
             return
-        context.make_room()
+        context.make_room(first)
         joint = JointGather(context.gather_lane)
         for group, is_taken in zip(members, takes, strict=True):
             if is_taken:
@@ -248,6 +263,9 @@ class FreedBatch(Batch):
             else:
                 group.send_with(joint)
         self._start(joint, context)
+        self._firsts.add(first.reference)
+        if len(self._firsts) > max(MOST_FIRSTS // 2, min(MOST_FIRSTS, len(self._members) // 2)):
+            self.part()
 
 
 def _make_batches(root: Unit, units: Sequence[Unit]) -> None:
@@ -259,6 +277,8 @@ def _make_batches(root: Unit, units: Sequence[Unit]) -> None:
     if sum(unit.is_small for unit in units) < MANY:
         return
     keeps = all(unit.keeps_unsharded for unit in units)
+    if not keeps and any(unit.prefetch_forward or unit.prefetch_backward for unit in units):
+        return  # the user says what is gathered when
     following: KeptBatch | None = None
     joins = {unit: unit.is_small and (keeps or (unit.frees_alike and unit is not root)) for unit in units}
     for run in reversed(_runs(joins, sizes)):
