@@ -125,6 +125,7 @@ class Unit:
     def join(self, context: FSDPCommContext, *, is_root: bool, iteration: Iteration) -> None:
         """Use ``context``, as the outermost unit of its tree or not."""
         self.is_root, self.iteration = is_root, iteration
+        self._last_pass = 0  # each context counts its own
         context.join(self)
         if self.reshards_unless_root:
             for group in self.groups:
