@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     _Turns = weakref.WeakKeyDictionary[ParamGroup, weakref.ref[Unit]]
 
 AHEAD_BYTES = 4 * JOINT_BYTES
-"""Of small units that are gathered together and have yet to run: as much as three lists of them need, whose elements
-run in turn."""
+"""Of memory that holds small units gathered together, some of which have yet to run: as much as three lists of them
+need, whose elements run in turn."""
 
 
 class FSDPCommContext:

@@ -64,7 +64,7 @@ class JointGather:
         self.has_failed = False
         """Whether it raised: nobody waits for it then, and nothing was gathered."""
         self.is_followed = False
-        """Whether what is expected after its units was looked for."""
+        """Whether what is expected after its units is on its way, or was."""
 
     def __len__(self) -> int:
         return len(self._members)

@@ -233,7 +233,8 @@ class FreedBatch(Batch):
     each time, also where it is there already: as little as ranks may know differently is to decide what is sent.
 
     It parts if ever more of its units are the first that need a gather: they do not run one after the other then, and
-    each would send for all.
+    each would send for all. That is counted as gathers start, which all ranks start alike; units that run would not do,
+    as an exception may keep one rank from some that need no gather.
     """
 
     def __init__(self, root: weakref.ref[Unit]):
