@@ -20,11 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench.counts import flag_bytes
 from shardwise import MixedPrecisionPolicy, Placements, fully_shard
 from shardwise.core import reducer
+from shardwise.core.batch import KeptBatch
 from shardwise.core.buffer import MAPPED_BYTES, allocate_storage, free_storage
 from shardwise.core.device import owns_memory
 from shardwise.core.gradient import GradientPlan
 from shardwise.core.lanes import Lane
-from shardwise.core.root import KeptBatch, unit_of
+from shardwise.core.root import unit_of
 
 from ..models import Transformer, inputs_for
 

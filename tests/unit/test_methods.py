@@ -21,7 +21,7 @@ from shardwise import FSDPModule, Placements, fully_shard
 from shardwise.core import comm
 from shardwise.core.comm import Comm, new_group_of
 from shardwise.core.gradient import Scale, gradient_scale
-from shardwise.core.root import unit_of
+from shardwise.core.root import unit_of, units_of
 
 from ..models import Stack, Transformer, inputs_for
 from ..needs import needs_results
@@ -407,6 +407,31 @@ def test_as_many_small_units_are_gathered_ahead_as_one_large_one_takes(
     assert max(count for count, _, _ in ahead) == most_ahead
     assert all(size <= largest for _, size, largest in ahead)
     assert len(ahead) == 2 * len(widths)
+
+
+@pytest.mark.parametrize("order", [[7, 6, 5, 4, 3, 2, 1, 0], [0, 2, 4, 6, 1, 3, 5, 7], [0, 3, 6, 1, 4, 7, 2, 5]])
+def test_no_other_order_takes_more_memory(fake_mesh: Mesh, order: list[int]) -> None:
+    """What was gathered ahead and did not come is freed before more is; its collective was issued in vain."""
+    mesh = fake_mesh(2)
+    model: Any = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    ahead: list[int] = []
+    for layer in model:
+        layer.register_forward_pre_hook(
+            lambda *_: ahead.append(sum(group.is_gathering for unit in units_of(model) for group in unit.groups))
+        )
+    for _ in range(3):
+        model(torch.randn(3, 16)).sum().backward()
+    assert ahead[8:] == ([1] * 7 + [0]) * 2
+    layers = list(model)
+    model.forward = lambda x: nn.Sequential(*[layers[index] for index in order])(x)
+    ahead.clear()
+    model(torch.randn(3, 16)).sum().backward()
+    assert len(ahead) == 8
+    assert max(ahead) == 1
+    assert not any(group.is_gathering for unit in units_of(model) for group in unit.groups)
 
 
 def test_what_follows_a_second_use_is_gathered_after_it(fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,11 +97,11 @@ def test_small_units_together(
     nbytes: int,
     policy: MixedPrecisionPolicy,
 ) -> None:
-    for room in ("root", "pending"):
+    for room in ("batch", "pending"):
         monkeypatch.setattr(f"shardwise.core.{room}.JOINT_BYTES", nbytes)
     mesh, placements, issued = fake_mesh(2), getattr(Placements, preset), []
     for many in (100, 2):
-        monkeypatch.setattr("shardwise.core.root.MANY", many)
+        monkeypatch.setattr("shardwise.core.batch.MANY", many)
         log = recorded(mesh, prepare, micro_batches=2, placements=placements, mp_policy=policy)
         assert faults(log) == []
         issued.append([entry.name for entry in log if "c10d" in entry.name])
@@ -134,7 +134,7 @@ class Branches(torch.nn.Module):
         return outputs[0] + outputs[1]
 
 
-@pytest.mark.parametrize(("preset", "gathers"), [("zero2", 20 + 2), ("zero3", 3)])
+@pytest.mark.parametrize(("preset", "gathers"), [("zero2", 20 + 2), ("zero3", 20 + 20 + 1)])
 def test_small_units_together_on_two_streams(fake_mesh: Mesh, preset: str, gathers: int) -> None:
     """Each unit is put in its place on the stream that it computes on."""
     device, context, mesh = RecordingDevice(), FSDPCommContext("cpu"), fake_mesh(2)

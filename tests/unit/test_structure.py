@@ -67,6 +67,7 @@ ORDER = [
     "core.reducer",
     "core.pending",
     "core.group",
+    "core.batch",
     "core.lost",
     "core.iteration",
     "core.context",

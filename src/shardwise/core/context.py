@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,9 +23,9 @@ from .pending import PendingReductions
 from .replicas import compare_values
 
 if TYPE_CHECKING:
+    from .batch import Batch
     from .group import ParamGroup
     from .hooks import Unit
-    from .root import Batch
 
     _Turns = weakref.WeakKeyDictionary[ParamGroup, weakref.ref[Unit]]
 
@@ -62,6 +62,8 @@ class FSDPCommContext:
         self.passes = 0
         self._is_agreed = self._replicas_agree = self._is_failing = False
         self._largest_unit: int | None = None
+        self._expected: list[weakref.ref[Unit]] = []
+        """Gathered ahead of a forward that the order promises."""
         self.batches_ahead: list[Batch] = []
         """Those gathered last of which some units may have yet to run."""
         self._units: list[weakref.ref[Unit]] = []
@@ -192,6 +194,15 @@ class FSDPCommContext:
         """Nothing is communicated for a while."""
         for lane in (self.gather_lane, *self.reduce_lanes):
             lane.rest(keeps_little=self.joins_small)
+
+    def expect(self, units: Sequence[Unit], running: Unit) -> None:
+        """``units`` were gathered ahead of their forward, which should follow that of ``running``. What was gathered so
+        before and has not run comes another time, if ever: it is freed, so that no order takes more memory."""
+        for reference in self._expected:
+            unit = reference()
+            if unit is not None and unit is not running and unit not in units:
+                unit.let_go(with_others=False)
+        self._expected = [unit.reference for unit in units]
 
     def drop_prefetched(self) -> None:
         """Free what was gathered for units that then did not run."""

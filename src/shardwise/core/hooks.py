@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.hooks import RemovableHandle
 
 from .awaited import AwaitedCalls
+from .batch import Batch
 from .boundary import Call, announce_begin, announce_derivative
 from .context import FSDPCommContext
 from .device import (
@@ -31,7 +32,7 @@ from .joint import JointGather
 from .lost import LostWrites
 from .options import GroupOptions
 from .parameter import owner_of
-from .root import Batch, locate_units, make_root, unit_of, units_of
+from .root import locate_units, make_root, unit_of, units_of
 from .step import end_steps
 from .tree import casting, hidden_tensors, is_flat, map_tensors, opaque_types, tensors_requiring_grad
 from .weak import weakly
@@ -304,23 +305,30 @@ class Unit:
         context, own = self.context, self._joint
         if own is not None and own.is_followed:
             return
-        limit = context.largest_unit
+        limit, is_forward = context.largest_unit, direction == "forward"
+        gathered: list[Unit] = []
         for unit in expected if limit else ():
             if own is not None and unit._joint is own:
                 continue
-            if not unit.is_in_model:
-                return
             limit -= unit.gathered_bytes
-            batch = unit._batch_in(backward=direction == "backward")
-            # What comes after its own next use, for which it is gathered again, is not to be in the way of that. And
-            # hooks of the model run after the root's, which may write into what would be gathered long before its use.
-            if unit is self or (limit < 0 if batch is None else self.is_root and direction == "forward"):
-                return
+            # What comes after its own next use, for which it is gathered again, is not to be in the way of that.
+            if unit is self or not unit.is_in_model:
+                break
+            batch = unit._batch_in(backward=not is_forward)
+            goes_with_others = batch is not None and batch.takes(unit)
+            if not goes_with_others and limit < 0:
+                break
+            # Hooks of the model run after the root's, which may write into what would be gathered long before its use.
+            if goes_with_others and is_forward and self.is_root:
+                break
             unit.prefetch(direction, ahead, is_hint=True)
+            gathered.append(unit)
             if own is not None and unit.is_on_its_way:
                 own.is_followed = True
-            if batch is not None or not limit:
-                return
+            if goes_with_others or not limit:
+                break
+        if is_forward:
+            context.expect(gathered, self)
 
     @property
     def _joint(self) -> JointGather | None:
@@ -409,13 +417,15 @@ class Unit:
     ) -> None:
         """Start gathering ``groups``, and with them what its ``batch`` says."""
         lane = self.context.gather_lane
-        if batch is None:
-            for group in groups:
-                group.unshard(lane, for_backward=for_backward, ahead=ahead)
-        else:
-            needing = [group for group in groups if group.prepare_gather(lane, for_backward=for_backward)]
+        needing = [group for group in groups if group.prepare_gather(lane, for_backward=for_backward)]
+        if batch is not None and batch.takes(self):
             if needing or batch.keeps:
                 batch.gather(self, needing, for_backward=for_backward, is_hint=is_hint)
+            return
+        for group in needing:
+            group.start_gather(lane, ahead=ahead)
+        if needing and batch is not None and not for_backward:
+            batch.note_alone(self)
 
     @labelled("FSDP::forward_prefetch for {name}")
     def join_gather(self, joint: JointGather) -> None:
@@ -597,10 +607,11 @@ class Unit:
         elif self.phase is Phase.IDLE:
             self.let_go()
 
-    def let_go(self) -> None:
-        """Free parameters that were gathered and that nothing waited for, unless the user asked for them."""
+    def let_go(self, *, with_others: bool = True) -> None:
+        """Free parameters that were gathered and that nothing waited for, unless the user asked for them; those that
+        were gathered with those of other units only if ``with_others``."""
         for group in self.groups:
-            if group.is_gathering and not group.is_asked_for:
+            if group.is_gathering and not group.is_asked_for and (with_others or group.joint is None):
                 group.reshard()
 
     def _cast_inputs(self, call: Call) -> None:
