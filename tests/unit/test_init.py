@@ -293,10 +293,19 @@ def by_index(m: Any) -> None:
         m.rows[[0, 1]] = m.rows[[1, 0]]
 
 
+def in_inference_mode(m: Any) -> None:
+    with torch.inference_mode():
+        table = torch.randn(4, 3)
+        turned, widened, spectrum = table.t().reshape(12), table.double(), torch.fft.rfft(table.half().float()).abs()
+    m.narrowed, m.turned, m.widened = nn.Parameter(table.half()), nn.Parameter(turned + 1), nn.Parameter(widened * 2)
+    m.spectrum = nn.Buffer(spectrum + 1)
+    m.dense, m.rows = nn.Buffer(table.t().contiguous().clone()), nn.Buffer(table.t().flatten().clone())
+
+
 CONSTRUCTORS = [
     *(initializers, between_parameters, buffers, generators, generators_in_one_state, deep_copies, dtypes),
     *(ways_around_operators, conjugates, loads, copies_of_the_generator, onto_themselves, shared_elements),
-    by_index,
+    *(by_index, in_inference_mode),
 ]
 
 

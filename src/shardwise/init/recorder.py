@@ -142,6 +142,11 @@ class Recorder(OperatorMode):
             return func(*args, **(kwargs or {}))
         if any(has_operators(kind) for kind in types):
             return NotImplemented  # the operators that theirs consist of come here
+        with self:
+            # Operators of inference tensors come whole, even those that may be views or copies, such as `to`.
+            result = func.decompose(*args, **(kwargs or {}))
+        if result is not NotImplemented:
+            return result
         with self.paused():
             return self._handle(Call(func, args, kwargs or {}))
 
