@@ -341,6 +341,42 @@ def test_what_is_trained_is_told_once(
     assert told == ["trained"] * 3
 
 
+@on_ranks(2, placements=["ddp", "zero3"])
+def test_two_models_of_one_kind_trained_by_turns(placements: str) -> None:
+    """As generator and discriminator, or two critics: what one rank tells of one is not taken to be about the other."""
+    preset, mesh = getattr(Placements, placements), impatient_mesh()
+    first, second = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)) for _ in range(2))
+    for model in (first, second):
+        fully_shard(model, mesh=mesh, placements=preset)
+    for _ in range(2):
+        second.requires_grad_(False)
+        loss = second(first(torch.ones(2, WIDTH))).sum()
+        if dist.get_rank() == 0:
+            time.sleep(0.3)  # the other rank tells of both before this one does of the second
+        loss.backward()
+        second.requires_grad_(True)
+        first.requires_grad_(False)
+        second(first(torch.ones(2, WIDTH))).sum().backward()
+        first.requires_grad_(True)
+
+
+@on_ranks(2, 3, placements=["ddp", "zero1", "zero3"])
+def test_gradients_of_inputs_alone(placements: str) -> None:
+    """As for adversarial examples, with a model that is frozen for that: nothing is reduced, so the ranks do not wait
+    for each other, and what is told before and after may meet on the slower one."""
+    model, _ = unlucky_model(impatient_mesh(), placements)
+    for step in range(4):
+        model.requires_grad_(False)
+        x = torch.ones(2, WIDTH, requires_grad=True)
+        loss = model(x).square().sum()
+        if dist.get_rank() == step % 2:
+            time.sleep(0.3)
+        loss.backward()
+        model.requires_grad_(True)
+        model[1].requires_grad_(step != 1)
+        model(x.detach()).square().sum().backward()
+
+
 @on_ranks(2)
 def test_what_failed_on_a_rank_that_went_on_is_told() -> None:
     """As one does that leaves out what it cannot compute."""

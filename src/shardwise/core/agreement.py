@@ -78,10 +78,11 @@ def check_alike(sharing: Iterable[tuple[Comm, ParamGroup]]) -> None:
 
 
 def check_training(groups: Sequence[ParamGroup]) -> None:
-    """Post which parameters of ``groups``, all of a model, are trained, and compare it with what the neighbors have
-    posted at the same reduction.
+    """Post which parameters of ``groups``, all that a model has over some ranks, are trained, and compare it with what
+    the neighbors have posted at the same reduction.
 
-    To be called right before the first one, and before one that is the first since that has changed.
+    To be called right before the first one, and before one that is the first since that has changed; not if none
+    follows, or what is posted next would have the same number.
 
     Raises:
         StateError: naming a parameter that is not trained on another rank, or is there alone.

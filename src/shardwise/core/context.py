@@ -54,6 +54,8 @@ class FSDPCommContext:
         self.iteration = Iteration()
         self.reductions = PendingReductions()
         self.has_root = False
+        self.trains_otherwise = False
+        """Whether other ranks have yet to be told which parameters are trained."""
         self.joins_small = False
         """Whether units are communicated for together: many are small."""
         self.outermost: weakref.ref[Unit] | None = None
@@ -271,14 +273,17 @@ class FSDPCommContext:
                 compare_values(sharing)
             self._replicas_agree = True
 
-    def agree_on_training(self) -> None:
-        """Gradients of a group are about to be reduced, which trains other parameters than before.
+    def agree_on_training(self, reduced: ParamGroup) -> None:
+        """Gradients of the group ``reduced`` are about to be, and other parameters are trained than before.
 
         Raises:
             StateError: if another rank does not.
         """
-        # Of others that were never gathered, which is so on all ranks or none, ranks may train what they like.
-        groups = [group for group in self.groups if group.is_whole_everywhere or group.shards.was_gathered]
+        # Of others that were never gathered, which is so on all ranks or none, ranks may train what they like. And only
+        # where a reduction follows do posts over the same ranks have numbers of their own.
+        self.trains_otherwise = False
+        known = [group for group in self.groups if group.is_whole_everywhere or group.shards.was_gathered]
+        groups = [group for group in known if _same_ranks(group, reduced)]
         for group in groups:
             group.gradients.note_training()
         check_training(groups)
@@ -414,6 +419,12 @@ class FSDPCommContext:
         self.order.forget()
         self.rest()
         self.forward_root, self._queued_end, self._creates_graph = None, None, False
+
+
+def _same_ranks(one: ParamGroup, other: ParamGroup) -> bool:
+    """Whether both communicate over the same ranks."""
+    sharing = [[comm for comm in group.mesh.comms if comm.size > 1] for group in (one, other)]
+    return sharing[0] == sharing[1]
 
 
 def _failed() -> None:

@@ -733,7 +733,10 @@ class Unit:
         context = self.context
         taken = group.gradients.take()
         if group.gradients.trains_otherwise:
-            context.agree_on_training()
+            context.trains_otherwise = True
+            group.gradients.note_training()
+        if taken and context.trains_otherwise:
+            context.agree_on_training(group)
         for comm in group.mesh.comms if taken else ():
             comm.reductions += 1
         for slots, gradients in taken:
