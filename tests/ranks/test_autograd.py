@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise
 from shardwise.core import comm as comm_module
 from shardwise.core.errors import StateError
+from shardwise.core.root import units_of
 from shardwise.fairscale import FSDP
 
 from ..models import MLP, Stack, Transformer, wrap
@@ -1626,7 +1627,7 @@ class UsesATable(nn.Module):
 def test_output_is_a_parameter(view: bool, preset: str) -> None:
     """It outlives the unit's reshard. (FSDP2 lets the process die.)"""
     model: Any = check(lambda: UsesATable(view), against_torch=False, placements=preset)
-    faces = [face for slot in model.layers[1]._unit.groups[0].slots for face in slot.faces]
+    faces = [face for slot in units_of(model.layers[1])[0].groups[0].slots for face in slot.faces]
     assert not any(face._backward_hooks for face in faces)  # one more for each forward
 
 

@@ -35,6 +35,7 @@ from shardwise.core.agreement import explain_failure, tell_failure
 from shardwise.core.comm import comm_for
 from shardwise.core.errors import StateError
 from shardwise.core.posts import failure_elsewhere, post, posted_by
+from shardwise.core.root import units_of
 
 from ..models import MLP, Transformer, wrap
 from .harness import RankError, on_ranks, ranks
@@ -437,7 +438,7 @@ def test_conversions_that_one_rank_has_taken_over() -> None:
     model.to(torch.float64)
     if dist.get_rank():
         model.state_dict()
-        for unit in model._unit.context.units:
+        for unit in units_of(model)[0].context.units:
             for group in unit.groups:
                 group.adopt_registered()
     model(torch.ones(2, model.layers[0].in_features, dtype=torch.float64)).sum().backward()

@@ -18,6 +18,7 @@ import shardwise
 from shardwise import Placements
 from shardwise.core import options
 from shardwise.core.errors import StateError
+from shardwise.core.root import units_of
 
 from ..extensions import InColumns, SentInBfloat16, SentInTwo, SentWithScale, StaysBfloat16, Tells, Told, extend
 from ..models import MLP, Transformer, inputs_for, wrap
@@ -394,7 +395,7 @@ def test_tied_to_a_plain_one_after_both_were_sharded() -> None:
     model.layers[1].weight = model.layers[0].weight
     for step in range(2):
         model(batch(step, 0, 4, 12)).sum().backward()
-    assert all(unit._unit.groups[0].shards.is_adopted for unit in model.layers)  # not taken over anew each time
+    assert all(unit.groups[0].shards.is_adopted for unit in units_of(*model.layers))  # not taken over anew each time
 
 
 @on_ranks(2)
@@ -451,7 +452,7 @@ def test_errors_of_hooks_name_the_parameter_and_leave_no_memory() -> None:
         Wrong.gives = gives
         with pytest.raises(kind, match=message):
             model(batch(0, 0, 4, 12))
-        buffers: Any = model.layers[0]._unit.groups[0].shards.buffers
+        buffers: Any = units_of(model.layers[0])[0].groups[0].shards.buffers
         assert not any(one.untyped_storage().nbytes() for buffer in buffers for one in getattr(buffer, "_outputs", ()))
     Wrong.gives = None
     assert_same(train(model), train(wrap(small(SentInBfloat16), shardwise.fully_shard, mesh=mesh())))

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from shardwise import MixedPrecisionPolicy, fully_shard, load_full_state_dict
 from shardwise.checkpoint.peers import Peers
+from shardwise.core.root import units_of
 from shardwise.init import init_on_meta, materialize
 
 from ..models import Block, ConvNet, Transformer, inputs_for, wrap
@@ -501,7 +502,7 @@ def test_what_is_loaded_stays() -> None:
     truth, model = built(tied), on_meta(tied, seed=6)
     wrap(model, fully_shard, mesh=world_mesh())
     for module in (model, *model.layers):
-        for group in module._unit.groups:
+        for group in units_of(module)[0].groups:
             group.shards.leave_meta()
             for slot in group.slots:
                 if "norm" in slot.name:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -50,6 +50,30 @@ def test_every_method_of_torch_is_here() -> None:
     missing = {name for name in vars(Theirs) if not name.startswith("_") and name not in own}
     # torch's own calls ours, with its deprecation warning
     assert missing == {"set_reduce_scatter_divide_factor"}
+
+
+def test_modules_keep_private_names_of_their_own(fake_mesh: Mesh) -> None:
+    """None of theirs means another thing once they are wrapped: only torch's own are taken."""
+
+    class Named(nn.Linear):
+        _unit = "cm"
+
+        def __init__(self) -> None:
+            super().__init__(3, 3)
+            self._units, self._groups, self._options = 64, 8, {"bias": True}
+
+        def _check_root(self) -> str:
+            return self._unit
+
+    model: Any = fully_shard(Named(), mesh=fake_mesh(2))
+    assert (model._units, model._groups, model._options, model._check_root()) == (64, 8, {"bias": True}, "cm")
+    model._unit = "m"
+    model(torch.randn(2, 3)).sum().backward()
+    model.set_requires_gradient_sync(False)
+    model.zero_grad()
+    assert model._check_root() == "m"
+    private = {name for name in vars(FSDPModule) if name.startswith("_") and not name.startswith("__")}
+    assert private - {"_abc_impl"} <= {*vars(TorchFSDPModule), *vars(nn.Module)}
 
 
 def test_methods_of_a_newer_torch_are_refused(fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,7 +418,7 @@ def test_as_many_small_units_are_gathered_ahead_as_one_large_one_takes(
     ahead: list[tuple[int, int, int]] = []
 
     def look(*_: Any) -> None:
-        units = [cast(Any, layer)._unit for layer in model]
+        units = [unit_of(layer) for layer in model]
         sizes = [unit.gathered_bytes for unit in units if unit.groups[0].is_gathering]
         ahead.append((len(sizes), sum(sizes), max(unit.gathered_bytes for unit in units)))
 
@@ -536,7 +560,9 @@ def test_one_unit_is_gathered_ahead_in_another_dtype_too(fake_mesh: Mesh, dtype:
     model.to(dtype)
     ahead: list[int] = []
     for layer in model:
-        layer.register_forward_pre_hook(lambda *_: ahead.append(sum(one._unit.groups[0].is_gathering for one in model)))
+        layer.register_forward_pre_hook(
+            lambda *_: ahead.append(sum(unit_of(one).groups[0].is_gathering for one in model))
+        )
     model(torch.randn(3, 64, dtype=dtype)).sum().backward()
     assert ahead == [1, 1, 1, 1, 0]
 

@@ -88,12 +88,12 @@ class FSDPModule(_TorchModule):
         try:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         except BaseException as error:
-            self._unit.leave_by_exception(cast(nn.Module, self), error)
+            _unit(self).leave_by_exception(cast(nn.Module, self), error)
             raise
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise TypeError(
-            f"module {self._unit.name or 'root'!r} ({type(self).__name__}) is sharded and cannot be deep-copied: "
+            f"module {_unit(self).name or 'root'!r} ({type(self).__name__}) is sharded and cannot be deep-copied: "
             "copy it before fully_shard, or build a second model and load this one's state dict"
         )
 
@@ -101,27 +101,12 @@ class FSDPModule(_TorchModule):
         """For `copy.copy`, which gets what it always did; whoever pickles it gets an error."""
         made = super().__reduce_ex__(protocol)
         if isinstance(made, tuple) and any(one is type(self) for one in made[1]):  # a class may say how it is pickled
-            made = _NotPickled(made[0], self._unit), *made[1:]
+            made = _NotPickled(made[0], _unit(self)), *made[1:]
         return made
 
-    @property
-    def _unit(self) -> Unit:
-        return cast(Unit, self.__dict__[UNIT])
-
     def _get_fsdp_state(self) -> StateForTorch:  # type: ignore[override]
-        unit = self._unit
+        unit = _unit(self)
         return StateForTorch(unit.settle_root(), unit.pre_forward, unit.post_forward)
-
-    def _units(self, recurse: bool) -> list[Unit]:
-        return units_of(cast(nn.Module, self)) if recurse else [self._unit]
-
-    def _groups(self, recurse: bool) -> Iterator[ParamGroup]:
-        for unit in self._units(recurse):
-            yield from unit.groups
-
-    def _options(self, recurse: bool) -> Iterator[GroupOptions]:
-        for unit in self._units(recurse):
-            yield from unit.options
 
     # -- Parameters
 
@@ -132,7 +117,7 @@ class FSDPModule(_TorchModule):
         An optimizer's ``zero_grad`` does not know of gradients that wait for their reduction, as in FSDP2.
         """
         cast(Any, super()).zero_grad(set_to_none)
-        for group in self._groups(recurse=True):
+        for group in _groups(self, recurse=True):
             group.gradients.zero()
             for slot in group.slots if group.state is not ShardState.SHARDED else ():
                 if set_to_none:
@@ -153,7 +138,7 @@ class FSDPModule(_TorchModule):
         Raises:
             StateError: if a parameter is still on the meta device.
         """
-        unit = self._unit
+        unit = _unit(self)
         if is_watched():
             unit.show_ranges()
         context = unit.context
@@ -172,7 +157,7 @@ class FSDPModule(_TorchModule):
     def reshard(self) -> None:
         """Register the sharded parameters of this module's own unit and free the gathered ones; nothing inside a
         forward of it that keeps them."""
-        unit = self._unit
+        unit = _unit(self)
         unit.reshard()
         if unit.has_context:
             unit.context.rest()
@@ -181,10 +166,10 @@ class FSDPModule(_TorchModule):
         if getattr(args[0] if args else None, "__qualname__", "").startswith("Module.share_memory."):
             # torch ends the process when it asks a DTensor for its memory.
             raise StateError(
-                f"module {self._unit.title!r} is sharded, and share_memory() would share this rank's shards alone: let "
-                "ranks be the processes that train it, and give others shardwise.full_state_dict(model)"
+                f"module {_unit(self).title!r} is sharded, and share_memory() would share this rank's shards alone: "
+                "let ranks be the processes that train it, and give others shardwise.full_state_dict(model)"
             )
-        units = self._units(recurse=True)
+        units = _units(self, recurse=True)
         for unit in units:
             for group in unit.groups:
                 group.reshard()
@@ -216,18 +201,11 @@ class FSDPModule(_TorchModule):
         Raises:
             RuntimeError: if this is not the outermost wrapped module.
         """
-        context = self._check_root("reset_iter_state")
+        context = _check_root(self, "reset_iter_state")
         context.reset()
         for group in context.groups:
             for slot in group.slots:
                 slot.sharded.grad = None
-
-    def _check_root(self, method: str) -> FSDPCommContext:
-        unit, context = self._unit, self._unit.context
-        if context.has_root and not unit.is_root and context.outermost is not unit.reference:
-            roots = [other.name or "the outermost wrapped one" for other in context.units if other.is_root]
-            raise StateError(f"{method}() was called on {unit.title!r}; call it on the root: {roots[0]}")
-        return context
 
     @takes_flags
     def set_manual_backward_finalization(self, enabled: bool) -> None:
@@ -238,10 +216,10 @@ class FSDPModule(_TorchModule):
         Raises:
             RuntimeError: if this is not the outermost wrapped module, or backward runs.
         """
-        self._check_root("set_manual_backward_finalization")
-        if enabled != self._unit.iteration.ends_by_hand and in_backward():
+        _check_root(self, "set_manual_backward_finalization")
+        if enabled != _unit(self).iteration.ends_by_hand and in_backward():
             raise StateError(f"set_manual_backward_finalization({enabled}) was called before backward was over")
-        self._unit.iteration.ends_by_hand = enabled
+        _unit(self).iteration.ends_by_hand = enabled
 
     @eager
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
@@ -256,8 +234,8 @@ class FSDPModule(_TorchModule):
             RuntimeError: if this is not the outermost wrapped module, no iteration is ended by hand, backward still
                 runs, a handle was not waited for, or `set_requires_all_reduce(False)` would leave sums of some ranks.
         """
-        self._check_root("finalize_backward")
-        handle = GradientReductionHandle(self._unit, self._units(recurse=True))
+        _check_root(self, "finalize_backward")
+        handle = GradientReductionHandle(_unit(self), _units(self, recurse=True))
         handle.start()
         if async_op:
             return handle
@@ -271,13 +249,13 @@ class FSDPModule(_TorchModule):
         Before the last one the order recorded for backward is kept, and strategies with partial or replicated gradients
         (ZeRO-1, DDP) do not reduce. Gradients that were reduced are there after every backward.
         """
-        _ = self._unit.context  # a root that is made later would bring another iteration
-        self._unit.iteration.is_last_backward = is_last_backward
+        _ = _unit(self).context  # a root that is made later would bring another iteration
+        _unit(self).iteration.is_last_backward = is_last_backward
 
     @takes_flags
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients; if not, they add up unsharded, in ``reduce_dtype`` if that is set."""
-        for options in self._options(recurse):
+        for options in _options(self, recurse):
             options.reduce_gradients = requires_gradient_sync
             options.all_reduce_gradients = requires_gradient_sync
 
@@ -285,7 +263,7 @@ class FSDPModule(_TorchModule):
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """On a (replicate, shard) mesh: whether backward also reduces over the replicating axis; if not, the
         reduce-scattered sums add up until it does."""
-        for options in self._options(recurse):
+        for options in _options(self, recurse):
             options.all_reduce_gradients = requires_all_reduce
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -299,7 +277,7 @@ class FSDPModule(_TorchModule):
                 f"set_reshard_after_forward takes a bool, not {reshard_after_forward!r}; "
                 "a smaller world to reshard to is an argument of fully_shard"
             )
-        for unit in self._units(recurse):
+        for unit in _units(self, recurse):
             unit.reshards_unless_root = False
             for group in unit.groups:
                 group.options.reshard_after_forward = reshard_after_forward
@@ -308,13 +286,13 @@ class FSDPModule(_TorchModule):
     @takes_flags
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether parameters are resharded after backward; keeping them saves a gather while accumulating."""
-        for options in self._options(recurse):
+        for options in _options(self, recurse):
             options.reshard_after_backward = reshard_after_backward
 
     @property
     def reshard_after_backward(self) -> bool:
         """The state that `set_reshard_after_backward` sets, of this module alone."""
-        return all(options.reshard_after_backward for options in self._unit.options)
+        return all(options.reshard_after_backward for options in _unit(self).options)
 
     @reshard_after_backward.setter
     def reshard_after_backward(self, value: bool) -> None:
@@ -323,7 +301,7 @@ class FSDPModule(_TorchModule):
     @property
     def reduce_grads(self) -> bool:
         """The state that `set_requires_gradient_sync` sets, of this module alone."""
-        return all(options.reduce_gradients for options in self._unit.options)
+        return all(options.reduce_gradients for options in _unit(self).options)
 
     @reduce_grads.setter
     def reduce_grads(self, value: bool) -> None:
@@ -333,7 +311,7 @@ class FSDPModule(_TorchModule):
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Whether unsharded parameters keep their memory, and so their addresses, while they are sharded (a captured
         CUDA graph needs that); their values are gathered again all the same."""
-        for options in self._options(recurse):
+        for options in _options(self, recurse):
             options.keeps_memory = keep
 
     # -- Schedule
@@ -346,7 +324,7 @@ class FSDPModule(_TorchModule):
             TypeError: if it is no list.
         """
         units = _units_of(modules, "set_modules_to_forward_prefetch")
-        self._unit.choose_prefetched("forward", units)
+        _unit(self).choose_prefetched("forward", units)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:  # type: ignore[override]
         """Modules to gather when this one starts its backward, in place of the one that ran before it in forward.
@@ -356,12 +334,12 @@ class FSDPModule(_TorchModule):
             TypeError: if it is no list.
         """
         units = _units_of(modules, "set_modules_to_backward_prefetch")
-        self._unit.choose_prefetched("backward", units)
+        _unit(self).choose_prefetched("backward", units)
 
     @takes_flags
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether this unit's parameters are gathered for backward; those of an embedding need not be."""
-        for options in self._unit.options:
+        for options in _unit(self).options:
             options.unshard_in_backward = unshard_in_backward
 
     def set_post_optim_event(self, event: torch.Event | None) -> None:
@@ -370,8 +348,8 @@ class FSDPModule(_TorchModule):
         nothing."""
         if event is None:
             return
-        context = self._unit.context
-        context.gather_after(event, next((unit for unit in context.units if unit.is_root), self._unit))
+        context = _unit(self).context
+        context.gather_after(event, next((unit for unit in context.units if unit.is_root), _unit(self)))
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Nothing to set: gathers are asynchronous, and the compute stream allocates for them, in any case."""
@@ -389,8 +367,8 @@ class FSDPModule(_TorchModule):
             raise TypeError(f"max_input_buffers must be an int, not {max_input_buffers!r}")
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be at least 1, not {max_input_buffers}")
-        contexts = {unit.context for unit in self._units(recurse) if unit.has_context}
-        for context in contexts or {self._unit.context}:
+        contexts = {unit.context for unit in _units(self, recurse) if unit.has_context}
+        for context in contexts or {_unit(self).context}:
             context.reductions.limit = max_input_buffers
 
     # -- Communication
@@ -405,7 +383,7 @@ class FSDPModule(_TorchModule):
             TypeError: if it is no such object.
         """
         _check_collective("set_custom_all_gather", comm)
-        self._only_group("set_custom_all_gather").custom_gather = comm
+        _only_group(self, "set_custom_all_gather").custom_gather = comm
 
     def set_custom_reduce_scatter(self, comm: StagedCollective) -> None:  # type: ignore[override]
         """Reduce this unit's gradients by ``comm``: it allocates the buffers and is called with ``output_tensor``,
@@ -416,15 +394,7 @@ class FSDPModule(_TorchModule):
             TypeError: if it is no such object.
         """
         _check_collective("set_custom_reduce_scatter", comm)
-        self._only_group("set_custom_reduce_scatter").custom_reduce_scatter = comm
-
-    def _only_group(self, method: str) -> GroupOptions:
-        unit = self._unit
-        if len(unit.groups) > 1:
-            raise ValueError(
-                f"{method}: unit {unit.title!r} has parameters on several meshes, which it cannot tell apart"
-            )
-        return unit.options[0]
+        _only_group(self, "set_custom_reduce_scatter").custom_reduce_scatter = comm
 
     @takes_flags
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
@@ -434,13 +404,13 @@ class FSDPModule(_TorchModule):
         Raises:
             ValueError: if a custom collective was set, which allocates by itself.
         """
-        for group in self._unit.groups:
+        for group in _unit(self).groups:
             if group.mesh.shard.size == 1:
                 continue  # nothing is gathered or scattered
             options = group.options
             for custom in (options.custom_gather, options.custom_reduce_scatter):
                 if not isinstance(custom, ProcessGroupMemory | None):
-                    raise ValueError(f"unit {self._unit.title!r} has a custom collective, which allocates by itself")
+                    raise ValueError(f"unit {_unit(self).title!r} has a custom collective, which allocates by itself")
             both = ProcessGroupMemory(group.mesh.shard.group, group.mesh.device) if enable else None
             options.custom_gather = options.custom_reduce_scatter = both
 
@@ -450,15 +420,15 @@ class FSDPModule(_TorchModule):
         Raises:
             ValueError: if the process group's backend has no symmetric memory, or nothing is gathered over ranks.
         """
-        for group in self._unit.groups:
-            require_symmetric_memory(group.mesh.shard.group, group.mesh.device, backend, self._unit.title)
+        for group in _unit(self).groups:
+            require_symmetric_memory(group.mesh.shard.group, group.mesh.device, backend, _unit(self).title)
             group.options.custom_gather = SymmetricMemoryGather(group.mesh.shard.group, group.mesh.device, backend)
 
     @takes_flags
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Reduce gradients over a communicator of their own, so that gathers need not wait for them. A collective."""
         known: dict[int, Comm] = {}
-        for group in self._groups(recurse):
+        for group in _groups(self, recurse):
             shard = group.mesh.shard
             if enable and shard.size > 1 and id(shard) not in known:
                 known[id(shard)] = group.options.reduce_comm or new_group_like(shard.group, group.mesh.device)
@@ -471,7 +441,7 @@ class FSDPModule(_TorchModule):
         Ranks that differ in what they use of a unit need no setting: those without a gradient contribute zeros. With
         ``reshard_after_forward=False`` too, their backward may also leave out other units that ran forward.
         """
-        for options in self._options(recurse):
+        for options in _options(self, recurse):
             options.zeros_for_unused = reduce_scatter_unused_params
 
     # -- Arithmetic of the reduction
@@ -490,13 +460,13 @@ class FSDPModule(_TorchModule):
             raise ValueError(f"the gradient divide factor must be one number, not a tensor of shape {(*factor.shape,)}")
         if isinstance(factor, numbers.Real) and not 0 < factor < math.inf:
             raise ValueError(f"the gradient divide factor must be positive and finite, not {factor!r}")
-        for options in self._unit.options:
+        for options in _unit(self).options:
             options.divide_factor = factor
 
     @takes_flags
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Reduce this unit's gradients by sums and divide separately, instead of by the backend's average."""
-        for options in self._unit.options:
+        for options in _unit(self).options:
             options.force_sum = enable
 
     def set_all_reduce_hook(
@@ -513,10 +483,46 @@ class FSDPModule(_TorchModule):
         """
         if hook is not None and not callable(hook):
             raise TypeError(f"set_all_reduce_hook takes a function of a tensor, not {type(hook).__name__}")
-        options, unit = self._only_group("set_all_reduce_hook"), self._unit
+        options, unit = _only_group(self, "set_all_reduce_hook"), _unit(self)
         if stream is not None and any(group.mesh.replicate for group in unit.groups):
             raise ValueError(f"unit {unit.title!r} all-reduces by itself: the hook runs in that stream")
         options.all_reduce_hook = _in_stream(hook, stream) if stream is not None else hook
+
+
+# What a wrapped module's methods share; not methods, whose names the module's own class may have.
+
+
+def _unit(module: FSDPModule) -> Unit:
+    return cast(Unit, module.__dict__[UNIT])
+
+
+def _units(module: FSDPModule, recurse: bool) -> list[Unit]:
+    return units_of(cast(nn.Module, module)) if recurse else [_unit(module)]
+
+
+def _groups(module: FSDPModule, recurse: bool) -> Iterator[ParamGroup]:
+    for unit in _units(module, recurse):
+        yield from unit.groups
+
+
+def _options(module: FSDPModule, recurse: bool) -> Iterator[GroupOptions]:
+    for unit in _units(module, recurse):
+        yield from unit.options
+
+
+def _check_root(module: FSDPModule, method: str) -> FSDPCommContext:
+    unit, context = _unit(module), _unit(module).context
+    if context.has_root and not unit.is_root and context.outermost is not unit.reference:
+        roots = [other.name or "the outermost wrapped one" for other in context.units if other.is_root]
+        raise StateError(f"{method}() was called on {unit.title!r}; call it on the root: {roots[0]}")
+    return context
+
+
+def _only_group(module: FSDPModule, method: str) -> GroupOptions:
+    unit = _unit(module)
+    if len(unit.groups) > 1:
+        raise ValueError(f"{method}: unit {unit.title!r} has parameters on several meshes, which it cannot tell apart")
+    return unit.options[0]
 
 
 def _in_stream(hook: Callable[[torch.Tensor], None], stream: torch.cuda.Stream) -> Callable[[torch.Tensor], None]:
