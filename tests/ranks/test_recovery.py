@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,10 +38,12 @@ from .truth import (
     Verb,
     assert_records,
     assert_resharded,
+    assert_tensors,
     batch,
     check,
     gradients_of,
     make_optimizer,
+    state_of,
     train_plain,
 )
 
@@ -231,6 +233,51 @@ def test_exception_on_one_rank_behind_all_units() -> None:
         optimizer.zero_grad()
     record.end(model)
     assert_like_plain(record, fragile_stack)
+
+
+class Shuffled(Stack):
+    """Its layers run in any order, and it may fail behind all units."""
+
+    order: Sequence[int] = range(6)
+    fails = False
+
+    def forward(self, x: torch.Tensor, stop_after: int | None = None) -> torch.Tensor:
+        for index in self.order:
+            x = self.layers[index](x)
+        x = self.last(self.first(x))
+        if self.fails:
+            raise PlannedError
+        return x
+
+
+@on_ranks(2, place=["forward", "loss"], resets=[True, False])
+def test_exception_on_one_rank_before_layers_run_in_another_order(place: str, resets: bool) -> None:
+    """The others expect then what ran before, and so must the rank that was reset."""
+    torch.manual_seed(1)
+    model: Any = Shuffled([Layer() for _ in range(6)], WIDTH)
+    for layer in (model.first, model.last):  # a root without parameters, which keeps none for backward
+        shardwise.fully_shard(layer)
+    wrap(model, shardwise.fully_shard)
+    truth = Shuffled([Layer() for _ in range(6)], WIDTH)
+    orders: list[Sequence[int]] = [range(6), range(6), range(6), (0, 1, 3, 4, 5), (0, 3, 2, 1), range(6)]
+    for step, order in enumerate(orders):
+        truth.load_state_dict(state_of(model))
+        if step == 3:
+            model.fails = place == "forward" and dist.get_rank() == 1
+            with contextlib.suppress(PlannedError):
+                model(batch(step + 70, dist.get_rank(), 4, WIDTH))
+            model.fails = False
+            if resets and dist.get_rank() == 1:
+                model.reset_iter_state()
+        truth.zero_grad()
+        model.zero_grad()
+        model.order = truth.order = order
+        for rank in range(2):
+            loss = truth(batch(step, rank, 4, WIDTH)).square().mean() / 2
+            loss.backward()
+        model(batch(step, dist.get_rank(), 4, WIDTH)).square().mean().backward()
+        for name, value in gradients_of(model).items():
+            assert_tensors(name, value, truth.get_parameter(name).grad, bitwise=False)
 
 
 @on_ranks(3, failure=list(FAILURES))

@@ -100,12 +100,33 @@ def test_a_pass_that_goes_on_after_the_expected_end() -> None:
     assert run(order, a, b) == ([things[1], None], True)
 
 
-def test_nothing_is_expected_after_forgetting() -> None:
-    _, (a, b) = references(2)
+def test_a_pass_that_failed_tells_nothing() -> None:
+    """It ends in other places on other ranks; what passes before it told those know that did not fail."""
+    things, (a, b, c, d) = references(4)
     order: ExecutionOrder[Thing] = ExecutionOrder()
     run(order, a, b)
-    order.forget()
-    assert run(order, a, b) == ([None, None], True)
+    order.abandon()  # behind the last unit, which is not known to be
+    assert run(order, a, b, c) == ([None, None, None], True)
+    assert run(order, a, b, c) == ([things[1], things[2], None], True)
+    for units in ((a, b), (a, c, b), (d, a), (a,)):
+        assert not run(order, *units)[1]
+        order.abandon_pass()
+    order.abandon()
+    assert run(order, a, b, c) == ([things[1], things[2], None], True)
+
+
+def test_a_pass_that_failed_behind_all_units_came_to_its_end_elsewhere() -> None:
+    things, (a, b, c) = references(3)
+    order: ExecutionOrder[Thing] = ExecutionOrder()
+    run(order, a, b, c)
+    run(order, b, c)
+    order.abandon_pass()
+    assert run(order, b, c) == ([things[2], None], True)
+    assert run(order, b, a, c) == ([things[2], things[1], None], False)
+    order.end_pass()
+    order.abandon()  # outside of forward
+    assert run(order, b, a, c) == ([None, None, None], True)
+    assert run(order, b, a, c) == ([things[0], things[2], None], True)
 
 
 def test_backward_goes_back_by_position() -> None:
@@ -154,7 +175,7 @@ def test_backward_is_expected_in_as_many_passes_as_the_last_came_to() -> None:
     assert passes(1) == own
     order.clear_backward()
     passes(1)
-    order.forget()
+    order.abandon()
     assert passes(2) == own * 2
 
 

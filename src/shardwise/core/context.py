@@ -416,7 +416,7 @@ class FSDPCommContext:
         for unit in self.units:
             unit.reset()
             unit.iteration.finalization = None
-        self.order.forget()
+        self.order.abandon()
         self.rest()
         self.forward_root, self._queued_end, self._creates_graph = None, None, False
 

@@ -465,6 +465,7 @@ class Unit:
             context.drop_batches()
             if not context.order.matches:
                 context.drop_prefetched()
+            context.order.end_pass()
         if context.forward_root is None:
             context.rest()
             context.note_success()
@@ -582,6 +583,7 @@ class Unit:
                 group.reshard_after_use()
         if self.context.forward_root is self:
             self.context.forward_root = None
+            self.context.order.abandon_pass()
             self.context.drop_prefetched()
             self.context.rest()
 

@@ -27,11 +27,9 @@ class ExecutionOrder(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """Nothing is known of the order any more."""
         self._next: dict[tuple[weakref.ref[T], int], _Next[T]] = {}
+        self._before: dict[tuple[weakref.ref[T], int], _Next[T] | None] = {}
+        """What was known before the current pass, where that changed it."""
         self._place: tuple[weakref.ref[T], int] | None = None
         self._first: weakref.ref[T] | None = None
         self._runs: defaultdict[weakref.ref[T], int] = defaultdict(int)
@@ -49,12 +47,33 @@ class ExecutionOrder(Generic[T]):
 
     def start_pass(self) -> None:
         """A forward pass begins."""
-        if self._place is not None:
-            self._follow(None)
-        self._place, self._first, self._matches = None, None, True
+        self.end_pass()
+        self._first, self._matches = None, True
         if self._backward and self._backward[-1][1] == self._pass:
             self._pass += 1
         self._runs.clear()
+
+    def end_pass(self) -> None:
+        """The current pass came to its end."""
+        if self._place is not None:
+            self._follow(None)
+        self._place = None
+        self._before.clear()
+
+    def abandon_pass(self) -> None:
+        """An exception ended the current pass, if one goes on: what it told is forgotten, since it may have ended in
+        another place on each rank; but not behind the unit that is the last, as on other ranks it may have come to its
+        end. What earlier passes told all ranks know, of which others may not have failed."""
+        known = self._next.get(self._place) if self._place is not None else None
+        if known is not None and known.unit is None:
+            self.end_pass()
+        for place, old in self._before.items():
+            if old is None:
+                self._next.pop(place, None)
+            else:
+                self._next[place] = old
+        self._place = None
+        self._before.clear()
 
     def _follow(self, unit: weakref.ref[T] | None) -> None:
         """``unit`` runs after the one at the current place (None: nothing does)."""
@@ -62,6 +81,7 @@ class ExecutionOrder(Generic[T]):
         old = self._next.get(self._place)
         agrees = old is None or old.unit is unit
         if old is None or not (agrees and old.is_sure):
+            self._before.setdefault(self._place, old)
             self._next[self._place] = _Next(unit, agrees)
         self._matches = self._matches and (agrees or (old is not None and not old.is_sure))
 
@@ -133,3 +153,9 @@ class ExecutionOrder(Generic[T]):
         self.end_backward()
         self._backward.clear()
         self._settled = 0
+
+    def abandon(self) -> None:
+        """The iteration failed: its passes have no backward any more."""
+        self.abandon_pass()
+        self._came_to.clear()
+        self.clear_backward()
