@@ -121,9 +121,8 @@ def test_the_same_bits(preset: str, nbytes: int, precision: torch.dtype | None) 
     if dist.get_world_size() == 1:
         assert not gathers, "nothing is communicated"
     elif nbytes == 2**21:
-        # Once all have been gathered before, in two forwards if they are freed between uses; without the root, which
-        # goes alone where it alone stays gathered.
-        assert gathers == {"ddp": [], "zero3": [LAYERS] * (12 - 3)}.get(preset, [LAYERS + 1] * 2)
+        # Once all have been gathered before; without the root, which goes alone where it alone stays gathered.
+        assert gathers == {"ddp": [], "zero3": [LAYERS] * (12 - 2)}.get(preset, [LAYERS + 1] * 2)
         assert reductions == {"zero2": [LAYERS + 1] * 6, "zero3": [LAYERS + 1] * 6}.get(preset, [LAYERS + 1] * 3)
     else:
         assert (len(gathers) > 2) == (preset != "ddp")
@@ -529,7 +528,7 @@ def test_units_that_no_longer_run_in_turn_are_gathered_alone() -> None:
 @on_ranks(2)
 def test_units_that_never_ran_in_turn_are_gathered_alone() -> None:
     model: Any = Shuffled([Layer() for _ in range(36)], WIDTH)
-    model.step = 2
+    model.step = 3
     with joining(2 * SEVERAL), counting() as counts:
         wrap(model, shardwise.fully_shard)
         train(model)
@@ -571,12 +570,57 @@ def test_units_that_never_run() -> None:
     unused.linear.weight.requires_grad_(dist.get_rank() == 0)
     with counting() as counts:
         train(model, stop_after=lambda step: LAYERS - 1)
-    assert counts["gathers"] == [LAYERS - 1] * 3
-    # Once it runs the others learn anew who goes together.
+    assert counts["gathers"] == [LAYERS - 1] * 4
+    # Once it runs it goes with the others, also where it does not any more.
     unused.linear.weight.requires_grad_(True)
     with counting() as counts:
+        train(model, stop_after=lambda step: LAYERS - step)
+    assert counts["gathers"] == [LAYERS - 1] + [LAYERS] * 5
+
+
+class WithHeads(Stack):
+    """Each layer has a head that runs when all layers have."""
+
+    def forward(self, x: torch.Tensor, stop_after: int | None = None) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers[::2]:
+            x = layer(x)
+        return self.last(sum(head(x) for head in self.layers[1::2]))
+
+
+@on_ranks(2)
+def test_units_that_run_when_all_else_has_are_gathered_alone() -> None:
+    """Of each batch, here six layers and their heads."""
+    torch.manual_seed(1)
+    model = WithHeads([layer for _ in range(36) for layer in (Layer(), nn.Linear(WIDTH, WIDTH))], WIDTH)
+    with joining(4 * SEVERAL), counting() as counts:
+        wrap(model, shardwise.fully_shard)
         train(model)
-    assert counts["gathers"] == [LAYERS - 1, LAYERS]
+    assert counts["gathers"]
+    assert {*counts["gathers"]} == {6}, counts
+
+
+@on_ranks(2)
+def test_gathers_that_the_user_starts_on_a_rank_that_does_not_know_the_order() -> None:
+    """Others have started the same ahead, as they expected it."""
+    model = sharded("zero3", layers=2 * LAYERS)
+    with joining(4 * SEVERAL), counting() as counts:
+        for index in range(0, 2 * LAYERS - 2, 3):
+            model.layers[index].register_forward_pre_hook(
+                lambda *_, layer=model.layers[index + 1]: layer.unshard(async_op=True) and None
+            )
+        x = batch(0, dist.get_rank(), 4, WIDTH)
+        for step in range(5):
+            output = model(x)
+            output.square().mean().backward()
+            if dist.get_rank() == step % 2:
+                unit = unit_of(model)
+                assert unit is not None
+                unit.context.order = type(unit.context.order)()
+    assert counts["gathers"]
+    truth = stack(2 * LAYERS)
+    truth.load_state_dict(state_of(model))
+    torch.testing.assert_close(output, truth(x))
 
 
 @on_ranks(2, direction=["forward", "backward"])

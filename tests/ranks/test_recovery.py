@@ -250,6 +250,29 @@ class Shuffled(Stack):
         return x
 
 
+@on_ranks(2, evaluates=["a layer", "some", "all, in another order"])
+def test_evaluation_on_one_rank_before_layers_run_in_another_order(evaluates: str) -> None:
+    """Nothing is gathered for it, so that it tells nothing of what runs when."""
+    torch.manual_seed(1)
+    model: Any = Shuffled([Layer() for _ in range(6)], WIDTH)
+    wrap(model, shardwise.fully_shard, placements="zero1")
+    optimizer = make_optimizer(model)
+    x = batch(70, dist.get_rank(), 4, WIDTH)
+    for order in (range(6), range(6), range(6), (0, 1, 2, 4, 3, 5), (5, 3, 1), range(6)):
+        model.order = order
+        model(x).square().mean().backward()
+        if dist.get_rank() == 0 and len(order) == 6:
+            with torch.no_grad():
+                model.order = {"some": (0, 1, 2), "a layer": ()}.get(evaluates, (2, 1, 0, 3, 5, 4))
+                model.layers[2](x) if evaluates == "a layer" else model(x)
+        optimizer.step()
+        optimizer.zero_grad()
+    truth = Shuffled([Layer() for _ in range(6)], WIDTH)
+    truth.load_state_dict(state_of(model))
+    model.order = truth.order
+    assert_tensors("the output", model(x), truth(x), bitwise=True)
+
+
 @on_ranks(2, place=["forward", "loss"], resets=[True, False])
 def test_exception_on_one_rank_before_layers_run_in_another_order(place: str, resets: bool) -> None:
     """The others expect then what ran before, and so must the rank that was reset."""

@@ -435,7 +435,8 @@ def test_as_many_small_units_are_gathered_ahead_as_one_large_one_takes(
 
 @pytest.mark.parametrize("order", [[7, 6, 5, 4, 3, 2, 1, 0], [0, 2, 4, 6, 1, 3, 5, 7], [0, 3, 6, 1, 4, 7, 2, 5]])
 def test_no_other_order_takes_more_memory(fake_mesh: Mesh, order: list[int]) -> None:
-    """What was gathered ahead and did not come is freed before more is; its collective was issued in vain."""
+    """Than one unit more: what was gathered ahead and did not come is freed once there are two of them; collectives
+    were issued in vain."""
     mesh = fake_mesh(2)
     model: Any = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
     for layer in model:
@@ -454,7 +455,7 @@ def test_no_other_order_takes_more_memory(fake_mesh: Mesh, order: list[int]) -> 
     ahead.clear()
     model(torch.randn(3, 16)).sum().backward()
     assert len(ahead) == 8
-    assert max(ahead) == 1
+    assert max(ahead) == 2
     assert not any(group.is_gathering for unit in units_of(model) for group in unit.groups)
 
 

@@ -26,7 +26,8 @@ def test_second_pass_expects_the_first() -> None:
 
 
 def enter(order: ExecutionOrder[Thing], unit: weakref.ref[Thing]) -> Thing | None:
-    """What is expected after ``unit``."""
+    """What is expected after ``unit``, which is gathered."""
+    order.gathers = True
     order.enter(unit)
     return next(order.ahead(), None)
 
@@ -37,12 +38,26 @@ def run(order: ExecutionOrder[Thing], *units: weakref.ref[Thing]) -> tuple[list[
     return [enter(order, unit) for unit in units], order.matches
 
 
+def test_a_pass_that_gathers_nothing_tells_nothing() -> None:
+    """One rank may run it alone."""
+    things, (a, b, c) = references(3)
+    order: ExecutionOrder[Thing] = ExecutionOrder()
+    for gathered in ((a, b, c), (a, b, c)):
+        run(order, *gathered)
+    for alone in ((b,), (c, a), (a, c, b)):
+        order.start_pass()
+        for unit in alone:
+            order.enter(unit)
+        order.end_pass()
+    assert run(order, a, b, c) == ([things[1], things[2], None], True)
+
+
 def test_everything_that_follows_is_expected_as_far_as_passes_agree() -> None:
     things, (a, b, c, d) = references(4)
     order: ExecutionOrder[Thing] = ExecutionOrder()
     run(order, a, b, a, c, b, d)
     order.start_pass()
-    order.enter(a)
+    enter(order, a)
     assert list(order.ahead()) == [things[index] for index in (1, 0, 2, 1, 3)]
     order.enter(b)
     order.enter(a)

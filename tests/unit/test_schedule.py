@@ -134,7 +134,7 @@ class Branches(torch.nn.Module):
         return outputs[0] + outputs[1]
 
 
-@pytest.mark.parametrize(("preset", "gathers"), [("zero2", 20 + 2), ("zero3", 20 + 20 + 1)])
+@pytest.mark.parametrize(("preset", "gathers"), [("zero2", 20 + 2), ("zero3", 20 + 2 + 1)])
 def test_small_units_together_on_two_streams(fake_mesh: Mesh, preset: str, gathers: int) -> None:
     """Each unit is put in its place on the stream that it computes on."""
     device, context, mesh = RecordingDevice(), FSDPCommContext("cpu"), fake_mesh(2)

@@ -50,6 +50,10 @@ class Batch(ABC):
         """``unit``, which it does not take, started to be gathered for forward."""
 
     @abstractmethod
+    def note_use(self, unit: Unit, joint: JointGather) -> None:
+        """``unit`` uses what ``joint`` gathers for it."""
+
+    @abstractmethod
     def gather(
         self, first: Unit, needing: Sequence[ParamGroup], *, for_backward: bool = False, is_hint: bool = False
     ) -> None:
@@ -119,6 +123,9 @@ class KeptBatch(Batch):
     def note_alone(self, unit: Unit) -> None:
         """See `Batch.note_alone`."""
 
+    def note_use(self, unit: Unit, joint: JointGather) -> None:
+        """See `Batch.note_use`."""
+
     def gather(
         self, first: Unit, needing: Sequence[ParamGroup], *, for_backward: bool = False, is_hint: bool = False
     ) -> None:
@@ -145,19 +152,18 @@ class Course:
 
     def __init__(self) -> None:
         self.round = 0
-        """Changes when a unit comes that has come since the last change."""
+        """Changes when something comes that has come since the last change."""
         self.total_bytes = 0
         """Of all that was gathered."""
-        self._met: set[weakref.ref[Unit]] = set()
+        self._met: set[Hashable] = set()
 
-    def meet(self, units: Sequence[Unit]) -> None:
-        """``units`` start to be gathered, for the first of them."""
-        first = units[0].reference
-        if first in self._met:
+    def meet(self, what: Hashable, nbytes: int) -> None:
+        """A gather of so many bytes starts for ``what``, a unit or several that go together."""
+        if what in self._met:
             self._met.clear()
             self.round += 1
-        self._met.add(first)
-        self.total_bytes += sum([unit.whole_bytes for unit in units])
+        self._met.add(what)
+        self.total_bytes += nbytes
 
 
 class FreedBatch(Batch):
@@ -165,11 +171,11 @@ class FreedBatch(Batch):
     sent each time, also where they are there already: as little as ranks may know differently is to decide what is
     sent.
 
-    They go together once they were gathered one after the other, each by itself, in two rounds of the course, and no
-    other unit of the batch ever was: experts of which few run, and what nothing uses, would be sent for nothing. It
-    parts if ever more of its units are the first that need a gather: each would send for all. That is counted as
-    gathers start, which all ranks start alike; units that run would not do, as an exception may keep one rank from some
-    that need no gather.
+    They go together once most of it, by bytes, came one after the other in a round of the course: experts of which few
+    run would be sent for nothing. Those go that ever came so: what nothing uses stays alone, and what runs when all
+    else has, as heads may. It parts if ever more of its units are the first to use a gather: each would send for all.
+    Those are the same on all ranks: for which unit it was started is not, as one may have expected another, nor are all
+    units that run, as an exception may keep one rank from some that need no gather.
 
     Args:
         root: of the model.
@@ -178,40 +184,50 @@ class FreedBatch(Batch):
 
     def __init__(self, root: weakref.ref[Unit], course: Course):
         super().__init__(root)
-        self._course = course
+        self._course, self._itself = course, object()
         self._round = course.round
-        """That the last unit came in, and ..."""
-        self._came: set[weakref.ref[Unit]] = set()
-        """... those that did, each shortly after the one before."""
-        self._came_before: set[weakref.ref[Unit]] = set()
-        """In the round before."""
-        self._ever_came: set[weakref.ref[Unit]] = set()
+        """That the last unit came in."""
         self._end = 0
-        """Bytes of the course up to the last unit."""
-        self._together: set[weakref.ref[Unit]] = set()
+        """Bytes of the course up to that unit."""
+        self._is_late = False
+        """Whether what came in this round was interrupted by more than goes together."""
+        self._known: set[weakref.ref[Unit]] = set()
+        """Units that came one after the other, when they came last."""
+        self._bytes = self._came = self._came_before = 0
+        """Of all units; of those that came in this round, and in the last one in which any did."""
+        self._goes_together = False
         self._firsts: set[weakref.ref[Unit]] = set()
+
+    def append(self, unit: Unit) -> None:
+        """See `Batch.append`."""
+        super().append(unit)
+        self._bytes += unit.whole_bytes
 
     def takes(self, unit: Unit) -> bool:
         """See `Batch.takes`."""
-        return unit.reference in self._together
+        return self._goes_together and unit.reference in self._known
 
     def note_alone(self, unit: Unit) -> None:
         """See `Batch.note_alone`."""
-        course, between = self._course, self._course.total_bytes - self._end
-        course.meet([unit])
-        if self._together:  # it had never come
-            self._together, self._came = set(), set()
-        if course.round != self._round:
-            self._came_before = self._came if course.round == self._round + 1 else set()
-            self._round, self._came = course.round, set()
-        elif between > JOINT_BYTES:
-            self._came = set()  # whatever was gathered with it would wait for long
-        self._came.add(unit.reference)
-        self._ever_came.add(unit.reference)
-        self._end = course.total_bytes
-        known = self._ever_came.intersection(member.reference for member in self)
-        if len(known) > 1 and self._came == self._came_before == known:
-            self._together = known
+        between = self._course.total_bytes - self._end
+        if not self._come(unit.reference, unit.whole_bytes):
+            self._is_late = self._is_late or between > JOINT_BYTES
+        if self._is_late:
+            self._known.discard(unit.reference)  # whatever was gathered with it would wait for long
+        else:
+            self._known.add(unit.reference)
+            self._came += unit.whole_bytes
+        self._goes_together = 2 * self._came_before > self._bytes
+
+    def _come(self, what: Hashable, nbytes: int) -> bool:
+        """See `Course.meet`; gives whether it is the first of this batch in a round."""
+        self._course.meet(what, nbytes)
+        self._end = self._course.total_bytes
+        is_new = self._course.round != self._round
+        if is_new:
+            self._round, self._is_late = self._course.round, False
+            self._came, self._came_before = 0, self._came
+        return is_new
 
     @outside_transforms
     def gather(
@@ -236,10 +252,18 @@ class FreedBatch(Batch):
                     group.shards.note_gathered(keeps=True)  # as in `KeptBatch`, it may be used long after
             else:
                 group.send_with(joint)
-        self._start(joint, context)
         if not for_backward:
-            self._course.meet([first, *[unit for unit in units if unit is not first]])
-        self._firsts.add(first.reference)
+            nbytes = sum([unit.whole_bytes for unit in units])
+            self._come(self._itself, nbytes)
+            self._came = max(self._came, nbytes)
+        self._start(joint, context)
+
+    def note_use(self, unit: Unit, joint: JointGather) -> None:
+        """See `Batch.note_use`."""
+        if joint.is_used:
+            return
+        joint.is_used = True
+        self._firsts.add(unit.reference)
         if len(self._firsts) > max(MOST_FIRSTS // 2, min(MOST_FIRSTS, len(self._members) // 2)):
             self.part()
 

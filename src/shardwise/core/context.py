@@ -199,12 +199,22 @@ class FSDPCommContext:
 
     def expect(self, units: Sequence[Unit], running: Unit) -> None:
         """``units`` were gathered ahead of their forward, which should follow that of ``running``. What was gathered so
-        before and has not run comes another time, if ever: it is freed, so that no order takes more memory."""
+        before and did not come is freed once it takes more memory than the largest unit, the oldest first, so that no
+        order gathers all of a model."""
+        late: list[Unit] = []
         for reference in self._expected:
             unit = reference()
-            if unit is not None and unit is not running and unit not in units:
-                unit.let_go(with_others=False)
-        self._expected = [unit.reference for unit in units]
+            if unit is not None and unit is not running and unit not in units and unit.is_gathered_alone:
+                late.append(unit)
+        excess = sum([unit.gathered_bytes for unit in late]) - self.largest_unit if late else 0
+        while late and excess > 0:
+            excess -= late[0].gathered_bytes
+            late.pop(0).let_go()
+        self._expected = [unit.reference for unit in (*late, *units)]
+
+    def expect_no_more(self, unit: Unit) -> None:
+        """``unit`` stays gathered as the user wants it, whatever was expected."""
+        self._expected = [reference for reference in self._expected if reference is not unit.reference]
 
     def drop_prefetched(self) -> None:
         """Free what was gathered for units that then did not run."""

@@ -196,8 +196,7 @@ class Unit:
             if in_backward():  # recomputation of a checkpointed forward
                 for group in self.groups:
                     group.unshard(context.gather_lane, for_backward=True)
-                for group in self.groups:
-                    group.wait_for_unshard()
+                self._wait()
                 call = Call(id(module), args, kwargs)
                 self._cast_inputs(call)
                 return call.arguments
@@ -252,8 +251,7 @@ class Unit:
             context.order.enter(self.reference)
             if batch is None or not batch.keeps or self.prefetch_forward:
                 self._prefetch("forward", self.prefetch_forward, context.order.ahead())
-        for group in self.groups:
-            group.wait_for_unshard()
+        self._wait()
         if self._lost_writes is not None and is_first:
             self._lost_writes.enter()
         return call.arguments
@@ -301,6 +299,7 @@ class Unit:
             for reference in chosen:
                 if (unit := reference()) is not None and unit.is_in_model:
                     unit.prefetch(direction, ahead)
+                    self.context.expect_no_more(unit)
             return
         context, own = self.context, self._joint
         if own is not None and own.is_followed:
@@ -369,6 +368,11 @@ class Unit:
         """Whether any of its parameters are being communicated."""
         return any(group.is_on_its_way for group in self.groups)
 
+    @property
+    def is_gathered_alone(self) -> bool:
+        """Whether parameters are gathered that nothing waited for, without those of other units."""
+        return any(group.is_gathering for group in self.groups) and self._joint is None
+
     def measure(self) -> int:
         """Note how many bytes its parameters take on this rank while they are gathered, and give them."""
         self.gathered_bytes = sum([buffer.gathered_bytes for group in self.groups for buffer in group.shards.buffers])
@@ -418,14 +422,32 @@ class Unit:
         """Start gathering ``groups``, and with them what its ``batch`` says."""
         lane = self.context.gather_lane
         needing = [group for group in groups if group.prepare_gather(lane, for_backward=for_backward)]
+        if needing:
+            self.context.order.gathers = True
         if batch is not None and batch.takes(self):
             if needing or batch.keeps:
                 batch.gather(self, needing, for_backward=for_backward, is_hint=is_hint)
             return
-        for group in needing:
-            group.start_gather(lane, ahead=ahead)
         if needing and batch is not None and not for_backward:
             batch.note_alone(self)
+        for group in needing:
+            group.start_gather(lane, ahead=ahead)
+
+    def gather_as_asked(self) -> None:
+        """Start gathering because the user asks for it: with others if its forward would, for which ranks may have
+        started that already."""
+        batch = self._batch_in(backward=False)
+        self._gather(self.groups, None if batch is None or batch.keeps else batch, for_backward=False)
+        for group in self.groups:
+            group.is_asked_for = group.is_gathering
+            group.stays_registered = group.mesh.strategy.keeps_unsharded
+
+    def _wait(self) -> None:
+        """Wait for the gathers of its parameters, which it uses now."""
+        if self.batch is not None and (joint := self._joint) is not None:
+            self.batch.note_use(self, joint)
+        for group in self.groups:
+            group.wait_for_unshard()
 
     @labelled("FSDP::forward_prefetch for {name}")
     def join_gather(self, joint: JointGather) -> None:
@@ -609,11 +631,10 @@ class Unit:
         elif self.phase is Phase.IDLE:
             self.let_go()
 
-    def let_go(self, *, with_others: bool = True) -> None:
-        """Free parameters that were gathered and that nothing waited for, unless the user asked for them; those that
-        were gathered with those of other units only if ``with_others``."""
+    def let_go(self) -> None:
+        """Free parameters that were gathered and that nothing waited for, unless the user asked for them."""
         for group in self.groups:
-            if group.is_gathering and not group.is_asked_for and (with_others or group.joint is None):
+            if group.is_gathering and not group.is_asked_for:
                 group.reshard()
 
     def _cast_inputs(self, call: Call) -> None:
@@ -686,8 +707,7 @@ class Unit:
         self._gather(groups, self._batch_in(backward=True), for_backward=True, ahead=begins)
         position = self._positions.pop() if self._positions else 0
         self._prefetch("backward", self.prefetch_backward, context.order.behind(position), ahead=begins)
-        for group in self.groups:
-            group.wait_for_unshard()
+        self._wait()
 
     def post_backward(self, forward_pass: int, call: Any) -> None:
         """The gradients of the inputs of one forward ``call`` are complete."""

@@ -142,10 +142,7 @@ class FSDPModule(_TorchModule):
         if is_watched():
             unit.show_ranges()
         context = unit.context
-        for group in unit.groups:
-            group.unshard(context.gather_lane)
-            group.is_asked_for = group.is_gathering
-            group.stays_registered = group.mesh.strategy.keeps_unsharded
+        unit.gather_as_asked()
         handle = UnshardHandle(unit)
         if async_op:
             return handle

@@ -30,6 +30,9 @@ class ExecutionOrder(Generic[T]):
         self._next: dict[tuple[weakref.ref[T], int], _Next[T]] = {}
         self._before: dict[tuple[weakref.ref[T], int], _Next[T] | None] = {}
         """What was known before the current pass, where that changed it."""
+        self.gathers = False
+        """Whether something was gathered in the current pass, so that all ranks run it: of others they run what they
+        like, which is not to tell what to gather."""
         self._place: tuple[weakref.ref[T], int] | None = None
         self._first: weakref.ref[T] | None = None
         self._runs: defaultdict[weakref.ref[T], int] = defaultdict(int)
@@ -48,17 +51,17 @@ class ExecutionOrder(Generic[T]):
     def start_pass(self) -> None:
         """A forward pass begins."""
         self.end_pass()
-        self._first, self._matches = None, True
+        self._first, self._matches, self.gathers = None, True, False
         if self._backward and self._backward[-1][1] == self._pass:
             self._pass += 1
         self._runs.clear()
 
     def end_pass(self) -> None:
         """The current pass came to its end."""
-        if self._place is not None:
+        if self._place is not None and self.gathers:
             self._follow(None)
-        self._place = None
-        self._before.clear()
+            self._before.clear()
+        self._forget_pass()
 
     def abandon_pass(self) -> None:
         """An exception ended the current pass, if one goes on: what it told is forgotten, since it may have ended in
@@ -67,6 +70,9 @@ class ExecutionOrder(Generic[T]):
         known = self._next.get(self._place) if self._place is not None else None
         if known is not None and known.unit is None:
             self.end_pass()
+        self._forget_pass()
+
+    def _forget_pass(self) -> None:
         for place, old in self._before.items():
             if old is None:
                 self._next.pop(place, None)
