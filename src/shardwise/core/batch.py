@@ -172,8 +172,8 @@ class FreedBatch(Batch):
     sent.
 
     They go together once most of it, by bytes, came one after the other in a round of the course: experts of which few
-    run would be sent for nothing. Those go that ever came so: what nothing uses stays alone, and what runs when all
-    else has, as heads may. It parts if ever more of its units are the first to use a gather: each would send for all.
+    run would be sent for nothing. What never came so is gathered alone: what nothing uses, and what runs when all else
+    has, as heads may. It parts if ever more of its units are the first to use a gather: each would send for all.
     Those are the same on all ranks: for which unit it was started is not, as one may have expected another, nor are all
     units that run, as an exception may keep one rank from some that need no gather.
 
