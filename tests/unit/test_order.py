@@ -115,33 +115,40 @@ def test_a_pass_that_goes_on_after_the_expected_end() -> None:
     assert run(order, a, b) == ([things[1], None], True)
 
 
-def test_a_pass_that_failed_tells_nothing() -> None:
-    """It ends in other places on other ranks; what passes before it told those know that did not fail."""
-    things, (a, b, c, d) = references(4)
-    order: ExecutionOrder[Thing] = ExecutionOrder()
-    run(order, a, b)
-    order.abandon()  # behind the last unit, which is not known to be
-    assert run(order, a, b, c) == ([None, None, None], True)
-    assert run(order, a, b, c) == ([things[1], things[2], None], True)
-    for units in ((a, b), (a, c, b), (d, a), (a,)):
-        assert not run(order, *units)[1]
-        order.abandon_pass()
-    order.abandon()
-    assert run(order, a, b, c) == ([things[1], things[2], None], True)
+def test_a_pass_that_failed_behind_its_units_came_to_its_end_elsewhere() -> None:
+    """Also where that was another one than before: it is not sure any more, as on ranks that did not fail."""
+    things, (a, b, c) = references(3)
+    failing: ExecutionOrder[Thing] = ExecutionOrder()
+    going_on: ExecutionOrder[Thing] = ExecutionOrder()
+    for order in (failing, going_on):
+        run(order, a, b, c)
+        run(order, a, b, c)
+        run(order, a, b)
+    failing.end_pass(failed=True)
+    failing.abandon()
+    going_on.end_pass()
+    for order in (failing, going_on):
+        assert run(order, a, b, c) == ([things[1], None, None], True)
+        order.end_pass()
+        assert run(order, a, b, c) == ([things[1], None, None], True)
+        order.end_pass()
+        assert run(order, a, b, c) == ([things[1], things[2], None], True)
 
 
-def test_a_pass_that_failed_behind_all_units_came_to_its_end_elsewhere() -> None:
+def test_behind_a_unit_that_failed_others_went_on() -> None:
     things, (a, b, c) = references(3)
     order: ExecutionOrder[Thing] = ExecutionOrder()
     run(order, a, b, c)
-    run(order, b, c)
-    order.abandon_pass()
-    assert run(order, b, c) == ([things[2], None], True)
-    assert run(order, b, a, c) == ([things[2], things[1], None], False)
+    run(order, a, b)
+    order.note_failure()
+    order.end_pass(failed=True)
+    order.abandon()
+    assert run(order, a, b, c) == ([things[1], things[2], None], True)
     order.end_pass()
-    order.abandon()  # outside of forward
-    assert run(order, b, a, c) == ([None, None, None], True)
-    assert run(order, b, a, c) == ([things[0], things[2], None], True)
+    run(order, a, b)
+    order.note_failure()  # what ran around it went on
+    order.end_pass()
+    assert run(order, a, b) == ([things[1], None], True)
 
 
 def test_backward_goes_back_by_position() -> None:

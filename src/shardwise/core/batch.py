@@ -50,10 +50,6 @@ class Batch(ABC):
         """``unit``, which it does not take, started to be gathered for forward."""
 
     @abstractmethod
-    def note_use(self, unit: Unit, joint: JointGather) -> None:
-        """``unit`` uses what ``joint`` gathers for it."""
-
-    @abstractmethod
     def gather(
         self, first: Unit, needing: Sequence[ParamGroup], *, for_backward: bool = False, is_hint: bool = False
     ) -> None:
@@ -123,9 +119,6 @@ class KeptBatch(Batch):
     def note_alone(self, unit: Unit) -> None:
         """See `Batch.note_alone`."""
 
-    def note_use(self, unit: Unit, joint: JointGather) -> None:
-        """See `Batch.note_use`."""
-
     def gather(
         self, first: Unit, needing: Sequence[ParamGroup], *, for_backward: bool = False, is_hint: bool = False
     ) -> None:
@@ -173,9 +166,9 @@ class FreedBatch(Batch):
 
     They go together once most of it, by bytes, came one after the other in a round of the course: experts of which few
     run would be sent for nothing. What never came so is gathered alone: what nothing uses, and what runs when all else
-    has, as heads may. It parts if ever more of its units are the first to use a gather: each would send for all.
-    Those are the same on all ranks: for which unit it was started is not, as one may have expected another, nor are all
-    units that run, as an exception may keep one rank from some that need no gather.
+    has, as heads may. It parts if ever more of its units are the first that need a gather: each would send for all.
+    That is counted as gathers start, which all ranks start alike; units that run would not do, as an exception may keep
+    one rank from some that need no gather.
 
     Args:
         root: of the model.
@@ -257,13 +250,7 @@ class FreedBatch(Batch):
             self._come(self._itself, nbytes)
             self._came = max(self._came, nbytes)
         self._start(joint, context)
-
-    def note_use(self, unit: Unit, joint: JointGather) -> None:
-        """See `Batch.note_use`."""
-        if joint.is_used:
-            return
-        joint.is_used = True
-        self._firsts.add(unit.reference)
+        self._firsts.add(first.reference)
         if len(self._firsts) > max(MOST_FIRSTS // 2, min(MOST_FIRSTS, len(self._members) // 2)):
             self.part()
 

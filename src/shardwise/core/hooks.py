@@ -196,7 +196,8 @@ class Unit:
             if in_backward():  # recomputation of a checkpointed forward
                 for group in self.groups:
                     group.unshard(context.gather_lane, for_backward=True)
-                self._wait()
+                for group in self.groups:
+                    group.wait_for_unshard()
                 call = Call(id(module), args, kwargs)
                 self._cast_inputs(call)
                 return call.arguments
@@ -249,9 +250,11 @@ class Unit:
         if is_first and not self._recomputes:
             # Before the wait, so that a link that all wait for is never idle.
             context.order.enter(self.reference)
+            context.order.gathers = context.order.gathers or self.is_on_its_way
             if batch is None or not batch.keeps or self.prefetch_forward:
                 self._prefetch("forward", self.prefetch_forward, context.order.ahead())
-        self._wait()
+        for group in self.groups:
+            group.wait_for_unshard()
         if self._lost_writes is not None and is_first:
             self._lost_writes.enter()
         return call.arguments
@@ -370,8 +373,8 @@ class Unit:
 
     @property
     def is_gathered_alone(self) -> bool:
-        """Whether parameters are gathered that nothing waited for, without those of other units."""
-        return any(group.is_gathering for group in self.groups) and self._joint is None
+        """Whether parameters are gathered, without those of other units, that nothing waited for nor asked for."""
+        return self._joint is None and any(group.is_gathering and not group.is_asked_for for group in self.groups)
 
     def measure(self) -> int:
         """Note how many bytes its parameters take on this rank while they are gathered, and give them."""
@@ -422,8 +425,6 @@ class Unit:
         """Start gathering ``groups``, and with them what its ``batch`` says."""
         lane = self.context.gather_lane
         needing = [group for group in groups if group.prepare_gather(lane, for_backward=for_backward)]
-        if needing:
-            self.context.order.gathers = True
         if batch is not None and batch.takes(self):
             if needing or batch.keeps:
                 batch.gather(self, needing, for_backward=for_backward, is_hint=is_hint)
@@ -441,13 +442,6 @@ class Unit:
         for group in self.groups:
             group.is_asked_for = group.is_gathering
             group.stays_registered = group.mesh.strategy.keeps_unsharded
-
-    def _wait(self) -> None:
-        """Wait for the gathers of its parameters, which it uses now."""
-        if self.batch is not None and (joint := self._joint) is not None:
-            self.batch.note_use(self, joint)
-        for group in self.groups:
-            group.wait_for_unshard()
 
     @labelled("FSDP::forward_prefetch for {name}")
     def join_gather(self, joint: JointGather) -> None:
@@ -605,9 +599,11 @@ class Unit:
                 group.reshard_after_use()
         if self.context.forward_root is self:
             self.context.forward_root = None
-            self.context.order.abandon_pass()
+            self.context.order.end_pass(failed=True)
             self.context.drop_prefetched()
             self.context.rest()
+        else:
+            self.context.order.note_failure()
 
     @property
     def _awaits_others_of_forward(self) -> bool:
@@ -707,7 +703,8 @@ class Unit:
         self._gather(groups, self._batch_in(backward=True), for_backward=True, ahead=begins)
         position = self._positions.pop() if self._positions else 0
         self._prefetch("backward", self.prefetch_backward, context.order.behind(position), ahead=begins)
-        self._wait()
+        for group in self.groups:
+            group.wait_for_unshard()
 
     def post_backward(self, forward_pass: int, call: Any) -> None:
         """The gradients of the inputs of one forward ``call`` are complete."""

@@ -65,8 +65,6 @@ class JointGather:
         """Whether it raised: nobody waits for it then, and nothing was gathered."""
         self.is_followed = False
         """Whether what is expected after its units is on its way, or was."""
-        self.is_used = False
-        """Whether a unit ran that it was for."""
 
     def __len__(self) -> int:
         return len(self._members)

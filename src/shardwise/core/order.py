@@ -34,6 +34,7 @@ class ExecutionOrder(Generic[T]):
         """Whether something was gathered in the current pass, so that all ranks run it: of others they run what they
         like, which is not to tell what to gather."""
         self._place: tuple[weakref.ref[T], int] | None = None
+        self._failed_at: tuple[weakref.ref[T], int] | None = None
         self._first: weakref.ref[T] | None = None
         self._runs: defaultdict[weakref.ref[T], int] = defaultdict(int)
         self._matches = True
@@ -56,30 +57,26 @@ class ExecutionOrder(Generic[T]):
             self._pass += 1
         self._runs.clear()
 
-    def end_pass(self) -> None:
-        """The current pass came to its end."""
-        if self._place is not None and self.gathers:
+    def note_failure(self) -> None:
+        """The forward of a unit raised: of the one that was entered last, if nothing else runs after it."""
+        self._failed_at = self._place
+
+    def end_pass(self, *, failed: bool = False) -> None:
+        """The current pass came to its end, or an exception ended it. Then ranks on which none did gathered nothing
+        more, or would wait in vain: it was their end too, unless it came within a unit, behind which they went on."""
+        if self._place is not None and not self.gathers:
+            self._undo()
+        elif self._place is not None and not (failed and self._failed_at == self._place):
             self._follow(None)
-            self._before.clear()
-        self._forget_pass()
+        self._place = self._failed_at = None
+        self._before.clear()
 
-    def abandon_pass(self) -> None:
-        """An exception ended the current pass, if one goes on: what it told is forgotten, since it may have ended in
-        another place on each rank; but not behind the unit that is the last, as on other ranks it may have come to its
-        end. What earlier passes told all ranks know, of which others may not have failed."""
-        known = self._next.get(self._place) if self._place is not None else None
-        if known is not None and known.unit is None:
-            self.end_pass()
-        self._forget_pass()
-
-    def _forget_pass(self) -> None:
+    def _undo(self) -> None:
         for place, old in self._before.items():
             if old is None:
                 self._next.pop(place, None)
             else:
                 self._next[place] = old
-        self._place = None
-        self._before.clear()
 
     def _follow(self, unit: weakref.ref[T] | None) -> None:
         """``unit`` runs after the one at the current place (None: nothing does)."""
@@ -161,7 +158,8 @@ class ExecutionOrder(Generic[T]):
         self._settled = 0
 
     def abandon(self) -> None:
-        """The iteration failed: its passes have no backward any more."""
-        self.abandon_pass()
+        """The iteration failed: its passes have no backward any more. What they told of the order all ranks know, of
+        which others may not have failed."""
+        self.end_pass(failed=True)
         self._came_to.clear()
         self.clear_backward()
