@@ -428,8 +428,8 @@ def test_nothing_is_looked_for_where_nothing_is_gathered(preset: str) -> None:
 
 @on_ranks(2)
 def test_what_one_rank_alone_knows_changes_no_collective() -> None:
-    """Of parameters that are freed between uses. One rank writes into a shard before its use, and forgets the order of
-    units when an exception ends its backward."""
+    """Of parameters that are freed between uses. One rank writes into a shard before its use, and an exception ends
+    its backward."""
     model = sharded("zero3")
     weight, rank = model.layers[7].linear.weight, dist.get_rank()
 

@@ -35,6 +35,7 @@ class ExecutionOrder(Generic[T]):
         like, which is not to tell what to gather."""
         self._place: tuple[weakref.ref[T], int] | None = None
         self._failed_at: tuple[weakref.ref[T], int] | None = None
+        """The place at which the forward of a unit raised in the current pass."""
         self._first: weakref.ref[T] | None = None
         self._runs: defaultdict[weakref.ref[T], int] = defaultdict(int)
         self._matches = True
