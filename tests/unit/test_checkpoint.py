@@ -223,6 +223,15 @@ def test_the_draft_of_another_run_is_left_alone_until_it_is_dead(tmp_path: Path)
     assert sorted(os.listdir(tmp_path)) == ["checkpoint-000002", "checkpoint-000003"]
 
 
+def test_extra_may_be_a_tensor_without_values(tmp_path: Path) -> None:
+    bare = torch.empty(2, 3, dtype=torch.bfloat16, device="meta")
+    for extra in (bare, {"list": [bare]}):
+        save(tmp_path, extra=extra)
+        loaded = load(tmp_path)
+        found = loaded if isinstance(extra, torch.Tensor) else loaded["list"][0]
+        assert (found.device, found.dtype, found.shape) == (bare.device, bare.dtype, bare.shape)
+
+
 # -- Damage
 
 

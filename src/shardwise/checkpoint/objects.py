@@ -74,7 +74,7 @@ def pickled(value: Any, where: str) -> Pickled:
 
 
 def as_saved(value: Any, where: str) -> torch.Tensor | Pickled:
-    """A leaf as it is saved: a tensor itself, anything else as it is now.
+    """A leaf as it is saved: a tensor itself, anything else as it is now, which a tensor without values is too.
 
     Args:
         value: any leaf.
@@ -83,7 +83,7 @@ def as_saved(value: Any, where: str) -> torch.Tensor | Pickled:
     Raises:
         TypeError: for a tensor that is not dense, of which ranks hold terms of a sum, or what cannot be pickled.
     """
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or value.is_meta:
         return pickled(value, where)
     if isinstance(value, DTensor) and is_sum(value):
         raise TypeError(
