@@ -212,22 +212,27 @@ def test_exception_in_another_unit_on_each_rank() -> None:
     assert_like_plain(record, lambda: stack(Layer(), Fragile(), Fragile()))
 
 
-@on_ranks(2)
-def test_exception_on_one_rank_behind_all_units() -> None:
-    """All leave out that step and do not reset: where nothing failed there was a pass to which no backward came."""
+@on_ranks(2, keeps=["nothing", "the root", "all"], resets=[False, True], grads=[True, False])
+def test_exception_on_one_rank_behind_all_units(keeps: str, resets: bool, grads: bool) -> None:
+    """All leave out that step: where nothing failed there was a pass to which no backward came, whose last units are
+    gathered still, and not again."""
     torch.manual_seed(1)
     model: Any = fragile_stack()
-    for layer in (model.first, model.last):  # a root without parameters, which keeps none for backward
-        shardwise.fully_shard(layer)
-    wrap(model, shardwise.fully_shard)
+    if keeps == "nothing":
+        for layer in (model.first, model.last):  # of the root there is nothing left to keep
+            shardwise.fully_shard(layer)
+    wrap(model, shardwise.fully_shard, **{"reshard_after_forward": False} if keeps == "all" else {})
     optimizer, record = make_optimizer(model), Record()
     for step in range(4):
         if step == 2:
             raised = pytest.raises(PlannedError) if dist.get_rank() else contextlib.nullcontext()
             disarm = fail_in_last(model) if dist.get_rank() else lambda: None
-            with raised:
+            with raised, torch.set_grad_enabled(grads):
                 model(batch(step + 70, dist.get_rank(), 4, WIDTH))
             disarm()
+            if resets and dist.get_rank():
+                model.reset_iter_state()
+                assert_resharded(model)
         record.note(step_once(model, step, dist.get_rank()), model)
         optimizer.step()
         optimizer.zero_grad()

@@ -424,7 +424,8 @@ class FSDPCommContext:
         self.batches_ahead.clear()
         self.reductions.abandon()
         for unit in self.units:
-            unit.reset()
+            # Once backward began, ranks on which it failed in different units have resharded different ones.
+            unit.reset(keeps=not self.is_in_backward)
             unit.iteration.finalization = None
         self.order.abandon()
         self.rest()
