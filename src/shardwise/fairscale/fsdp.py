@@ -256,8 +256,9 @@ class FullyShardedDataParallel(Settings):
         if not all(isinstance(one, TrainingState) for one in states):
             raise TypeError(f"assert_state takes a TrainingState, or a collection of some, not {state!r}")
         if self.training_state not in states:
-            names = " or ".join(one.name for one in states)
-            raise ValueError(f"{self._title()} has to be in state {names} here, and is in {self.training_state.name}")
+            raise ValueError(
+                f"{self._title()}: expected to be in states {list(states)} but current state is {self.training_state}"
+            )
 
     def _check_idle(self) -> None:
         """
