@@ -638,6 +638,11 @@ def test_module_wrapped_twice() -> None:
     with refused(ValueError, "FSDPLayer", "already"):
         fully_shard([model.layers[1], model.layers[0]])
     assert not isinstance(model.layers[1], shardwise.FSDPModule), "a refused call changed something"
+    parts = [Layer(), Layer()]
+    fully_shard(parts)
+    parts[0].unshard()  # which makes the unit the root of its two modules
+    with refused(ValueError, "FSDPLayer 'Layer (root)' was wrapped"):
+        fully_shard(parts[1])
 
 
 @on_ranks(1)

@@ -131,7 +131,7 @@ def _name_units(named: Sequence[tuple[str, nn.Module]]) -> None:
     for unit, own in names.items():
         if unit.given_name is not None:
             continue
-        unit.rename(", ".join(own))
+        unit.rename(", ".join(filter(None, own)))
         for group in unit.groups:
             for slot in group.slots:
                 places = ((place.module(), place.name) for place in slot.sharded_places)
