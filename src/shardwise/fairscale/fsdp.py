@@ -257,7 +257,8 @@ class FullyShardedDataParallel(Settings):
             raise TypeError(f"assert_state takes a TrainingState, or a collection of some, not {state!r}")
         if self.training_state not in states:
             raise ValueError(
-                f"{self._title()}: expected to be in states {list(states)} but current state is {self.training_state}"
+                f"{self._title()} is expected to be in states {list(states)} here, and its current state is "
+                f"{self.training_state}"
             )
 
     def _check_idle(self) -> None:
