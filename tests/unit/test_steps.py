@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
 
 from shardwise import Placements, fully_shard
 from shardwise.core.device import local_of, shares_storage
@@ -227,3 +228,30 @@ def test_parameters_may_be_copied_in_a_step(fake_mesh: Mesh) -> None:
         assert isinstance(slow, nn.Parameter)
         assert type(slow) is DTensor
         assert "SteppedParameter" not in repr(reduced)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("preset", ["zero3", "zero2"])
+def test_a_plain_gradient_is_refused_by_name(fake_mesh: Mesh, kind: type[torch.optim.Optimizer], preset: str) -> None:
+    model = build(fake_mesh(2), placements=getattr(Placements, preset))
+    optimizer = kind(model.parameters(), lr=0.1)  # type: ignore[call-arg]
+    weight = next(model.parameters())
+    model(inputs_for(model, 0)).sum().backward()
+    sharded, weight.grad = weight.grad, torch.ones(weight.shape)
+    with pytest.raises(StateError, match=r"the gradient of parameter 'embed.weight' is a plain tensor"):
+        optimizer.step()
+    assert types_of(model) == {ShardedParameter}
+    with implicit_replication():
+        optimizer.step()
+    weight.grad = sharded
+    optimizer.step()
+
+
+def test_a_plain_gradient_of_one_number_steps_on_one_rank(fake_mesh: Mesh) -> None:
+    model = nn.Linear(3, 1)
+    before = model.bias.item()
+    fully_shard(model, mesh=fake_mesh(1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model.bias.grad = torch.ones(1)
+    optimizer.step()
+    assert local_of(model.bias).item() == pytest.approx(before - 0.5)

@@ -512,6 +512,11 @@ def _plain_as_replicated() -> contextlib.AbstractContextManager[None]:
     return changing([DTensor._op_dispatcher], "_allow_implicit_replication", True)
 
 
+def plain_tensors_are_replicated() -> bool:
+    """Whether operators take plain tensors beside a `DTensor` for replicated ones, as in ``implicit_replication``."""
+    return bool(DTensor._op_dispatcher._allow_implicit_replication)
+
+
 # -- Autograd ---------------------------------------------------------------------------------------------------
 
 

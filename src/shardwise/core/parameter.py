@@ -424,13 +424,18 @@ def local_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Ten
     """
     spec = spec_of(parameter)
     if not isinstance(gradient, DTensor):
-        raise StateError(
-            f"the gradient of {name_of(parameter)} is a plain tensor, and the parameter is sharded: assign a DTensor "
-            "that is cut as the parameter is, as torch.distributed.tensor.distribute_tensor makes"
-        )
+        raise plain_gradient(parameter)
     if spec_of(gradient) is not spec and gradient.placements != spec.placements:
         gradient = gradient.redistribute(placements=spec.placements)
     return complete(local_of(gradient))
+
+
+def plain_gradient(parameter: torch.Tensor) -> StateError:
+    """What is raised where a sharded parameter has a plain tensor as its gradient."""
+    return StateError(
+        f"the gradient of {name_of(parameter)} is a plain tensor, and the parameter is sharded: assign a DTensor "
+        "that is cut as the parameter is, as torch.distributed.tensor.distribute_tensor makes"
+    )
 
 
 def set_owner(parameter: torch.Tensor, owner: weakref.ref[Any]) -> None:

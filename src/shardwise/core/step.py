@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .device import (
     local_of,
+    plain_tensors_are_replicated,
     spec_of,
     steps_are_hooked,
     trace_by,
@@ -23,7 +24,7 @@ from .device import (
     wrap_local,
 )
 from .errors import StateError
-from .parameter import ShardedParameter, SteppedParameter, TracedParameter, note_writes
+from .parameter import ShardedParameter, SteppedParameter, TracedParameter, note_writes, plain_gradient
 from .replaced import name_of_replaced
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
@@ -185,6 +186,7 @@ def _give_parts(
     for parameter in parameters:
         state = states.get(parameter)
         if not _is_cut_alike(parameter, state):
+            _refuse_plain_gradient(parameter)
             others.append(parameter)
         elif id(parameter) not in parts:
             part = parts[id(parameter)] = local_of(parameter).detach()
@@ -253,6 +255,13 @@ def _is_cut_alike(parameter: torch.Tensor, state: State | None) -> bool:
         elif isinstance(value, torch.Tensor) and value.ndim > 0:
             return False
     return parameter.ndim > 0
+
+
+def _refuse_plain_gradient(parameter: torch.Tensor) -> None:
+    """torch mixes no plain tensor with a `DTensor`, but for single numbers and where it is told to take it for one."""
+    gradient = cast(torch.Tensor, parameter.grad)
+    if not isinstance(gradient, DTensor) and gradient.numel() > 1 and not plain_tensors_are_replicated():
+        raise plain_gradient(parameter)
 
 
 class _Arguments(tuple[Any, ...]):
