@@ -212,10 +212,15 @@ def test_exception_in_another_unit_on_each_rank() -> None:
     assert_like_plain(record, lambda: stack(Layer(), Fragile(), Fragile()))
 
 
-@on_ranks(2, keeps=["nothing", "the root", "all"], resets=[False, True], grads=[True, False])
-def test_exception_on_one_rank_behind_all_units(keeps: str, resets: bool, grads: bool) -> None:
-    """All leave out that step: where nothing failed there was a pass to which no backward came, whose last units are
-    gathered still, and not again."""
+@on_ranks(
+    2,
+    keeps_resets=["nothing, nobody", "nothing, that rank", "nothing, all", "the root, all", "all, all"],
+    grads=[True, False],
+)
+def test_exception_on_one_rank_behind_all_units(keeps_resets: str, grads: bool) -> None:
+    """All leave out that step: where nothing failed there was a pass to which no backward came. Where that kept
+    something gathered, all reset, or they would not gather alike."""
+    keeps, resets = keeps_resets.split(", ")
     torch.manual_seed(1)
     model: Any = fragile_stack()
     if keeps == "nothing":
@@ -225,14 +230,42 @@ def test_exception_on_one_rank_behind_all_units(keeps: str, resets: bool, grads:
     optimizer, record = make_optimizer(model), Record()
     for step in range(4):
         if step == 2:
-            raised = pytest.raises(PlannedError) if dist.get_rank() else contextlib.nullcontext()
-            disarm = fail_in_last(model) if dist.get_rank() else lambda: None
-            with raised, torch.set_grad_enabled(grads):
+            fails = dist.get_rank() == 1
+            disarm = fail_in_last(model) if fails else lambda: None
+            with pytest.raises(PlannedError) if fails else contextlib.nullcontext(), torch.set_grad_enabled(grads):
                 model(batch(step + 70, dist.get_rank(), 4, WIDTH))
             disarm()
-            if resets and dist.get_rank():
+            if resets == "all" or (fails and resets == "that rank"):
                 model.reset_iter_state()
                 assert_resharded(model)
+        record.note(step_once(model, step, dist.get_rank()), model)
+        optimizer.step()
+        optimizer.zero_grad()
+    record.end(model)
+    assert_like_plain(record, fragile_stack)
+
+
+@on_ranks(2, reshard=[True, False], places=["end, backward", "layer, nowhere", "layer, backward"])
+def test_exceptions_at_other_places_on_each_rank(reshard: bool, places: str) -> None:
+    """Whatever each has gathered then, a reset of all makes them gather alike."""
+    torch.manual_seed(1)
+    model: Any = wrap(fragile_stack(), shardwise.fully_shard, reshard_after_forward=reshard)
+    optimizer, record = make_optimizer(model), Record()
+    place = places.split(", ")[dist.get_rank()]
+    for step in range(4):
+        if step == 2:
+            disarm = fail_in_last(model) if place == "end" else lambda: None
+            model.layers[1].where = "after" if place == "layer" else None
+            with contextlib.suppress(PlannedError):
+                output = model(batch(step + 70, dist.get_rank(), 4, WIDTH))
+                if place == "backward" and reshard:
+                    Fails.apply(output).sum().backward()  # before it gathers
+                elif place == "backward":
+                    output.register_hook(_raise)  # behind the engine's own, as it does not gather
+                    output.sum().backward()
+            disarm()
+            model.layers[1].where = None
+            model.reset_iter_state()
         record.note(step_once(model, step, dist.get_rank()), model)
         optimizer.step()
         optimizer.zero_grad()

@@ -424,8 +424,7 @@ class FSDPCommContext:
         self.batches_ahead.clear()
         self.reductions.abandon()
         for unit in self.units:
-            # Once backward began, ranks on which it failed in different units have resharded different ones.
-            unit.reset(keeps=not self.is_in_backward)
+            unit.reset()
             unit.iteration.finalization = None
         self.order.abandon()
         self.rest()

@@ -596,8 +596,7 @@ class Unit:
         self._forget_forward()
         if not in_backward():
             for group in self.groups:
-                # Ranks on which it did not fail may have kept them, and gather them no more.
-                group.reshard_after_use(keep=not group.options.reshard_after_forward)
+                group.reshard_after_use()
         if self.context.forward_root is self:
             self.context.forward_root = None
             self.context.order.end_pass(failed=True)
@@ -867,11 +866,10 @@ class Unit:
             if group.options.reshard_after_forward or not self.runs_forward:
                 group.reshard()
 
-    def reset(self, *, keeps: bool) -> None:
-        """Drop everything of an iteration that failed; ``keeps`` says whether what a forward leaves gathered stays, as
-        on ranks that were not reset."""
+    def reset(self) -> None:
+        """Drop everything of an iteration that failed."""
         for group in self.groups:
-            group.reshard(keep=keeps and not group.options.reshard_after_forward)
+            group.reshard()
             group.gradients.drop()
         self._computes_backward = False
         self._forget_forward()

@@ -195,6 +195,9 @@ class FSDPModule(_TorchModule):
         Waits for communication under way, reshards, and drops all gradients of sharded parameters: of a backward that
         failed midway some were reduced already.
 
+        To be called on all ranks, also where nothing failed: those may have parameters gathered still, which others
+        have to gather again.
+
         Raises:
             RuntimeError: if this is not the outermost wrapped module.
         """
