@@ -1245,6 +1245,17 @@ def test_reduces_over_new_groups_where_ranks_are_in_more_or_fewer() -> None:
             torch.testing.assert_close(one, other)
 
 
+@on_ranks(2)
+def test_ranks_outside_of_a_group_are_told() -> None:
+    """`new_group` gives them a number."""
+    group = dist.new_group([0])
+    if dist.get_rank() == 0:
+        return
+    for name in ("process_group", "process_group_reduce_scatter"):
+        with pytest.raises(ValueError, match=f"^{name}: this process is not in the group"):
+            FSDP(made(MLP), **{name: group})
+
+
 @on_ranks(4)
 def test_subgroups() -> None:
     """Two models on two ranks each; group ranks are not global ranks."""

@@ -30,6 +30,7 @@ def given_group(process_group: Any) -> Any:
 
     Raises:
         TypeError: if it is neither a process group nor a stand-in with ``rank()`` and ``size()``.
+        ValueError: if this process is not in the group.
         RuntimeError: if none is given and torch.distributed is not initialized.
     """
     if process_group is None:
@@ -39,9 +40,19 @@ def given_group(process_group: Any) -> Any:
                 "torch.distributed.init_process_group first, or pass process_group=DummyProcessGroup(rank, size)"
             )
         return dist.group.WORLD
+    refuse_outside("process_group", process_group)
     if not _is_group(process_group):
         raise TypeError(f"process_group must be a process group, not {type(process_group).__name__}")
     return process_group
+
+
+def refuse_outside(argument: str, group: Any) -> None:
+    """
+    Raises:
+        ValueError: if ``group`` is what `new_group` gives to other processes than the group's.
+    """
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"{argument}: this process is not in the group; wrap only on its ranks")
 
 
 def _is_group(given: Any) -> bool:
@@ -54,12 +65,14 @@ def given_reduce_group(given: Any) -> Any:
 
     Raises:
         TypeError: if ``given`` is neither of these, nor the default's name, nor a member of FairScale's enumeration.
+        ValueError: if this process is not in the group.
     """
     name = getattr(given, "value", given)
     if given is None or name == "default":
         return None
     if name == "reduce_scatter":
         return name
+    refuse_outside("process_group_reduce_scatter", given)
     if not _is_group(given):
         raise TypeError(
             f"process_group_reduce_scatter must be a process group, 'default', 'reduce_scatter' or None, not {given!r}"
