@@ -133,13 +133,23 @@ def reduce_comm_of(group: Any, comm: Comm, device: torch.device) -> Comm | None:
             _reduce_comms[comm.group] = new_group_like(comm.group, device)
         return _reduce_comms[comm.group]
     if group.size() != comm.size:
-        warnings.warn(
-            f"process_group_reduce_scatter has {group.size()} ranks and process_group {comm.size}: gradients are "
-            "reduced over process_group",
-            stacklevel=4,
-        )
+        _warn_of_other_ranks(f"{group.size()} ranks", comm.size)
         return None
-    return None if is_stand_in(group) else comm_for(group, device)
+    if is_stand_in(group):
+        return None
+    # Of as many other ranks, each would give this one gradients of elements that are another's.
+    own, others = dist.get_process_group_ranks(comm.group), dist.get_process_group_ranks(group)
+    if own != others:
+        _warn_of_other_ranks(f"ranks {others}", own)
+        return None
+    return comm_for(group, device)
+
+
+def _warn_of_other_ranks(found: str, own: object) -> None:
+    warnings.warn(
+        f"process_group_reduce_scatter has {found} and process_group {own}: gradients are reduced over process_group",
+        stacklevel=5,
+    )
 
 
 def describe(tensor: torch.Tensor) -> str:
