@@ -1245,6 +1245,34 @@ def test_reduces_over_new_groups_where_ranks_are_in_more_or_fewer() -> None:
             torch.testing.assert_close(one, other)
 
 
+@on_ranks(3)
+def test_gradients_are_not_reduced_over_other_ranks() -> None:
+    """Each rank would get gradients of elements that another one has."""
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [0, 2], [1, 2])]
+    if (rank := dist.get_rank()) == 2:
+        return
+    with pytest.warns(
+        UserWarning, match=r"process_group_reduce_scatter has ranks \[\d, 2\] and process_group \[0, 1\]"
+    ):
+        model = FSDP(made(MLP), process_group=pairs[0], process_group_reduce_scatter=pairs[1 + rank])
+    expected = FSDP(made(MLP), process_group=pairs[0])
+    for each in (model, expected):
+        loss_of(each, inputs_for(MLP(), rank)).backward()
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+@on_ranks(2)
+def test_ranks_outside_of_a_group_are_told() -> None:
+    """`new_group` gives them a number."""
+    group = dist.new_group([0])
+    if dist.get_rank() == 0:
+        return
+    for name in ("process_group", "process_group_reduce_scatter"):
+        with pytest.raises(ValueError, match=f"^{name}: this process is not in the group"):
+            FSDP(made(MLP), **{name: group})
+
+
 @on_ranks(4)
 def test_subgroups() -> None:
     """Two models on two ranks each; group ranks are not global ranks."""

@@ -1200,6 +1200,9 @@ def test_a_subgroup_has_ranks_of_its_own() -> None:
     """FairScale compares an owner's rank in the group with the rank in the world, and drops owned gradients."""
     group = dist.new_group([1, 2])
     if dist.get_rank() == 0:
+        model, own = model_of(ConvNet), dist.new_group([0], use_local_synchronization=True)
+        with pytest.raises(ValueError, match=r"process_group=\.\.\.\): this process is not in the group"):
+            ShardedDDP(model, OSS(model.parameters(), lr=0.1, group=own), process_group=group)
         return
     for size in SIZES:
         model = model_of(ConvNet)

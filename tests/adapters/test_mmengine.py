@@ -1189,6 +1189,10 @@ def test_meshes(fake_mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         find_mesh(find_strategy(None), dist.group.WORLD, mesh)
     with pytest.raises(ValueError, match="needs two"):
         find_mesh(find_strategy("HYBRID_SHARD"), dist.group.WORLD, None)
+    outside: Any = dist.GroupMember.NON_GROUP_MEMBER
+    for given, strategy in ((outside, None), ((outside, dist.group.WORLD), "HYBRID_SHARD")):
+        with pytest.raises(ValueError, match="process_group: this process is not in the group"):
+            find_mesh(find_strategy(strategy), given, None)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(ValueError, match="8 ranks do not divide into nodes of 3"):
         find_mesh(find_strategy("HYBRID_SHARD"), None, None)

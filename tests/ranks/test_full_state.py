@@ -21,6 +21,7 @@ from shardwise.checkpoint.safetensors import load_safetensors, save_safetensors
 
 from ..models import MLP, MODELS, Transformer, build, inputs_for, wrap
 from .harness import on_ranks
+from .shared import shared_directory
 from .test_safetensors import (
     Counted,
     Mixed,
@@ -370,6 +371,40 @@ def test_extra_state() -> None:
     assert target[1].count.tolist() == [0, 1, 2]  # type: ignore[index]
     match = r"missing keys: '0\._extra_state', '1\._extra_state'"
     assert_raises_alike(ValueError, match, lambda: load_full_state_dict(target, broken))
+
+
+class Measured(nn.Linear):
+    """Has an entry of its own in state dicts, as torchmetrics have, and notes each extra state that it is handed."""
+
+    def __init__(self, total: int) -> None:
+        super().__init__(3, 3)
+        self.total, self.handed = torch.tensor(total), list[int]()
+
+    def get_extra_state(self) -> int:
+        return int(self.total)
+
+    def set_extra_state(self, state: int) -> None:
+        self.handed.append(state)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "total"] = self.total
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        self.total = state_dict.pop(prefix + "total")
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[no-untyped-call]
+
+
+@on_ranks(2)
+def test_extra_state_is_handed_over_once() -> None:
+    """Not the module's own once more, when it takes what else is in the state dict."""
+    source, target = (shard_plainly(nn.Sequential(Measured(total))) for total in (5, 0))
+    load_full_state_dict(target, full_state_dict(source))
+    assert (int(target[0].total), target[0].handed) == (5, [5])  # type: ignore[index]
+    with shared_directory() as directory:
+        shardwise.save(directory / "saved", model=source)
+        shardwise.load(directory / "saved", model=target)
+    assert (int(target[0].total), target[0].handed) == (5, [5, 5])  # type: ignore[index]
 
 
 @on_ranks(2)

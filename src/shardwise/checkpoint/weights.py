@@ -305,6 +305,9 @@ class ModelWeights:
             StateError: if ``strict``, naming those that no module takes.
         """
         state = self.model.state_dict()
+        # What a module gives as its extra state, such as a count of its steps, need not be what it was handed before.
+        for key in [key for key in state if _owner_of_extra_state(self.model, key) is not None]:
+            del state[key]
         state.update(others)
         # What a module leaves out of its state dict is not missing: the names were compared before.
         result = self.model.load_state_dict(state, strict=False)

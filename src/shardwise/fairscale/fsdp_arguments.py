@@ -9,7 +9,7 @@ ARGUMENTS = {
     "process_group": Argument("the ranks that share each parameter; None for all"),
     "process_group_reduce_scatter": Argument(
         "the ranks' group for gradients: 'reduce_scatter' for a communicator of its own, 'default' or None for that of "
-        "the gathers, or a group of as many ranks"
+        "the gathers, or a group of the same ranks"
     ),
     "reshard_after_forward": Argument("whether whole parameters are freed between forward and backward"),
     "disable_reshard_on_root": Argument("whether the outermost instance keeps its whole parameters all the same"),

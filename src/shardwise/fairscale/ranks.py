@@ -30,6 +30,7 @@ def given_group(process_group: Any) -> Any:
 
     Raises:
         TypeError: if it is neither a process group nor a stand-in with ``rank()`` and ``size()``.
+        ValueError: if this process is not in the group.
         RuntimeError: if none is given and torch.distributed is not initialized.
     """
     if process_group is None:
@@ -39,9 +40,19 @@ def given_group(process_group: Any) -> Any:
                 "torch.distributed.init_process_group first, or pass process_group=DummyProcessGroup(rank, size)"
             )
         return dist.group.WORLD
+    refuse_outside("process_group", process_group)
     if not _is_group(process_group):
         raise TypeError(f"process_group must be a process group, not {type(process_group).__name__}")
     return process_group
+
+
+def refuse_outside(argument: str, group: Any) -> None:
+    """
+    Raises:
+        ValueError: if ``group`` is what `new_group` gives to other processes than the group's.
+    """
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"{argument}: this process is not in the group; wrap only on its ranks")
 
 
 def _is_group(given: Any) -> bool:
@@ -54,12 +65,14 @@ def given_reduce_group(given: Any) -> Any:
 
     Raises:
         TypeError: if ``given`` is neither of these, nor the default's name, nor a member of FairScale's enumeration.
+        ValueError: if this process is not in the group.
     """
     name = getattr(given, "value", given)
     if given is None or name == "default":
         return None
     if name == "reduce_scatter":
         return name
+    refuse_outside("process_group_reduce_scatter", given)
     if not _is_group(given):
         raise TypeError(
             f"process_group_reduce_scatter must be a process group, 'default', 'reduce_scatter' or None, not {given!r}"
@@ -120,13 +133,23 @@ def reduce_comm_of(group: Any, comm: Comm, device: torch.device) -> Comm | None:
             _reduce_comms[comm.group] = new_group_like(comm.group, device)
         return _reduce_comms[comm.group]
     if group.size() != comm.size:
-        warnings.warn(
-            f"process_group_reduce_scatter has {group.size()} ranks and process_group {comm.size}: gradients are "
-            "reduced over process_group",
-            stacklevel=4,
-        )
+        _warn_of_other_ranks(f"{group.size()} ranks", comm.size)
         return None
-    return None if is_stand_in(group) else comm_for(group, device)
+    if is_stand_in(group):
+        return None
+    # Of as many other ranks, each would give this one gradients of elements that are another's.
+    own, others = dist.get_process_group_ranks(comm.group), dist.get_process_group_ranks(group)
+    if own != others:
+        _warn_of_other_ranks(f"ranks {others}", own)
+        return None
+    return comm_for(group, device)
+
+
+def _warn_of_other_ranks(found: str, own: object) -> None:
+    warnings.warn(
+        f"process_group_reduce_scatter has {found} and process_group {own}: gradients are reduced over process_group",
+        stacklevel=5,
+    )
 
 
 def describe(tensor: torch.Tensor) -> str:

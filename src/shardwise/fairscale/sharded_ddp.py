@@ -34,7 +34,15 @@ from ..core.tree import map_tensors, tensors_requiring_grad
 from ..core.weak import weakly
 from ..core.whole import OwnerReducer, WholeBroadcast
 from .oss import OSS
-from .ranks import check_same_on_ranks, compute_device_of, describe, describe_settings, refuse_shards, refuse_sparse
+from .ranks import (
+    check_same_on_ranks,
+    compute_device_of,
+    describe,
+    describe_settings,
+    refuse_outside,
+    refuse_shards,
+    refuse_sparse,
+)
 
 ARGUMENTS = {
     "module": Argument("the model; every rank has all of it"),
@@ -85,8 +93,8 @@ class ShardedDataParallel(nn.Module):
         TypeError: if ``module`` is not a module, ``sharded_optimizer`` not an `OSS` or several, or ``process_group``
             not a process group.
         ValueError: for a module on several types of devices, or with tensors that are sparse, sharded or have no shape
-            yet, for optimizers of other ranks than ``process_group``'s or that disagree on a parameter's owner, and if
-            ranks have different parameters or settings.
+            yet, for optimizers of other ranks than ``process_group``'s or that disagree on a parameter's owner, if this
+            process is not in that group, and if ranks have different parameters or settings.
     """
 
     def __init__(
@@ -632,6 +640,7 @@ def _as_list(optimizers: Any) -> list[OSS]:
 
 def _common_group(optimizers: Sequence[OSS], group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     chosen = optimizers[0].group if group is None else group
+    refuse_outside("ShardedDataParallel(process_group=...)", chosen)
     if not isinstance(chosen, dist.ProcessGroup):
         raise TypeError(f"ShardedDataParallel(process_group=...): must be a process group, not {type(chosen).__name__}")
     ranks = dist.get_process_group_ranks(chosen)

@@ -149,7 +149,7 @@ def find_mesh(strategy: Strategy, process_group: Any, device_mesh: Any) -> Devic
 
     Raises:
         TypeError: for arguments of a wrong type.
-        ValueError: if both are given, or ranks do not divide into nodes.
+        ValueError: if both are given, ranks do not divide into nodes, or this process is not in a group.
     """
     if process_group is not None and device_mesh is not None:
         raise ValueError("process_group and device_mesh both say which ranks to shard over: pass one of them")
@@ -173,6 +173,8 @@ def find_mesh(strategy: Strategy, process_group: Any, device_mesh: Any) -> Devic
 def _mesh_of(process_group: Any, strategy: Strategy) -> DeviceMesh:
     """The mesh of one process group, or of two: to shard over, and to replicate over."""
     groups = tuple(process_group) if isinstance(process_group, (tuple, list)) else (process_group,)
+    if any(group is dist.GroupMember.NON_GROUP_MEMBER for group in groups):
+        raise ValueError("process_group: this process is not in the group; wrap only on its ranks")
     if len(groups) not in (1, 2) or not all(isinstance(group, dist.ProcessGroup) for group in groups):
         takes = "None, a ProcessGroup, or for HYBRID_SHARD two of them, to shard over and to replicate over"
         raise wrong_type("process_group", process_group, takes)
