@@ -156,6 +156,25 @@ def step_once(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     return loss
 
 
+def train_around(
+    model: Any,
+    attempt: Callable[[int], None],
+    before: tuple[int, ...],
+    steps: int = 4,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Record:
+    """Train; before some steps ``attempt`` does something that is to leave no trace."""
+    record, optimizer = Record(), optimizer or make_optimizer(model)
+    for step in range(steps):
+        if step in before:
+            attempt(step)
+        record.note(step_once(model, step, dist.get_rank()), model)
+        optimizer.step()
+        optimizer.zero_grad()
+    record.end(model)
+    return record
+
+
 def train_with_failures(
     model: Any,
     arm: Callable[[Any], Callable[[], None]],
@@ -164,20 +183,16 @@ def train_with_failures(
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Record:
     """Train; in some steps a first try fails on all ranks, and the step is tried again after a reset."""
-    record, optimizer = Record(), optimizer or make_optimizer(model)
-    for step in range(steps):
-        if step in fail_in:
-            disarm = arm(model)
-            with pytest.raises(PlannedError):
-                step_once(model, step + 70, dist.get_rank())
-            disarm()
-            model.reset_iter_state()
-            assert_resharded(model)
-        record.note(step_once(model, step, dist.get_rank()), model)
-        optimizer.step()
-        optimizer.zero_grad()
-    record.end(model)
-    return record
+
+    def attempt(step: int) -> None:
+        disarm = arm(model)
+        with pytest.raises(PlannedError):
+            step_once(model, step + 70, dist.get_rank())
+        disarm()
+        model.reset_iter_state()
+        assert_resharded(model)
+
+    return train_around(model, attempt, fail_in, steps, optimizer)
 
 
 def assert_like_plain(record: Record, make: Callable[[], nn.Module], steps: int = 4) -> None:
@@ -198,18 +213,14 @@ def test_exception_in_another_unit_on_each_rank() -> None:
     """Not reset, and all had been communicated: ranks that know of other forwards expect the same in backward."""
     torch.manual_seed(1)
     model: Any = wrap(stack(Layer(), Fragile(), Fragile()), shardwise.fully_shard)
-    optimizer, record = make_optimizer(model), Record()
-    for step in range(4):
-        if step == 2:
-            disarm = fail_at("before")(SimpleNamespace(layers=model.layers[dist.get_rank() :]))
-            with pytest.raises(PlannedError):
-                step_once(model, step + 70, dist.get_rank())
-            disarm()
-        record.note(step_once(model, step, dist.get_rank()), model)
-        optimizer.step()
-        optimizer.zero_grad()
-    record.end(model)
-    assert_like_plain(record, lambda: stack(Layer(), Fragile(), Fragile()))
+
+    def attempt(step: int) -> None:
+        disarm = fail_at("before")(SimpleNamespace(layers=model.layers[dist.get_rank() :]))
+        with pytest.raises(PlannedError):
+            step_once(model, step + 70, dist.get_rank())
+        disarm()
+
+    assert_like_plain(train_around(model, attempt, (2,)), lambda: stack(Layer(), Fragile(), Fragile()))
 
 
 @on_ranks(
@@ -227,22 +238,18 @@ def test_exception_on_one_rank_behind_all_units(keeps_resets: str, grads: bool) 
         for layer in (model.first, model.last):  # of the root there is nothing left to keep
             shardwise.fully_shard(layer)
     wrap(model, shardwise.fully_shard, **{"reshard_after_forward": False} if keeps == "all" else {})
-    optimizer, record = make_optimizer(model), Record()
-    for step in range(4):
-        if step == 2:
-            fails = dist.get_rank() == 1
-            disarm = fail_in_last(model) if fails else lambda: None
-            with pytest.raises(PlannedError) if fails else contextlib.nullcontext(), torch.set_grad_enabled(grads):
-                model(batch(step + 70, dist.get_rank(), 4, WIDTH))
-            disarm()
-            if resets == "all" or (fails and resets == "that rank"):
-                model.reset_iter_state()
-                assert_resharded(model)
-        record.note(step_once(model, step, dist.get_rank()), model)
-        optimizer.step()
-        optimizer.zero_grad()
-    record.end(model)
-    assert_like_plain(record, fragile_stack)
+
+    def attempt(step: int) -> None:
+        fails = dist.get_rank() == 1
+        disarm = fail_in_last(model) if fails else lambda: None
+        with pytest.raises(PlannedError) if fails else contextlib.nullcontext(), torch.set_grad_enabled(grads):
+            model(batch(step + 70, dist.get_rank(), 4, WIDTH))
+        disarm()
+        if resets == "all" or (fails and resets == "that rank"):
+            model.reset_iter_state()
+            assert_resharded(model)
+
+    assert_like_plain(train_around(model, attempt, (2,)), fragile_stack)
 
 
 @on_ranks(2, reshard=[True, False], places=["end, backward", "layer, nowhere", "layer, backward"])
@@ -250,27 +257,23 @@ def test_exceptions_at_other_places_on_each_rank(reshard: bool, places: str) -> 
     """Whatever each has gathered then, a reset of all makes them gather alike."""
     torch.manual_seed(1)
     model: Any = wrap(fragile_stack(), shardwise.fully_shard, reshard_after_forward=reshard)
-    optimizer, record = make_optimizer(model), Record()
     place = places.split(", ")[dist.get_rank()]
-    for step in range(4):
-        if step == 2:
-            disarm = fail_in_last(model) if place == "end" else lambda: None
-            model.layers[1].where = "after" if place == "layer" else None
-            with contextlib.suppress(PlannedError):
-                output = model(batch(step + 70, dist.get_rank(), 4, WIDTH))
-                if place == "backward" and reshard:
-                    Fails.apply(output).sum().backward()  # before it gathers
-                elif place == "backward":
-                    output.register_hook(_raise)  # behind the engine's own, as it does not gather
-                    output.sum().backward()
-            disarm()
-            model.layers[1].where = None
-            model.reset_iter_state()
-        record.note(step_once(model, step, dist.get_rank()), model)
-        optimizer.step()
-        optimizer.zero_grad()
-    record.end(model)
-    assert_like_plain(record, fragile_stack)
+
+    def attempt(step: int) -> None:
+        disarm = fail_in_last(model) if place == "end" else lambda: None
+        model.layers[1].where = "after" if place == "layer" else None
+        with contextlib.nullcontext() if place == "nowhere" else pytest.raises(PlannedError):
+            output = model(batch(step + 70, dist.get_rank(), 4, WIDTH))
+            if place == "backward" and reshard:
+                Fails.apply(output).sum().backward()  # before it gathers
+            elif place == "backward":
+                output.register_hook(_raise)  # behind the engine's own, as it does not gather
+                output.sum().backward()
+        disarm()
+        model.layers[1].where = None
+        model.reset_iter_state()
+
+    assert_like_plain(train_around(model, attempt, (2,)), fragile_stack)
 
 
 class Shuffled(Stack):
