@@ -11,6 +11,8 @@ from enum import Enum
 from numbers import Integral, Real
 from typing import Any, ParamSpec, TypeVar
 
+import torch.distributed as dist
+
 AnyClass = TypeVar("AnyClass", bound=type)
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -174,3 +176,12 @@ def markdown(table: Table) -> str:
     """The table as the docs have it."""
     rows = [f"| `{name}` | {argument.support.value} | {argument.meaning} |\n" for name, argument in table.items()]
     return "| argument | | |\n| :--- | :--- | :--- |\n" + "".join(rows)
+
+
+def refuse_outside(argument: str, group: Any) -> None:
+    """
+    Raises:
+        ValueError: if ``group`` is what `new_group` gives to other processes than the group's.
+    """
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"{argument}: this process is not in the group; wrap only on its ranks")

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from ..arguments import refuse_outside
 from ..core.agreement import communicating
 from ..core.comm import Comm, GrouplessComm, comm_for, new_group_like
 from ..core.flat import FlatShards
@@ -44,15 +45,6 @@ def given_group(process_group: Any) -> Any:
     if not _is_group(process_group):
         raise TypeError(f"process_group must be a process group, not {type(process_group).__name__}")
     return process_group
-
-
-def refuse_outside(argument: str, group: Any) -> None:
-    """
-    Raises:
-        ValueError: if ``group`` is what `new_group` gives to other processes than the group's.
-    """
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(f"{argument}: this process is not in the group; wrap only on its ranks")
 
 
 def _is_group(given: Any) -> bool:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..arguments import Argument, check_flags, documented, is_at_least
+from ..arguments import Argument, check_flags, documented, is_at_least, refuse_outside
 from ..core.comm import Comm, comm_for
 from ..core.device import (
     backward_number,
@@ -34,15 +34,7 @@ from ..core.tree import map_tensors, tensors_requiring_grad
 from ..core.weak import weakly
 from ..core.whole import OwnerReducer, WholeBroadcast
 from .oss import OSS
-from .ranks import (
-    check_same_on_ranks,
-    compute_device_of,
-    describe,
-    describe_settings,
-    refuse_outside,
-    refuse_shards,
-    refuse_sparse,
-)
+from .ranks import check_same_on_ranks, compute_device_of, describe, describe_settings, refuse_shards, refuse_sparse
 
 ARGUMENTS = {
     "module": Argument("the model; every rank has all of it"),

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 
-from ..arguments import Argument, Support
+from ..arguments import Argument, Support, refuse_outside
 from ..fairscale.batch_norm import BATCH_NORMS
 from ..placements import PRESETS, Placements
 from .policies import imported, registered_function
@@ -173,8 +173,8 @@ def find_mesh(strategy: Strategy, process_group: Any, device_mesh: Any) -> Devic
 def _mesh_of(process_group: Any, strategy: Strategy) -> DeviceMesh:
     """The mesh of one process group, or of two: to shard over, and to replicate over."""
     groups = tuple(process_group) if isinstance(process_group, (tuple, list)) else (process_group,)
-    if any(group is dist.GroupMember.NON_GROUP_MEMBER for group in groups):
-        raise ValueError("process_group: this process is not in the group; wrap only on its ranks")
+    for group in groups:
+        refuse_outside("process_group", group)
     if len(groups) not in (1, 2) or not all(isinstance(group, dist.ProcessGroup) for group in groups):
         takes = "None, a ProcessGroup, or for HYBRID_SHARD two of them, to shard over and to replicate over"
         raise wrong_type("process_group", process_group, takes)
