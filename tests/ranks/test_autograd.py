@@ -2489,25 +2489,27 @@ def test_values_written_by_hand_are_seen(preset: str) -> None:
     check(lambda: stack(Layer(), Layer()), run, steps=10, against_torch=False, placements=preset)
 
 
-@on_ranks(2, asynchronous=[False, True])
-def test_values_written_after_unsharding_are_seen(asynchronous: bool) -> None:
+@on_ranks(2, gather=["whole", "waited for", "on its way"], preset=["zero1", "zero3"])
+def test_values_written_after_unsharding_are_seen(gather: str, preset: str) -> None:
     """Those that were gathered before served the next forward. (With FSDP2 they do.)"""
 
     def run(model: nn.Module, step: int, rank: int) -> torch.Tensor:
         weight = model.layers[1].linear.weight
         with torch.no_grad():
             if isinstance(weight, DTensor):
-                handle = model.layers[1].unshard(async_op=asynchronous)
-                if handle is not None:
+                handle = model.layers[1].unshard(async_op=gather != "whole")
+                if gather == "waited for":
                     handle.wait()
                 weight.to_local().add_(0.1)
+                if gather == "on its way" and step == 1:
+                    handle.wait()
             elif rank == 0:  # the plain model is one for all ranks
                 weight.add_(0.1)
         loss = model(batch(step, rank, 4, WIDTH)).square().mean()
         loss.backward()
         return loss
 
-    check(lambda: stack(Layer(), Layer()), run, against_torch=False)
+    check(lambda: stack(Layer(), Layer()), run, against_torch=False, placements=preset)
 
 
 @on_ranks(2, preset=["ddp", "zero1", "zero2", "zero3"], optimizer=["sgd", "fused", "foreach", "plain", "adamw"])

@@ -208,7 +208,7 @@ class ParamGroup:
             self._gather = None
         if self._gather is not None:
             # Others may compute long between a gather with theirs and its use.
-            looks = self._keeps_unsharded or self.joint is not None
+            looks = self._keeps_unsharded or self.is_asked_for or self.joint is not None
             is_outdated = self.shards.changed() if looks else self.shards.is_outdated
             if for_backward or not is_outdated:
                 return False
@@ -315,6 +315,12 @@ class ParamGroup:
                 raise
         self._gather = ticket, gathers
 
+    def note_asked(self) -> None:
+        """The user asked for its gather, if one has started, and may write to the shards before it is used."""
+        self.is_asked_for = self.is_gathering
+        if self.is_asked_for:
+            self.shards.watch()
+
     @property
     def joins(self) -> bool:
         """Whether the next gather may be one with those of other groups, for as long as they need."""
@@ -377,7 +383,7 @@ class ParamGroup:
         if self._gather is None:
             return
         has_failed, (ticket, gathers) = self._has_failed_with_others, self._gather
-        self._gather, self.is_asked_for = None, False
+        was_asked_for, self._gather, self.is_asked_for = self.is_asked_for, None, False
         if has_failed:
             raise StateError(
                 f"unit {self.name!r} was gathered together with others, which failed when one of those waited for it: "
@@ -391,7 +397,7 @@ class ParamGroup:
                     self._explain(error)
                 raise
         try:
-            self._finish_gathers(ticket, gathers)
+            self._finish_gathers(ticket, gathers, was_asked_for)
         except BaseException:  # as of an extension: nothing is registered that would be resharded
             self._free()
             raise
@@ -399,14 +405,14 @@ class ParamGroup:
         self.shards.put_unsharded()
         self._drop_resharded()
 
-    def _finish_gathers(self, ticket: Ticket | None, gathers: Sequence[Gather]) -> None:
+    def _finish_gathers(self, ticket: Ticket | None, gathers: Sequence[Gather], was_asked_for: bool) -> None:
         if self.policy.offload:
             self.shards.read_by = ticket
         for gather in gathers:
             if gather.finish is not None:
                 gather.finish()
         if gathers:
-            if not self._keeps_unsharded:
+            if not (self._keeps_unsharded or was_asked_for):
                 # Where parameters do not stay gathered the next use gathers again anyhow, and maybe ahead.
                 keeps = not self.options.reshard_after_forward
                 self.shards.note_gathered(keeps=keeps or (self._lane is not None and self._lane.is_stream))

@@ -440,7 +440,7 @@ class Unit:
         batch = self._batch_in(backward=False)
         self._gather(self.groups, None if batch is None or batch.keeps else batch, for_backward=False)
         for group in self.groups:
-            group.is_asked_for = group.is_gathering
+            group.note_asked()
             group.stays_registered = group.mesh.strategy.keeps_unsharded
 
     @labelled("FSDP::forward_prefetch for {name}")
