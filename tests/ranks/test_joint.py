@@ -28,7 +28,7 @@ from ..interruptions import interrupted
 from ..models import Stack, wrap
 from .harness import RankError, assert_others_name, on_ranks, ranks
 from .test_autograd import WIDTH, Layer
-from .truth import assert_tensors, batch, check, gradients_of, make_optimizer, state_of
+from .truth import assert_tensors, batch, check, gradients_of, make_optimizer, state_of, whole_each
 
 LAYERS = batches.MANY + 2
 SEVERAL = 2048
@@ -70,10 +70,11 @@ def train(
             loss = model(batch(10 * step + part, dist.get_rank(), 4, WIDTH), stop_after(step)).float().square().mean()
             loss.backward()
             found[f"loss {step}.{part}"] = loss.detach()
-        found |= {f"gradient {step} of {name}": value for name, value in gradients_of(model).items()}
+        found |= {f"gradient {step} of {name}": value.grad for name, value in model.named_parameters()}
         optimizer.step()
         optimizer.zero_grad()
-    return found | state_of(model)
+    found |= dict(model.named_parameters())
+    return found | whole_each({name: value for name, value in found.items() if value is not None})
 
 
 def assert_same(
