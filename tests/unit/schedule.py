@@ -4,6 +4,7 @@ late."""
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ from unittest.mock import patch
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardwise.core import buffer
 from shardwise.core.buffer import free_storage
@@ -192,20 +192,21 @@ class Watched(TorchDispatchMode):
                 self.alive[key] = self.empty.pop(key)
                 self.numbers[key] = number
                 self.device.log.append(Logged("allocate", self.device.current, number))
-        for key, (reference, number) in list(self.alive.items()):
-            if reference.expired() or _size_of(reference) == 0:
-                self.device.log.append(Logged("free", self.device.current, number))
-                self.empty[key] = self.alive.pop(key)
-                del self.numbers[key]
+        gone = [key for key, (reference, _) in self.alive.items() if not _size_of(reference)]
+        for key in gone:
+            number = self.alive[key][1]
+            self.device.log.append(Logged("free", self.device.current, number))
+            self.empty[key] = self.alive.pop(key)
+            del self.numbers[key]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.sweep()
         written = _written(func, args, kwargs)
-        before = {id(t): t for t in tree_leaves((args, kwargs)) if _real(t)}
+        before = {id(t): t for t in _leaves((args, kwargs)) if _real(t)}
         reads = tuple(self._number(t) for t in before.values() if id(t) not in written)
         result = func(*args, **kwargs)
-        outputs = [t for t in tree_leaves(result) if _real(t)]
+        outputs = [t for t in _leaves(result) if _real(t)]
         writes = {self._number(t) for t in [*written.values(), *outputs] if _real(t)}
         # Neither touches memory.
         if not (_is_view(func) or func._schema.name in ONLY_ALLOCATE):
@@ -218,23 +219,37 @@ def _real(value: Any) -> bool:
 
 
 def _size_of(reference: StorageWeakRef) -> int:
+    """0 also if it is gone."""
     storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
     return 0 if storage is None else storage.nbytes()
 
 
+def _leaves(value: Any) -> Iterator[Any]:
+    """What is in lists, tuples and dicts; `tree_leaves` takes most of the time here."""
+    if isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _leaves(one)
+    elif isinstance(value, dict):
+        yield from _leaves(list(value.values()))
+    else:
+        yield value
+
+
+@functools.cache
 def _is_view(func: Any) -> bool:
     return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
 
 
+@functools.cache
+def _arguments_written(func: Any) -> list[tuple[int, str]]:
+    """Place and name of each."""
+    arguments = enumerate(func._schema.arguments)
+    return [(place, one.name) for place, one in arguments if one.alias_info is not None and one.alias_info.is_write]
+
+
 def _written(func: Any, args: Any, kwargs: Any) -> dict[int, torch.Tensor]:
-    found = {}
-    for argument, value in zip(func._schema.arguments, args, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found.update({id(t): t for t in tree_leaves(value) if isinstance(t, torch.Tensor)})
-    for argument in func._schema.arguments:
-        if argument.name in kwargs and argument.alias_info is not None and argument.alias_info.is_write:
-            found.update({id(t): t for t in tree_leaves(kwargs[argument.name]) if isinstance(t, torch.Tensor)})
-    return found
+    values = [args[place] if place < len(args) else kwargs.get(name) for place, name in _arguments_written(func)]
+    return {id(t): t for t in _leaves(values) if isinstance(t, torch.Tensor)}
 
 
 def faults(log: list[Logged]) -> list[str]:
