@@ -871,6 +871,17 @@ def test_separate_reduce_scatter_group(fake_mesh: Mesh) -> None:
     assert has_own == [True, False, False, False]
 
 
+def test_models_of_one_group_share_the_separate_reduce_scatter_group(fake_mesh: Mesh) -> None:
+    """A group ends with the world only, so that one for each model, or each call, would be one too many."""
+    mesh, made = fake_mesh(2), set[int]()
+    for _ in range(2):
+        model = build(mesh)
+        for enable in (True, False, True):
+            model.set_separate_reduce_scatter_group(enable)  # type: ignore[operator]
+        made.add(len(distributed_c10d._world.pg_map))
+    assert len(made) == 1
+
+
 def test_groups_of_some_ranks_are_not_split_from_all(fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_mesh(4)
     world = dist.group.WORLD

@@ -16,12 +16,11 @@ from torch import nn
 
 from ..arguments import takes_flags
 from .comm import (
-    Comm,
     ProcessGroupMemory,
     StagedCollective,
     SymmetricMemoryGather,
-    new_group_like,
     require_symmetric_memory,
+    second_comm_of,
 )
 from .context import FSDPCommContext
 from .device import StateForTorch, answer_pipelines, answer_replicate, eager, in_backward, is_watched
@@ -426,13 +425,11 @@ class FSDPModule(_TorchModule):
 
     @takes_flags
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Reduce gradients over a communicator of their own, so that gathers need not wait for them. A collective."""
-        known: dict[int, Comm] = {}
+        """Reduce gradients over a communicator of their own, so that gathers need not wait for them. It is one for all
+        models over the same process group; the first call is a collective."""
         for group in _groups(self, recurse):
-            shard = group.mesh.shard
-            if enable and shard.size > 1 and id(shard) not in known:
-                known[id(shard)] = group.options.reduce_comm or new_group_like(shard.group, group.mesh.device)
-            group.options.reduce_comm = known.get(id(shard))
+            shard, has_own = group.mesh.shard, enable and group.mesh.shard.size > 1
+            group.options.reduce_comm = second_comm_of(shard.group, group.mesh.device) if has_own else None
 
     @takes_flags
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
