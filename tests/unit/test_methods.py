@@ -971,6 +971,21 @@ def test_transformer_alone_is_no_fsdp_module() -> None:
     shardwise.register_fsdp_forward_method(None, "forward")  # type: ignore[arg-type]  # a stage without an encoder, say
 
 
+def test_a_forward_method_is_registered_once(fake_mesh: Mesh) -> None:
+    """Each time around the last, it took longer with every epoch that registered it, until recursion ended it."""
+    model: Any = fully_shard(Transformer(), mesh=fake_mesh(2))
+    model.double_of = lambda x: x * 2
+    for name in ("double_of", "get_submodule"):
+        shardwise.register_fsdp_forward_method(model, name)
+        registered = vars(model)[name]
+        shardwise.register_fsdp_forward_method(model, name)
+        assert vars(model)[name] is registered
+    model.double_of = lambda x: x * 3
+    shardwise.register_fsdp_forward_method(model, "double_of")
+    assert vars(model)["double_of"] is not registered
+    assert vars(model)["double_of"].__wrapped__(2) == 6
+
+
 def test_no_policy_of_offloading_is_the_default_one(fake_mesh: Callable[..., DeviceMesh]) -> None:
     model = fully_shard(nn.Linear(4, 4), mesh=fake_mesh(2), offload_policy=None)
     assert not unit_of(model).groups[0].policy.offload  # type: ignore[arg-type, union-attr]

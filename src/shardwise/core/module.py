@@ -606,7 +606,8 @@ def function_of(owner: Any, name: str) -> Callable[..., Any]:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Gather and reshard around ``module.<method_name>`` as around its forward; nothing if it is not wrapped.
+    """Gather and reshard around ``module.<method_name>`` as around its forward; nothing if it is not wrapped, or that
+    is done already.
 
     Args:
         module: the wrapped module.
@@ -622,8 +623,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         raise ValueError(f"{type(module).__name__} has no method {method_name!r} to register as a forward method")
     bound, function = getattr(module, method_name), function_of(module, method_name)
     reference, is_method = weakref.ref(module), isinstance(bound, MethodType)
+    if (inner := bound.__func__ if is_method else bound) is unit.forward_methods.get((id(module), method_name)):
+        return
 
-    @functools.wraps(bound.__func__ if is_method else bound)
+    @functools.wraps(inner)
     def run(*args: Any, **kwargs: Any) -> Any:
         alive = reference()
         assert alive is not None
@@ -631,6 +634,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     # What was a method stays one, which Lightning's `mark_forward_method` asks for.
     module.__dict__[method_name] = MethodType(run, weakref.proxy(module)) if is_method else run
+    unit.forward_methods[id(module), method_name] = run
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
