@@ -463,7 +463,7 @@ class PythonComm(Comm):
         return self.all_reduce(tensor, mean=False)  # the group for threads has no other sum
 
 
-@functools.cache
+@functools.lru_cache(2**12)  # sizes and purposes may be others in each iteration
 def _digest(*described: object) -> int:
     return zlib.crc32(repr(described).encode()) % 2**16
 
