@@ -34,7 +34,7 @@ from shardwise.core import agreement
 from shardwise.core.agreement import explain_failure, tell_failure
 from shardwise.core.comm import comm_for
 from shardwise.core.errors import StateError
-from shardwise.core.posts import failure_elsewhere, post, posted_by
+from shardwise.core.posts import KEPT, failure_elsewhere, post, posted_by
 from shardwise.core.root import units_of
 
 from ..models import MLP, Transformer, wrap
@@ -488,6 +488,18 @@ def test_posts_over_ranks_that_are_connected_again_have_other_numbers() -> None:
         assert len({*names}) == 1
         assert len({*numbers}) == 4
     assert len({*zip(names, numbers, strict=True)}) == 4
+
+
+@on_ranks(2)
+def test_the_store_keeps_the_latest_posts() -> None:
+    """Each model that is made leaves some."""
+    world = dist.group.WORLD
+    assert world is not None
+    comm = comm_for(world, torch.device("cpu"))
+    numbers = [post(comm, "text") for _ in range(3 * KEPT)]
+    dist.barrier()
+    kept = [number for number in numbers if posted_by(comm, 1 - comm.rank, number) == "text"]
+    assert kept == numbers[-KEPT:]
 
 
 @on_ranks(2)

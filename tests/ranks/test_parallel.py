@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -272,6 +273,21 @@ def test_resharding_to_a_smaller_world(reshard_to: int) -> None:
     output.sum().backward()
     model.zero_grad()
     assert_close(train(model, dist.get_rank()), plain(make_transformer, dist.get_rank(), 4))
+
+
+@on_ranks(4)
+def test_models_of_one_group_share_the_smaller_world() -> None:
+    """On all ranks, whichever models each keeps alive: one that made the groups again would wait for the others."""
+    kept: list[nn.Module] = []
+    made: set[int] = set()
+    for _ in range(3):
+        model = wrap(MLP(), shardwise.fully_shard, reshard_after_forward=2)
+        model(inputs_for(model, 0)).sum().backward()
+        made.add(len(distributed_c10d._world.pg_map))
+        if dist.get_rank() == 0:
+            kept.append(model)
+        del model
+    assert len(made) == 1
 
 
 @on_ranks(8)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.core.comm import _Messages, failed_peer
+from shardwise.core.comm import _digest, _Messages, failed_peer
 from shardwise.core.lanes import AcceleratorDevice, Flight, HostDevice, current_world
 
 SECOND = torch.device("cuda", 1)
@@ -133,3 +133,9 @@ def test_each_work_is_waited_for_once_even_if_something_raises(
     raising.assert_called_once()
     for work in works:
         work.wait.assert_called_once_with()
+
+
+def test_tags_of_sizes_that_do_not_come_again_are_forgotten() -> None:
+    for numel in range(10_000):
+        _digest("gather", "", numel, torch.float32)
+    assert _digest.cache_info().currsize < 5_000

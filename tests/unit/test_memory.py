@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.counts import flag_bytes
-from shardwise import MixedPrecisionPolicy, Placements, fully_shard
+from shardwise import FSDPCommContext, MixedPrecisionPolicy, Placements, fully_shard
 from shardwise.core import reducer
 from shardwise.core.batch import KeptBatch
 from shardwise.core.buffer import MAPPED_BYTES, allocate_storage, free_storage
@@ -429,6 +429,21 @@ def test_conversion_frees_gradients_that_were_not_reduced(fake_mesh: Mesh) -> No
     del unsharded
     model.double()
     assert memory.expired()
+
+
+def test_a_context_keeps_nothing_of_models_that_are_gone(fake_mesh: Mesh) -> None:
+    """What it knew of the order grew with each, as one pass that never came to its end."""
+    mesh, context = fake_mesh(4), FSDPCommContext("cpu")
+    known: list[int] = []
+    for count in range(1, 5):
+        layers = [fully_shard(nn.Linear(3, 3), mesh=mesh, comm_ctx=context) for _ in range(3)]
+        for _ in range(2):
+            nn.Sequential(*layers)(torch.randn(2, 3)).sum().backward()
+        assert context.passes == 2 * count
+        order = context.order
+        known.append(len(order._next) + len(order._before) + len(order._runs))
+        del layers
+    assert known[1:] == [known[1]] * 3
 
 
 def refuse(*_: Any) -> NoReturn:

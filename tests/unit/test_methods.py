@@ -871,6 +871,17 @@ def test_separate_reduce_scatter_group(fake_mesh: Mesh) -> None:
     assert has_own == [True, False, False, False]
 
 
+def test_models_of_one_group_share_the_separate_reduce_scatter_group(fake_mesh: Mesh) -> None:
+    """A group ends with the world only, so that one for each model, or each call, would be one too many."""
+    mesh, made = fake_mesh(2), set[int]()
+    for _ in range(2):
+        model = build(mesh)
+        for enable in (True, False, True):
+            model.set_separate_reduce_scatter_group(enable)  # type: ignore[operator]
+        made.add(len(distributed_c10d._world.pg_map))
+    assert len(made) == 1
+
+
 def test_groups_of_some_ranks_are_not_split_from_all(fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_mesh(4)
     world = dist.group.WORLD
@@ -958,6 +969,21 @@ def test_transformer_alone_is_no_fsdp_module() -> None:
     shardwise.register_fsdp_forward_method(module, "forward")  # nothing to do, no error
     assert "forward" not in vars(module)
     shardwise.register_fsdp_forward_method(None, "forward")  # type: ignore[arg-type]  # a stage without an encoder, say
+
+
+def test_a_forward_method_is_registered_once(fake_mesh: Mesh) -> None:
+    """Each time around the last, it took longer with every epoch that registered it, until recursion ended it."""
+    model: Any = fully_shard(Transformer(), mesh=fake_mesh(2))
+    model.double_of = lambda x: x * 2
+    for name in ("double_of", "get_submodule"):
+        shardwise.register_fsdp_forward_method(model, name)
+        registered = vars(model)[name]
+        shardwise.register_fsdp_forward_method(model, name)
+        assert vars(model)[name] is registered
+    model.double_of = lambda x: x * 3
+    shardwise.register_fsdp_forward_method(model, "double_of")
+    assert vars(model)["double_of"] is not registered
+    assert vars(model)["double_of"].__wrapped__(2) == 6
 
 
 def test_no_policy_of_offloading_is_the_default_one(fake_mesh: Callable[..., DeviceMesh]) -> None:

@@ -58,6 +58,8 @@ _public_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_singl
 _comms: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Comm]] = weakref.WeakKeyDictionary()
 _groups_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 """How many groups `new_group_of` has made of the same ranks, by the default group of that time."""
+_second_comms: weakref.WeakKeyDictionary[dist.ProcessGroup, Comm] = weakref.WeakKeyDictionary()
+"""What `second_comm_of` has made for each group."""
 
 
 class _Done:
@@ -461,7 +463,7 @@ class PythonComm(Comm):
         return self.all_reduce(tensor, mean=False)  # the group for threads has no other sum
 
 
-@functools.cache
+@functools.lru_cache(2**12)  # sizes and purposes may be others in each iteration
 def _digest(*described: object) -> int:
     return zlib.crc32(repr(described).encode()) % 2**16
 
@@ -605,9 +607,12 @@ def new_group_of(ranks: Sequence[int], purpose: str) -> dist.ProcessGroup:
     return group
 
 
-def new_group_like(group: dist.ProcessGroup, device: torch.device) -> Comm:
-    """Collectives of the same ranks over a communicator of their own, so that they run beside the others'."""
-    return comm_for(new_group_of(dist.get_process_group_ranks(group), "reduce"), device)
+def second_comm_of(group: dist.ProcessGroup, device: torch.device) -> Comm:
+    """Collectives of the same ranks over a communicator of their own, so that they run beside the others'; one for all
+    models, since it takes connections and memory. The first call for each group is a collective."""
+    if group not in _second_comms:
+        _second_comms[group] = comm_for(new_group_of(dist.get_process_group_ranks(group), "reduce"), device)
+    return comm_for(_second_comms[group].group, device)
 
 
 def connect(world: dist.ProcessGroup) -> dist.ProcessGroupGloo:

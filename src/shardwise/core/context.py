@@ -123,6 +123,7 @@ class FSDPCommContext:
             self._units.append(unit.reference)
             self._joined += 1
             self.outermost = None
+            self.order.forget_freed()
 
     def leave(self, unit: Unit) -> None:
         """``unit`` shares another context: none of this one waits for its reductions."""

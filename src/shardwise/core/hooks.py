@@ -83,8 +83,7 @@ class Unit:
         self.reshards_unless_root = reshards_unless_root
         self.reference: weakref.ref[Unit] = weakref.ref(self)
         self.phase = Phase.IDLE
-        self.is_root = False
-        self.gathered_bytes = 0
+        self.is_root, self.gathered_bytes = False, 0
         self.is_small = False
         """Whether a message costs more than what it sends; known once the outermost unit is."""
         self.batch: Batch | None = None
@@ -95,6 +94,8 @@ class Unit:
         """Number of the last pass that it ran in."""
         self.location: tuple[weakref.ref[nn.Module], Sequence[str]] | None = None
         """A module, and the names that lead from there to the unit's, once the outermost unit is known."""
+        self.forward_methods: weakref.WeakValueDictionary[tuple[int, str], Any] = weakref.WeakValueDictionary()
+        """What gathers around other methods than forward, by the module's id and the method's name."""
         self.prefetch_forward: list[weakref.ref[Unit]] = []
         self.prefetch_backward: list[weakref.ref[Unit]] = []
         self._modules = [weakref.ref(module) for module in modules]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -182,7 +183,9 @@ def _alone(device_type: str) -> DeviceMesh:
     return known[device_type]
 
 
-_smaller: weakref.WeakKeyDictionary[DeviceMesh, dict[int, DataParallelMesh]] = weakref.WeakKeyDictionary()
+_smaller: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], DataParallelMesh]]
+_smaller = weakref.WeakKeyDictionary()
+"""By the group that parameters are sharded over, which ends on all ranks together, as no mesh or model does."""
 
 
 def smaller_mesh(mesh: DataParallelMesh, size: int) -> DataParallelMesh | None:
@@ -202,10 +205,11 @@ def smaller_mesh(mesh: DataParallelMesh, size: int) -> DataParallelMesh | None:
         )
     if size in (1, world_size):
         return None
-    known = _smaller.setdefault(mesh.mesh, {})
-    if size not in known:
-        known[size] = data_parallel_mesh(_reshaped(mesh.mesh, size), Placements.zero3)
-    return known[size]
+    rows = _rows(mesh.mesh, size)
+    known, key = _smaller.setdefault(mesh.shard.group, {}), (mesh.mesh.device_type, *map(tuple, rows))
+    if key not in known:
+        known[key] = data_parallel_mesh(_of_rows(rows, mesh.mesh.device_type), Placements.zero3)
+    return known[key]
 
 
 def _rows(mesh: DeviceMesh, size: int) -> list[list[int]]:
@@ -215,13 +219,13 @@ def _rows(mesh: DeviceMesh, size: int) -> list[list[int]]:
     return rows
 
 
-def _reshaped(mesh: DeviceMesh, size: int) -> DeviceMesh:
-    """The ranks of ``mesh`` as rows of ``size``."""
-    rows, own = _rows(mesh, size), dist.get_rank()
+def _of_rows(rows: Sequence[Sequence[int]], device_type: str) -> DeviceMesh:
+    """A mesh of these rows of ranks, with process groups of its own."""
+    own = dist.get_rank()
     row = next(row for row in rows if own in row)
     column = [ranks[row.index(own)] for ranks in rows]
     # Not by DeviceMesh itself, which asks all ranks of the default group to make the same groups: other ranks may have
     # a mesh of their own, one stage of a pipeline each, and torch would take the groups of both for the same.
     groups = [new_group_of(column, "columns"), new_group_of(row, "rows")]
     with unfaked():
-        return DeviceMesh.from_group(groups, mesh.device_type, rows, mesh_dim_names=("replicate", "shard"))
+        return DeviceMesh.from_group(groups, device_type, rows, mesh_dim_names=("replicate", "shard"))

@@ -16,12 +16,11 @@ from torch import nn
 
 from ..arguments import takes_flags
 from .comm import (
-    Comm,
     ProcessGroupMemory,
     StagedCollective,
     SymmetricMemoryGather,
-    new_group_like,
     require_symmetric_memory,
+    second_comm_of,
 )
 from .context import FSDPCommContext
 from .device import StateForTorch, answer_pipelines, answer_replicate, eager, in_backward, is_watched
@@ -426,13 +425,11 @@ class FSDPModule(_TorchModule):
 
     @takes_flags
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Reduce gradients over a communicator of their own, so that gathers need not wait for them. A collective."""
-        known: dict[int, Comm] = {}
+        """Reduce gradients over a communicator of their own, so that gathers need not wait for them. It is one for all
+        models over the same process group; the first call is a collective."""
         for group in _groups(self, recurse):
-            shard = group.mesh.shard
-            if enable and shard.size > 1 and id(shard) not in known:
-                known[id(shard)] = group.options.reduce_comm or new_group_like(shard.group, group.mesh.device)
-            group.options.reduce_comm = known.get(id(shard))
+            shard, has_own = group.mesh.shard, enable and group.mesh.shard.size > 1
+            group.options.reduce_comm = second_comm_of(shard.group, group.mesh.device) if has_own else None
 
     @takes_flags
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
@@ -609,7 +606,8 @@ def function_of(owner: Any, name: str) -> Callable[..., Any]:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Gather and reshard around ``module.<method_name>`` as around its forward; nothing if it is not wrapped.
+    """Gather and reshard around ``module.<method_name>`` as around its forward; nothing if it is not wrapped, or that
+    is done already.
 
     Args:
         module: the wrapped module.
@@ -625,8 +623,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         raise ValueError(f"{type(module).__name__} has no method {method_name!r} to register as a forward method")
     bound, function = getattr(module, method_name), function_of(module, method_name)
     reference, is_method = weakref.ref(module), isinstance(bound, MethodType)
+    if (inner := bound.__func__ if is_method else bound) is unit.forward_methods.get((id(module), method_name)):
+        return
 
-    @functools.wraps(bound.__func__ if is_method else bound)
+    @functools.wraps(inner)
     def run(*args: Any, **kwargs: Any) -> Any:
         alive = reference()
         assert alive is not None
@@ -634,6 +634,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     # What was a method stays one, which Lightning's `mark_forward_method` asks for.
     module.__dict__[method_name] = MethodType(run, weakref.proxy(module)) if is_method else run
+    unit.forward_methods[id(module), method_name] = run
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:

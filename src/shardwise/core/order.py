@@ -90,8 +90,12 @@ class ExecutionOrder(Generic[T]):
         self._matches = self._matches and (agrees or (old is not None and not old.is_sure))
 
     def starts_again(self, unit: weakref.ref[T]) -> bool:
-        """Whether ``unit`` was the first of the current pass; tells passes apart where no root does."""
-        return self._first is unit
+        """Whether ``unit`` was the first of the current pass, or that is gone; for passes that no root tells apart."""
+        return self._first is unit or (self._first is not None and self._first() is None)
+
+    def forget_freed(self) -> None:
+        """Some units may be gone: what is known of them serves nobody."""
+        self._next = {place: after for place, after in self._next.items() if place[0]() is not None}
 
     def enter(self, unit: weakref.ref[T]) -> None:
         """``unit`` runs forward now."""

@@ -15,6 +15,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from .comm import NO_STORE, Comm, default_store
 from .errors import StateError
 
+KEPT = 8
+"""Posts of a rank on one topic that others can read, the latest: whoever is further behind has missed collectives in
+between, and a program that makes one model after the other would fill the store."""
 _posts: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
 """How often this process has posted in each place, by the default group of that time: a process group that is made
 again may have the name of the one before, and one with two backends has a `Comm` for each."""
@@ -35,9 +38,12 @@ def post(comm: Comm, text: str, topic: str = "") -> str:
         _worlds[place] = _world(place)
         posts.setdefault(place, 0)
         posts[topic + place] += 1
-        number = f"{_worlds[place]}.{topic}{posts[topic + place]}"
-        store.set(f"{number}/{comm.rank}", text)
-        return number
+        count, prefix = posts[topic + place], f"{_worlds[place]}.{topic}"
+        store.set(f"{prefix}{count}/{comm.rank}", text)
+        if count > KEPT:
+            with contextlib.suppress(*NO_STORE):  # not every store can
+                store.delete_key(f"{prefix}{count - KEPT}/{comm.rank}")
+        return f"{prefix}{count}"
     return ""
 
 

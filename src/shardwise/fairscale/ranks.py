@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import warnings
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,13 +16,11 @@ from torch.nn.parameter import is_lazy
 
 from ..arguments import refuse_outside
 from ..core.agreement import communicating
-from ..core.comm import Comm, GrouplessComm, comm_for, new_group_like
+from ..core.comm import Comm, GrouplessComm, comm_for, second_comm_of
 from ..core.flat import FlatShards
 from ..core.mesh import DataParallelRanks
 from ..core.parameter import owner_of
 from ..placements import Placements
-
-_reduce_comms: weakref.WeakKeyDictionary[dist.ProcessGroup, Comm] = weakref.WeakKeyDictionary()
 
 
 def given_group(process_group: Any) -> Any:
@@ -120,10 +117,7 @@ def reduce_comm_of(group: Any, comm: Comm, device: torch.device) -> Comm | None:
     if group is None or comm.size == 1 or isinstance(comm, GrouplessComm):
         return None
     if group == "reduce_scatter":
-        # One for all instances over the same ranks: a communicator takes connections and memory.
-        if comm.group not in _reduce_comms:
-            _reduce_comms[comm.group] = new_group_like(comm.group, device)
-        return _reduce_comms[comm.group]
+        return second_comm_of(comm.group, device)
     if group.size() != comm.size:
         _warn_of_other_ranks(f"{group.size()} ranks", comm.size)
         return None
