@@ -173,6 +173,24 @@ def test_unshard_handle(fake_mesh: Mesh) -> None:
     assert not isinstance(layer.up.weight, DTensor)
 
 
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+@pytest.mark.parametrize("is_written", [False, True])
+def test_unsharding_gathers_once_for_each_update(fake_mesh: Mesh, preset: str, is_written: bool) -> None:
+    """And again if it was on its way while the shards were written."""
+    layer: Any = fully_shard(nn.Linear(4, 4), mesh=fake_mesh(4), placements=preset)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for _ in range(3):
+        with Collectives() as count:
+            weight = layer.weight
+            layer.unshard(async_op=True)
+            if is_written:
+                weight.to_local().detach().add_(1)
+            layer(torch.ones(2, 4)).sum().backward()
+        assert count.gathers == 1 + is_written
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def trained(mesh: DeviceMesh) -> tuple[Stack, Any, torch.Tensor]:
     """A model whose order is recorded, its last unit, and an input."""
     model, x = Stack([nn.Linear(4, 4), nn.Linear(4, 4)], 4), torch.ones(2, 4)

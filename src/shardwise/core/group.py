@@ -287,8 +287,7 @@ class ParamGroup:
         self._lane = lane
         if self.shards.borrowed:
             self.shards.take_borrowed()
-        if self._keeps_unsharded:
-            self.shards.note_gathered(keeps=True)  # it may be used long after: what is written from now on is noticed
+        self.shards.note_gathered(keeps=self._keeps_unsharded)  # that may be used long after the shards are written
         if joint is not None:
             self._gather = joint, joint.add(self.name, self.shards.buffers)
             return
