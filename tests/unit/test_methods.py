@@ -191,6 +191,25 @@ def test_unsharding_gathers_once_for_each_update(fake_mesh: Mesh, preset: str, i
         optimizer.zero_grad()
 
 
+def test_unsharding_what_is_gathered_already(fake_mesh: Mesh) -> None:
+    """It is gathered again if the shards were written since, also before the handle was waited for."""
+    model, mesh = Stack([nn.Linear(4, 4)], 4), fake_mesh(4)
+    layer: Any = fully_shard(model.layers[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    layer.set_reshard_after_backward(False)
+    weight, found = layer.weight, []
+    for is_written in (False, True):
+        model(torch.ones(2, 4)).sum().backward()
+        with Collectives() as count, torch.no_grad():
+            handle = layer.unshard(async_op=True)
+            if is_written:
+                weight.to_local().add_(1)
+            handle.wait()
+            layer(torch.ones(2, 4))
+        found.append(count.gathers)
+    assert found == [0, 1]
+
+
 def trained(mesh: DeviceMesh) -> tuple[Stack, Any, torch.Tensor]:
     """A model whose order is recorded, its last unit, and an input."""
     model, x = Stack([nn.Linear(4, 4), nn.Linear(4, 4)], 4), torch.ones(2, 4)

@@ -315,10 +315,9 @@ class ParamGroup:
         self._gather = ticket, gathers
 
     def note_asked(self) -> None:
-        """The user asked for its gather, if one has started, and may write to the shards before it is used."""
+        """The user asked for its parameters, and may write to the shards before what was gathered is used."""
         self.is_asked_for = self.is_gathering
-        if self.is_asked_for:
-            self.shards.watch()
+        self.shards.watch()
 
     @property
     def joins(self) -> bool:

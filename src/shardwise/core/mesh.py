@@ -185,7 +185,7 @@ def _alone(device_type: str) -> DeviceMesh:
 
 _smaller: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], DataParallelMesh]]
 _smaller = weakref.WeakKeyDictionary()
-"""By the group that parameters are sharded over, which ends on all ranks together, as no mesh or model does."""
+"""By the default group, which ends on all ranks together, as no mesh or model does."""
 
 
 def smaller_mesh(mesh: DataParallelMesh, size: int) -> DataParallelMesh | None:
@@ -205,8 +205,9 @@ def smaller_mesh(mesh: DataParallelMesh, size: int) -> DataParallelMesh | None:
         )
     if size in (1, world_size):
         return None
-    rows = _rows(mesh.mesh, size)
-    known, key = _smaller.setdefault(mesh.shard.group, {}), (mesh.mesh.device_type, *map(tuple, rows))
+    world, rows = dist.group.WORLD, _rows(mesh.mesh, size)
+    assert world is not None
+    known, key = _smaller.setdefault(world, {}), (mesh.mesh.device_type, *map(tuple, rows))
     if key not in known:
         known[key] = data_parallel_mesh(_of_rows(rows, mesh.mesh.device_type), Placements.zero3)
     return known[key]

@@ -90,12 +90,16 @@ class ExecutionOrder(Generic[T]):
         self._matches = self._matches and (agrees or (old is not None and not old.is_sure))
 
     def starts_again(self, unit: weakref.ref[T]) -> bool:
-        """Whether ``unit`` was the first of the current pass, or that is gone; for passes that no root tells apart."""
-        return self._first is unit or (self._first is not None and self._first() is None)
+        """Whether ``unit`` was the first of the current pass; tells passes apart where no root does."""
+        return self._first is unit
 
     def forget_freed(self) -> None:
-        """Some units may be gone: what is known of them serves nobody."""
+        """Some units may be gone, maybe on this rank alone: what is known of them is not looked at again, though a pass
+        whose first unit they were goes on."""
         self._next = {place: after for place, after in self._next.items() if place[0]() is not None}
+        self._before = {place: old for place, old in self._before.items() if place[0]() is not None}
+        for unit in [unit for unit in self._runs if unit() is None]:
+            del self._runs[unit]
 
     def enter(self, unit: weakref.ref[T]) -> None:
         """``unit`` runs forward now."""

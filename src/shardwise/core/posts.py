@@ -15,9 +15,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from .comm import NO_STORE, Comm, default_store
 from .errors import StateError
 
-KEPT = 8
-"""Posts of a rank on one topic that others can read, the latest: whoever is further behind has missed collectives in
-between, and a program that makes one model after the other would fill the store."""
+KEPT = 256
+"""Posts of a rank on one topic that others can read, the latest: a program that makes one model after the other would
+fill the store. As many as no rank is ahead of another: models that post together may communicate apart."""
 _posts: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
 """How often this process has posted in each place, by the default group of that time: a process group that is made
 again may have the name of the one before, and one with two backends has a `Comm` for each."""
