@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypedDict, Unpack, cast, overload
@@ -148,7 +149,7 @@ def _install(
     reshards = reshard_after_forward is True or reshard_after_forward not in (False, 1)
     for group in unit.groups:
         group.options.reshard_after_forward = reshards
-        _install_state_dict_hooks(group)
+        _install_state_dict_hooks(group, modules)
     unit.install_hooks()
     for module in modules:
         become_fsdp_module(module, unit)
@@ -430,16 +431,25 @@ def _move_buffers(managed: Sequence[tuple[str, nn.Module]], device: torch.device
                 buffer.data = buffer.to(device)
 
 
-def _install_state_dict_hooks(group: ParamGroup) -> None:
-    """Let state dicts see sharded parameters, and adopt what loading puts in the place of one."""
+def _install_state_dict_hooks(group: ParamGroup, roots: Sequence[nn.Module]) -> None:
+    """Let state dicts see sharded parameters, and adopt what loading puts in the place of one: once for all that is
+    loaded into one of ``roots``, the unit's modules, since it looks at all parameters of the unit."""
     reshard, adopt, shards = weakly(group.reshard), weakly(group.adopt_registered), group.shards.reference
+    tops, loading = weakref.WeakSet(roots), weakref.WeakSet[nn.Module]()
 
     def before(*_: Any) -> None:
         # Gathered ones are kept: if one rank alone takes its state dict, others would not gather again with it.
         reshard(keep=True)
 
-    def after(*_: Any) -> None:
-        adopt(is_loading=True)
+    def before_load(module: nn.Module, *_: Any) -> None:
+        before()
+        if module in tops:
+            loading.add(module)
+
+    def after_load(module: nn.Module, _: Any) -> None:
+        loading.discard(module)
+        if not loading:
+            adopt(is_loading=True)
 
     def alias(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
         for name in module._parameters:
@@ -447,9 +457,12 @@ def _install_state_dict_hooks(group: ParamGroup) -> None:
             if isinstance(value, DTensor) and not isinstance(value, nn.Parameter) and owner_of(value) is shards():
                 state_dict[prefix + name] = alias_of(value, shards)
 
-    for module in dict.fromkeys(place.module() for slot in group.slots for place in slot.places):
+    holders = dict.fromkeys(place.module() for slot in group.slots for place in slot.places)
+    for module in holders:
         assert module is not None
         module.register_state_dict_pre_hook(before)
         module.register_state_dict_post_hook(alias)
-        module.register_load_state_dict_pre_hook(before)
-        module.register_load_state_dict_post_hook(after)
+    for module in dict.fromkeys((*roots, *holders)):
+        assert module is not None
+        module.register_load_state_dict_pre_hook(before_load)
+        module.register_load_state_dict_post_hook(after_load)

@@ -176,9 +176,12 @@ class Shards(ABC):
         """Whether one of these parameters is registered at ``place``."""
         return any(place in slot.places for slot in self.slots)
 
-    def lends(self, parameter: torch.Tensor, to: Slot) -> bool:
-        """Whether ``parameter`` is the sharded parameter of a slot that is not ``to``."""
-        return any(slot.sharded is parameter and slot is not to and not slot.is_borrowed for slot in self.slots)
+    def slots_by_face(self) -> dict[int, list[Slot]]:
+        """Slots by the ids of their sharded parameters; several where one has that of another."""
+        found: dict[int, list[Slot]] = {}
+        for slot in self.slots:
+            found.setdefault(id(slot.sharded), []).append(slot)
+        return found
 
     def take_borrowed(self) -> None:
         """Copy the values of the parameters that are other slots'."""
@@ -684,9 +687,14 @@ def _is_in_place(slot: Slot, registered: nn.Parameter, local: torch.Tensor) -> b
 
 def _note_borrowed(slots: Sequence[Slot], registered: Sequence[torch.Tensor], taken: set[int]) -> None:
     """Tell slots whether what is registered is another slot's; ``taken`` has the ids of those that are not."""
+    known: dict[Shards, dict[int, list[Slot]]] = {}
     for slot, parameter in zip(slots, registered, strict=True):
-        owner = owner_of(parameter)
-        slot.is_borrowed = id(parameter) in taken or (owner is not None and owner.lends(parameter, to=slot))
+        slot.is_borrowed = id(parameter) in taken
+        if not slot.is_borrowed and (owner := owner_of(parameter)) is not None:
+            if owner not in known:
+                known[owner] = owner.slots_by_face()
+            lenders = known[owner].get(id(parameter), ())
+            slot.is_borrowed = any(one is not slot and not one.is_borrowed for one in lenders)
         if not slot.is_borrowed:
             taken.add(id(parameter))
 
