@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise import fully_shard
+from shardwise import fully_shard, load_full_state_dict
 
 Mesh = Callable[..., DeviceMesh]
 Operation = Callable[[nn.Module], Any]
@@ -51,9 +51,14 @@ def layers(count: int, mesh: DeviceMesh) -> nn.Module:
     return fully_shard(layers_of(count), mesh=mesh)
 
 
+def load_whole(model: nn.Module) -> None:
+    load_full_state_dict(model, {name: torch.ones(value.shape) for name, value in model.state_dict().items()})
+
+
 OPERATIONS: dict[str, tuple[Callable[[int, DeviceMesh], nn.Module], Operation]] = {
     "load_state_dict": (layers, lambda model: model.load_state_dict(model.state_dict())),
     "assign": (layers, lambda model: model.load_state_dict(model.state_dict(), assign=True)),
+    "load_full_state_dict": (layers, load_whole),
     "convert": (layers, lambda model: model.double()),
     "forward": (layers, lambda model: model(torch.ones(2, 4))),
 }

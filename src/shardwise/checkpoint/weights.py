@@ -186,7 +186,8 @@ class Weight:
         if self.slot is not None:
             shards = owner_of(self.tensor)
             assert shards is not None
-            shards.leave_meta()
+            if self.slot.buffer.local.is_meta or self.slot.face_is_meta:  # it looks at all parameters of the unit
+                shards.leave_meta()
             # Before the write, which must not overtake copies of offloaded shards to the device.
             shards.note_write()
             self.slot.has_values = False
