@@ -28,7 +28,7 @@ from .core.options import GroupPolicy
 from .core.parameter import alias_of, owner_of, refuse_lazy
 from .core.place import Place
 from .core.replaced import successor_of
-from .core.root import is_never_called, managed_modules, unit_of
+from .core.root import is_never_called, managed_modules, modules_in, unit_of
 from .core.shards import ParameterShards
 from .core.slot import ManagedParameter
 from .core.weak import weakly
@@ -190,6 +190,8 @@ def _root_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
         if (unit := unit_of(member)) is not None:
             raise ValueError(f"{type(member).__name__} {unit.title!r} was wrapped by fully_shard already; wrap it once")
         wrapped_class(type(member))  # a class that refuses does so before anything is changed
+    if len(given) == 1:
+        return given
     inside = {id(child) for member in given for child in member.modules() if child is not member}
     return [member for member in dict.fromkeys(given) if id(member) not in inside]
 
@@ -284,7 +286,7 @@ def _add_places_inside(
 ) -> None:
     """Note where parameters are registered in units inside, which were told to ignore them or came before them."""
     own = {id(module) for _, module in managed}
-    for module in dict.fromkeys(module for root in roots for module in root.modules()):
+    for module in modules_in(roots):
         for name, parameter in module._parameters.items() if id(module) not in own else ():
             if (found := by_id.get(id(parameter))) is not None:
                 found.places.append(Place(module, name))

@@ -19,6 +19,18 @@ Operation = Callable[[nn.Module], Any]
 FEW, TIMES = 16, 4
 
 
+class Nested(nn.Module):
+    """Layers of which each but the last contains the next."""
+
+    def __init__(self, depth: int):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.inner = Nested(depth - 1) if depth > 1 else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.inner(self.layer(x))
+
+
 def calls_of_ours(operation: Operation, model: nn.Module) -> int:
     """How often functions of this package are entered, or go on as generators do."""
     count = 0
@@ -51,6 +63,15 @@ def layers(count: int, mesh: DeviceMesh) -> nn.Module:
     return fully_shard(layers_of(count), mesh=mesh)
 
 
+def nested(depth: int, mesh: DeviceMesh) -> nn.Module:
+    """That many units, each inside of the one before."""
+    model = Nested(depth)
+    for module in reversed([*model.modules()]):
+        if isinstance(module, Nested):
+            fully_shard(module, mesh=mesh)
+    return model
+
+
 def load_whole(model: nn.Module) -> None:
     load_full_state_dict(model, {name: torch.ones(value.shape) for name, value in model.state_dict().items()})
 
@@ -61,6 +82,9 @@ OPERATIONS: dict[str, tuple[Callable[[int, DeviceMesh], nn.Module], Operation]] 
     "load_full_state_dict": (layers, load_whole),
     "convert": (layers, lambda model: model.double()),
     "forward": (layers, lambda model: model(torch.ones(2, 4))),
+    "convert nested": (nested, lambda model: model.double()),
+    "forward nested": (nested, lambda model: model(torch.ones(2, 4))),
+    "load_state_dict nested": (nested, lambda model: model.load_state_dict(model.state_dict())),
 }
 
 

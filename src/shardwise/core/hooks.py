@@ -32,7 +32,7 @@ from .joint import JointGather
 from .lost import LostWrites
 from .options import GroupOptions
 from .parameter import owner_of
-from .root import locate_units, make_root, unit_of, units_of
+from .root import locate_units, make_root, modules_in, unit_of, units_of
 from .step import end_steps
 from .tree import casting, hidden_tensors, is_flat, map_tensors, opaque_types, tensors_requiring_grad
 from .weak import weakly
@@ -106,6 +106,7 @@ class Unit:
         self._computes_backward = False
         """Whether backward has come to the unit, and has not reduced its gradients yet."""
         self._is_checked = False
+        self.is_converted = False  # whether an `_apply` goes on that will take over what it leaves
         self._opaque = ""
         """Name of the type that the last forward returned, if tensors in it could not be found."""
         self._recomputes = False
@@ -275,7 +276,9 @@ class Unit:
                         "build the model under shardwise.init_on_meta(), which keeps buffers real, or call "
                         "shardwise.materialize(model) before the first forward"
                     )
-        self._is_checked = True
+        inside = {*modules_in(self.modules)}
+        for unit in units_of(*self.modules):  # they were looked at too
+            unit._is_checked = unit._is_checked or inside.issuperset(unit.modules)
 
     def _enter_pass(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         context = self.settle_root()

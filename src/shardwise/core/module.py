@@ -30,7 +30,7 @@ from .hooks import Unit
 from .iteration import GradientReductionHandle
 from .options import GroupOptions
 from .parameter import release_class
-from .root import UNIT, set_unit, unit_of, units_of
+from .root import UNIT, modules_in, set_unit, unit_of, units_of
 
 _classes: dict[type, type] = {}
 _TorchModule = torch_fsdp.FSDPModule
@@ -165,6 +165,8 @@ class FSDPModule(_TorchModule):
                 f"module {_unit(self).title!r} is sharded, and share_memory() would share this rank's shards alone: "
                 "let ranks be the processes that train it, and give others shardwise.full_state_dict(model)"
             )
+        if _unit(self).is_converted:
+            return super(_TorchModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
         units = _units(self, recurse=True)
         for unit in units:
             for group in unit.groups:
@@ -173,11 +175,15 @@ class FSDPModule(_TorchModule):
                 release_class(slot.sharded for slot in group.slots)
         is_done = False
         try:
+            for unit in units:
+                unit.is_converted = True
             # Past torch's own FSDPModule, which would look for its state.
             result = super(_TorchModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
             is_done = True
         finally:
-            inside = {*cast(nn.Module, self).modules()}
+            inside = {*modules_in([cast(nn.Module, self)])}
+            for unit in units:
+                unit.is_converted = False
             for unit in units:
                 # Other modules of the unit may be converted next.
                 waits = not (is_done and inside.issuperset(unit.modules))
