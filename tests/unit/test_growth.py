@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import fully_shard, load_full_state_dict
+from shardwise.fairscale import FullyShardedDataParallel
 
 Mesh = Callable[..., DeviceMesh]
 Operation = Callable[[nn.Module], Any]
@@ -76,6 +77,12 @@ def load_whole(model: nn.Module) -> None:
     load_full_state_dict(model, {name: torch.ones(value.shape) for name, value in model.state_dict().items()})
 
 
+def unjoined(count: int, _: DeviceMesh) -> nn.Module:
+    """That many layers in FairScale's wrapper, each parameter of its own."""
+    device = torch.device("cpu")
+    return FullyShardedDataParallel(layers_of(count), flatten_parameters=False, compute_device=device)
+
+
 OPERATIONS: dict[str, tuple[Callable[[int, DeviceMesh], nn.Module], Operation]] = {
     "load_state_dict": (layers, lambda model: model.load_state_dict(model.state_dict())),
     "assign": (layers, lambda model: model.load_state_dict(model.state_dict(), assign=True)),
@@ -85,6 +92,7 @@ OPERATIONS: dict[str, tuple[Callable[[int, DeviceMesh], nn.Module], Operation]] 
     "convert nested": (nested, lambda model: model.double()),
     "forward nested": (nested, lambda model: model(torch.ones(2, 4))),
     "load_state_dict nested": (nested, lambda model: model.load_state_dict(model.state_dict())),
+    "state_dict unjoined": (unjoined, lambda model: model.state_dict()),
 }
 
 

@@ -417,10 +417,10 @@ class FlatSlot(Slot):
         """Whether whole parameters are registered by `summon`."""
         return self._summoned is not None
 
-    def holds(self, value: torch.Tensor) -> bool:
-        """Whether ``value`` is in the memory of summoned parameters."""
-        run = self._summoned
-        return run is not None and value.untyped_storage().data_ptr() == run.untyped_storage().data_ptr()
+    @property
+    def summoned_at(self) -> int | None:
+        """Where the memory of summoned parameters begins."""
+        return None if self._summoned is None else self._summoned.untyped_storage().data_ptr()
 
 
 class FlatShards(Shards):

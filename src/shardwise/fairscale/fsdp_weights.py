@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +26,7 @@ def finish_state_dict(module: FullyShardedDataParallel, state_dict: Any, prefix:
     inner = f"{prefix}{INNER}."
     # A local state dict has the shards and buffers that are trained, not copies.
     live = set() if module._gives_local else _addresses_of_buffers(module)
+    whole = {slot.summoned_at for slot in module._flat_slots() if slot.is_summoned}
     # Not others that start so: without a prefix, all do that a caller's ``destination`` had before.
     own = {*module._parameters, *module._buffers, *module._modules, "_extra_state"}
     keys = [key for key in state_dict if key.startswith(prefix) and key.removeprefix(prefix).split(".")[0] in own]
@@ -33,7 +34,7 @@ def finish_state_dict(module: FullyShardedDataParallel, state_dict: Any, prefix:
     for key in keys:
         value = state_dict.pop(key)
         if isinstance(value, torch.Tensor):
-            value = _given(module, value, live)
+            value = _given(module, value, live, whole)
         names.append(prefix + key.removeprefix(inner) if key.startswith(inner) else key)
         state_dict[names[-1]] = value
     metadata = getattr(state_dict, "_metadata", None)
@@ -50,9 +51,11 @@ def _addresses_of_buffers(module: FullyShardedDataParallel) -> set[int]:
     return {buffer.data_ptr() for _, member in members for buffer in member._buffers.values() if buffer is not None}
 
 
-def _given(module: FullyShardedDataParallel, value: torch.Tensor, live: set[int]) -> torch.Tensor:
-    """``value``, or a copy if it is in memory of whole parameters, or at a ``live`` address."""
-    is_live = value.data_ptr() in live or any(slot.holds(value) for slot in module._flat_slots())
+def _given(
+    module: FullyShardedDataParallel, value: torch.Tensor, live: Collection[int], whole: Collection[int | None]
+) -> torch.Tensor:
+    """``value``, or a copy if it is at a ``live`` address, or in memory of ``whole`` parameters, by where that is."""
+    is_live = value.data_ptr() in live or (bool(whole) and value.untyped_storage().data_ptr() in whole)
     dtype = torch.float32 if module.mixed_precision and value.is_floating_point() else value.dtype
     device = value.device if value.device.type == module.state_dict_device.type else module.state_dict_device
     if not is_live and (device, dtype) == (value.device, value.dtype):
