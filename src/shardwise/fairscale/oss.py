@@ -494,7 +494,8 @@ class OSS(Optimizer):
         local = {saved[number]: index for index, number in enumerate(_owned_numbers(self._owners, self.rank))}
         states = state_dict["state"]
         mine = {index: map_tensors(states[key], torch.clone) for key, index in local.items() if key in states}
-        rest = {key: value for key, value in states.items() if key not in set(saved)}
+        numbers = set(saved)
+        rest = {key: value for key, value in states.items() if key not in numbers}
         groups, first = [], 0
         for group, owners in zip(saved_groups, self._owners, strict=True):
             part = _select(group, [owner == self.rank for owner in owners])
