@@ -64,6 +64,9 @@ class Unit:
         context: shared with other units; None to use that of the tree.
     """
 
+    is_converted = False
+    """Whether an `nn.Module._apply` goes on that will take over what it leaves."""
+
     def __init__(
         self,
         modules: Sequence[nn.Module],
@@ -83,7 +86,8 @@ class Unit:
         self.reshards_unless_root = reshards_unless_root
         self.reference: weakref.ref[Unit] = weakref.ref(self)
         self.phase = Phase.IDLE
-        self.is_root, self.gathered_bytes = False, 0
+        self.is_root = False
+        self.gathered_bytes = 0
         self.is_small = False
         """Whether a message costs more than what it sends; known once the outermost unit is."""
         self.batch: Batch | None = None
@@ -94,8 +98,6 @@ class Unit:
         """Number of the last pass that it ran in."""
         self.location: tuple[weakref.ref[nn.Module], Sequence[str]] | None = None
         """A module, and the names that lead from there to the unit's, once the outermost unit is known."""
-        self.forward_methods: weakref.WeakValueDictionary[tuple[int, str], Any] = weakref.WeakValueDictionary()
-        """What gathers around other methods than forward, by the module's id and the method's name."""
         self.prefetch_forward: list[weakref.ref[Unit]] = []
         self.prefetch_backward: list[weakref.ref[Unit]] = []
         self._modules = [weakref.ref(module) for module in modules]
@@ -106,7 +108,6 @@ class Unit:
         self._computes_backward = False
         """Whether backward has come to the unit, and has not reduced its gradients yet."""
         self._is_checked = False
-        self.is_converted = False  # whether an `_apply` goes on that will take over what it leaves
         self._opaque = ""
         """Name of the type that the last forward returned, if tensors in it could not be found."""
         self._recomputes = False

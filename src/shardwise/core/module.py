@@ -611,6 +611,10 @@ def function_of(owner: Any, name: str) -> Callable[..., Any]:
     return lambda _, /, *args, **kwargs: bound(*args, **kwargs)
 
 
+_forward_methods: weakref.WeakKeyDictionary[Callable[..., Any], weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+"""What gathers around other methods than forward, and the module that it is for."""
+
+
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Gather and reshard around ``module.<method_name>`` as around its forward; nothing if it is not wrapped, or that
     is done already.
@@ -629,7 +633,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         raise ValueError(f"{type(module).__name__} has no method {method_name!r} to register as a forward method")
     bound, function = getattr(module, method_name), function_of(module, method_name)
     reference, is_method = weakref.ref(module), isinstance(bound, MethodType)
-    if (inner := bound.__func__ if is_method else bound) is unit.forward_methods.get((id(module), method_name)):
+    if (inner := bound.__func__ if is_method else bound) in _forward_methods and _forward_methods[inner]() is module:
         return
 
     @functools.wraps(inner)
@@ -640,7 +644,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     # What was a method stays one, which Lightning's `mark_forward_method` asks for.
     module.__dict__[method_name] = MethodType(run, weakref.proxy(module)) if is_method else run
-    unit.forward_methods[id(module), method_name] = run
+    _forward_methods[run] = reference
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
