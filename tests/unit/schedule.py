@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.core import buffer
 from shardwise.core.buffer import free_storage
 from shardwise.core.lanes import Device, Lane, Step, Ticket
+from shardwise.core.tree import tensors_in
 
 Clock = dict[int, int]
 
@@ -203,10 +204,10 @@ class Watched(TorchDispatchMode):
         kwargs = kwargs or {}
         self.sweep()
         written = _written(func, args, kwargs)
-        before = {id(t): t for t in _leaves((args, kwargs)) if _real(t)}
+        before = {id(t): t for t in tensors_in((args, kwargs)) if _real(t)}
         reads = tuple(self._number(t) for t in before.values() if id(t) not in written)
         result = func(*args, **kwargs)
-        outputs = [t for t in _leaves(result) if _real(t)]
+        outputs = [t for t in tensors_in(result) if _real(t)]
         writes = {self._number(t) for t in [*written.values(), *outputs] if _real(t)}
         # Neither touches memory.
         if not (_is_view(func) or func._schema.name in ONLY_ALLOCATE):
@@ -224,17 +225,6 @@ def _size_of(reference: StorageWeakRef) -> int:
     return 0 if storage is None else storage.nbytes()
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    """What is in lists, tuples and dicts; `tree_leaves` takes most of the time here."""
-    if isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _leaves(one)
-    elif isinstance(value, dict):
-        yield from _leaves(list(value.values()))
-    else:
-        yield value
-
-
 @functools.cache
 def _is_view(func: Any) -> bool:
     return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
@@ -249,7 +239,7 @@ def _arguments_written(func: Any) -> list[tuple[int, str]]:
 
 def _written(func: Any, args: Any, kwargs: Any) -> dict[int, torch.Tensor]:
     values = [args[place] if place < len(args) else kwargs.get(name) for place, name in _arguments_written(func)]
-    return {id(t): t for t in _leaves(values) if isinstance(t, torch.Tensor)}
+    return {id(t): t for t in tensors_in(values)}
 
 
 def faults(log: list[Logged]) -> list[str]:

@@ -58,7 +58,7 @@ _public_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_singl
 _comms: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Comm]] = weakref.WeakKeyDictionary()
 _groups_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 """How many groups `new_group_of` has made of the same ranks, by the default group of that time."""
-_second_comms: weakref.WeakKeyDictionary[dist.ProcessGroup, Comm] = weakref.WeakKeyDictionary()
+_second_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 """What `second_comm_of` has made for each group."""
 
 
@@ -610,9 +610,9 @@ def new_group_of(ranks: Sequence[int], purpose: str) -> dist.ProcessGroup:
 def second_comm_of(group: dist.ProcessGroup, device: torch.device) -> Comm:
     """Collectives of the same ranks over a communicator of their own, so that they run beside the others'; one for all
     models, since it takes connections and memory. The first call for each group is a collective."""
-    if group not in _second_comms:
-        _second_comms[group] = comm_for(new_group_of(dist.get_process_group_ranks(group), "reduce"), device)
-    return comm_for(_second_comms[group].group, device)
+    if group not in _second_groups:
+        _second_groups[group] = new_group_of(dist.get_process_group_ranks(group), "reduce")
+    return comm_for(_second_groups[group], device)
 
 
 def connect(world: dist.ProcessGroup) -> dist.ProcessGroupGloo:

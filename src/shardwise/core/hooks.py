@@ -32,7 +32,7 @@ from .joint import JointGather
 from .lost import LostWrites
 from .options import GroupOptions
 from .parameter import owner_of
-from .root import locate_units, make_root, modules_in, unit_of, units_of
+from .root import locate_units, make_root, unit_of, units_of, units_within
 from .step import end_steps
 from .tree import casting, hidden_tensors, is_flat, map_tensors, opaque_types, tensors_requiring_grad
 from .weak import weakly
@@ -277,9 +277,8 @@ class Unit:
                         "build the model under shardwise.init_on_meta(), which keeps buffers real, or call "
                         "shardwise.materialize(model) before the first forward"
                     )
-        inside = {*modules_in(self.modules)}
-        for unit in units_of(*self.modules):  # they were looked at too
-            unit._is_checked = unit._is_checked or inside.issuperset(unit.modules)
+        for unit in units_within(*self.modules):  # they were looked at too
+            unit._is_checked = True
 
     def _enter_pass(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         context = self.settle_root()

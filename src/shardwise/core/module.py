@@ -30,7 +30,7 @@ from .hooks import Unit
 from .iteration import GradientReductionHandle
 from .options import GroupOptions
 from .parameter import release_class
-from .root import UNIT, modules_in, set_unit, unit_of, units_of
+from .root import UNIT, set_unit, unit_of, units_of, units_within
 
 _classes: dict[type, type] = {}
 _TorchModule = torch_fsdp.FSDPModule
@@ -181,14 +181,12 @@ class FSDPModule(_TorchModule):
             result = super(_TorchModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
             is_done = True
         finally:
-            inside = {*modules_in([cast(nn.Module, self)])}
             for unit in units:
                 unit.is_converted = False
+            whole = {*units_within(cast(nn.Module, self))} if is_done else set()
             for unit in units:
-                # Other modules of the unit may be converted next.
-                waits = not (is_done and inside.issuperset(unit.modules))
                 for group in unit.groups:
-                    group.adopt_registered(is_loading=waits)
+                    group.adopt_registered(is_loading=unit not in whole)  # its other modules may be converted next
         return result
 
     # -- Iteration

@@ -34,6 +34,12 @@ def units_of(*models: nn.Module) -> list[Unit]:
     return list(dict.fromkeys(unit for module in modules_in(models) if (unit := unit_of(module)) is not None))
 
 
+def units_within(*models: nn.Module) -> list[Unit]:
+    """The units of which all modules are ``models``, or in them."""
+    inside = {*modules_in(models)}
+    return [unit for unit in units_of(*models) if inside.issuperset(unit.modules)]
+
+
 def modules_in(models: Sequence[nn.Module]) -> list[nn.Module]:
     """``models`` and the modules in them, each once, outer ones first: what `nn.Module.modules` gives, in a time that
     does not grow with their depth."""
