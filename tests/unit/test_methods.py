@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import pytest
@@ -1008,6 +1009,16 @@ def test_transformer_alone_is_no_fsdp_module() -> None:
     shardwise.register_fsdp_forward_method(None, "forward")  # type: ignore[arg-type]  # a stage without an encoder, say
 
 
+@dataclass
+class Scaled:
+    """What can be called, and has no hash."""
+
+    factor: int
+
+    def __call__(self, x: int) -> int:
+        return self.factor * x
+
+
 def test_a_forward_method_is_registered_once(fake_mesh: Mesh) -> None:
     """Each time around the last, it took longer with every epoch that registered it, until recursion ended it."""
     model: Any = fully_shard(Transformer(), mesh=fake_mesh(2))
@@ -1021,6 +1032,9 @@ def test_a_forward_method_is_registered_once(fake_mesh: Mesh) -> None:
     shardwise.register_fsdp_forward_method(model, "double_of")
     assert vars(model)["double_of"] is not registered
     assert vars(model)["double_of"].__wrapped__(2) == 6
+    model.scaled = Scaled(4)
+    shardwise.register_fsdp_forward_method(model, "scaled")
+    assert model.scaled(2) == 8
 
 
 def test_no_policy_of_offloading_is_the_default_one(fake_mesh: Callable[..., DeviceMesh]) -> None:

@@ -7,7 +7,7 @@ import math
 import numbers
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, NoReturn, cast
 
 import torch
@@ -631,7 +631,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         raise ValueError(f"{type(module).__name__} has no method {method_name!r} to register as a forward method")
     bound, function = getattr(module, method_name), function_of(module, method_name)
     reference, is_method = weakref.ref(module), isinstance(bound, MethodType)
-    if (inner := bound.__func__ if is_method else bound) in _forward_methods and _forward_methods[inner]() is module:
+    inner = bound.__func__ if is_method else bound
+    # What is no function may have no hash.
+    if isinstance(inner, FunctionType) and inner in _forward_methods and _forward_methods[inner]() is module:
         return
 
     @functools.wraps(inner)
