@@ -517,6 +517,20 @@ def test_messages_name_the_parameter_that_a_view_is_of(fake_mesh: Mesh) -> None:
     assert isinstance(nn.Parameter(weight.t()), nn.Parameter)
 
 
+def test_messages_of_what_had_a_sharded_parameter_before_its_unit_was_gathered(fake_mesh: Mesh) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model, mesh=fake_mesh(2))
+    plain = nn.Linear(4, 4)
+    plain.weight, plain.bias = model[1].weight, model[1].bias
+    model[1] = plain
+    with pytest.raises(StateError, match=r"'1\.weight' was used while its unit .* is gathered.*: replace and convert"):
+        model(torch.ones(2, 4))
+    average = torch.zeros(4, 4)
+    model.unshard()
+    with pytest.raises(StateError, match=r"is gathered.*; where lerp_ updates a copy or an average"):
+        average.lerp_(plain.weight, 0.5)
+
+
 class Sealed:
     def __init__(self, value: torch.Tensor):
         self.open = lambda: value

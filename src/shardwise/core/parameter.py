@@ -351,6 +351,11 @@ def _used_while_sharded(operator: str, writes_sharded: bool, parameters: Sequenc
             f"call unshard() on the unit before, run the code inside its forward, or make the method that "
             f"does it a forward method by register_fsdp_forward_method(module, method_name)"
         )
+        if owner.gives_unsharded():
+            message = (
+                f"the sharded parameter {name!r} was used while its unit {unit!r} is gathered, by what had it before: "
+                "replace and convert modules before fully_shard, and take parameters from their modules inside forward"
+            )
         if operator[-1] == "_" and operator[-2:] != "__" and not writes_sharded:
             message += (
                 f"; where {operator} updates a copy or an average that was made before fully_shard, make that after, "

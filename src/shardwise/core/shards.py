@@ -113,6 +113,10 @@ class Shards(ABC):
     def put_unsharded(self) -> None:
         """Register the unsharded faces, which require gradients where the sharded ones do."""
 
+    def gives_unsharded(self) -> bool:
+        """Whether names of sharded DTensors give their unsharded faces now."""
+        return False
+
     def replaced(self) -> tuple[str, Any] | None:
         """While the unsharded faces are registered: the name of one in whose place something else is, and that."""
         return None
@@ -449,6 +453,9 @@ class ParameterShards(Shards):
         self._require_gradients()  # `put_sharded` noted what was frozen before
         for registry, name, _, unsharded in self._faces:
             registry[name] = unsharded
+
+    def gives_unsharded(self) -> bool:
+        return any(registry.get(name) is unsharded for registry, name, _, unsharded in self._faces)
 
     def replaced(self) -> tuple[str, Any] | None:
         for registry, name, _, unsharded in self._faces:
