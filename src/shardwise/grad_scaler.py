@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, SupportsFloat, SupportsIndex
 
@@ -121,13 +122,37 @@ def _check_factors(init_scale: Any, growth_factor: Any, backoff_factor: Any, gro
 
 
 def sharded_scaler(scaler: Any) -> Any:
-    """A scaler whose ranks skip a step together, with the state of ``scaler``; one that is not torch's is returned."""
-    if not isinstance(scaler, GradScaler) or isinstance(scaler, ShardedGradScaler):
-        return scaler
-    sharded = ShardedGradScaler(enabled=scaler.is_enabled())
-    if scaler.is_enabled():
-        sharded.load_state_dict(scaler.state_dict())
-    return sharded
+    """Let the ranks that use ``scaler`` skip a step together. It stays the same object, which the program may hold as
+    well, and keeps what a class of the program's own overrides.
+
+    Args:
+        scaler: of torch, or of a class derived from it; anything else is left as it is.
+
+    Returns:
+        The scaler.
+    """
+    if isinstance(scaler, GradScaler) and not isinstance(scaler, ShardedGradScaler):
+        sharded: Any = scaler
+        kind: Any = type(scaler)
+        sharded.group, sharded.__class__ = _group_of(scaler), _sharded_class(kind)
+    return scaler
+
+
+def _group_of(scaler: GradScaler) -> dist.ProcessGroup | None:
+    """The group that torch's scaler for FSDP was given. Its default is the world at the time when torch was imported,
+    which may be gone."""
+    group = getattr(scaler, "process_group", None)
+    try:
+        return group if isinstance(group, dist.ProcessGroup) and dist.get_rank(group) >= 0 else None
+    except ValueError:
+        return None
+
+
+@functools.cache
+def _sharded_class(base: Any) -> Any:
+    if base.__module__.startswith("torch."):  # none of these has more, apart from sharing by other means
+        return ShardedGradScaler
+    return type(base.__name__, (ShardedGradScaler, base), {"__doc__": base.__doc__, "__qualname__": base.__qualname__})
 
 
 def _unscale(gradients: list[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:

@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
 import shardwise
 from shardwise import Placements, fully_shard
 from shardwise.fairscale import OSS, DummyProcessGroup, FullyShardedDataParallel, ShardedDDP
-from shardwise.grad_scaler import ShardedGradScaler
+from shardwise.grad_scaler import ShardedGradScaler, sharded_scaler
 
 from ..models import MLP, inputs_for, wrap
 from ..ranks.harness import on_ranks
@@ -424,3 +425,41 @@ def test_a_plugin_gets_a_scaler_that_is_set_as_its_own() -> None:
     share_scaler(plugin)
     assert isinstance(plugin.scaler, ShardedGradScaler)
     assert not plugin.scaler.is_enabled()
+
+
+class AtLeastFour(torch.amp.GradScaler):
+    """As programs write them."""
+
+    def update(self, new_scale: Any = None) -> None:
+        super().update(new_scale)
+        if self.get_scale() < 4.0:
+            super().update(4.0)
+
+
+@on_ranks(2)
+def test_a_scaler_of_the_programs_own_class_stays() -> None:
+    """The object, which the program may ask for its scale, and what its class overrides; its ranks now agree."""
+    given = AtLeastFour("cpu", 8.0, growth_interval=7)
+    assert sharded_scaler(given) is given
+    assert isinstance(given, ShardedGradScaler)
+    assert isinstance(given, AtLeastFour)
+    assert type(given).__name__ == "AtLeastFour"
+    for expected in (4.0, 4.0):
+        assert step_once(given, torch.inf if dist.get_rank() else 1.0) == 0.0
+        assert given.get_scale() == expected
+    assert given.get_growth_interval() == 7
+    assert type(copy.deepcopy(given)) is type(given)
+
+
+@on_ranks(2)
+def test_a_scaler_of_torchs_fsdp_keeps_its_group() -> None:
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    given = TorchShardedGradScaler("cpu", 8.0, process_group=alone)
+    assert sharded_scaler(given) is given
+    assert type(given) is ShardedGradScaler
+    assert (step_once(given, torch.inf if dist.get_rank() else 8.0) == 0.0) == bool(dist.get_rank())
+    assert given.get_scale() == (4.0 if dist.get_rank() else 8.0)
+    lost = TorchShardedGradScaler("cpu", 8.0, process_group=alone)
+    dist.destroy_process_group(alone)
+    step_once(sharded_scaler(lost), torch.inf if dist.get_rank() else 8.0)
+    assert lost.get_scale() == 4.0

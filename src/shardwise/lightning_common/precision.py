@@ -86,9 +86,8 @@ def _from_flag(precision: str, plugins: dict[str, Any]) -> Any:
 
 
 def share_scaler(plugin: Any) -> None:
-    """Replace the scaler of a mixed-precision plugin by one on which ranks agree."""
-    if (scaler := getattr(plugin, "scaler", None)) is not None:
-        plugin.scaler = sharded_scaler(scaler)
+    """Let ranks agree on what the scaler of a mixed-precision plugin finds, if it has one."""
+    sharded_scaler(getattr(plugin, "scaler", None))
 
 
 def use_device(plugin: Any, device: torch.device) -> None:

@@ -41,7 +41,7 @@ def prepare_optim_wrapper(optim_wrapper: Any) -> None:
             # The same norm, by one collective instead of one for each parameter.
             wrapper.clip_func = clip_grad_norm_
         if isinstance(wrapper, AmpOptimWrapper):
-            wrapper.loss_scaler = sharded_scaler(wrapper.loss_scaler)
+            sharded_scaler(wrapper.loss_scaler)
         optimizer = getattr(wrapper, "optimizer", None)
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             raise TypeError(
