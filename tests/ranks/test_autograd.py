@@ -24,7 +24,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import register_fsdp_forward_method as torch_register_forward_method
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import shardwise
 from shardwise.core import comm as comm_module
@@ -1224,6 +1224,37 @@ def test_nested_checkpointing(reentrant: bool) -> None:
     if reentrant:
         return
     check(Nested)
+
+
+class SavesSome(Stack):
+    """Runs its layers twice, each time under a checkpoint that saves what the operators named by ``saved`` give."""
+
+    def __init__(self, *saved: str):
+        super().__init__([Layer() for _ in range(3)], WIDTH)
+        self.saved = saved
+
+    def _choose(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_saved = any(part in str(operator) for part in self.saved)
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def _compute(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x.view(-1, WIDTH, 1).view(-1, WIDTH))
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def contexts() -> Any:
+            return create_selective_checkpoint_contexts(self._choose)
+
+        x = self.first(x)
+        twice = [checkpoint(self._compute, y, use_reentrant=False, context_fn=contexts) for y in (x, 2 * x)]
+        return self.last(twice[0] + twice[1])  # type: ignore[no-any-return]
+
+
+@on_ranks(2, saved=[("addmm",), ("view",), ("c10d",), ("",)], reshard=[True, False])
+def test_selective_checkpoints_leave_out_what_the_engine_does(saved: tuple[str, ...], reshard: bool) -> None:
+    """Their recomputation took gathered values of forward, or for those of the model, as with FSDP2."""
+    check(lambda: SavesSome(*saved), bitwise=False, against_torch=False, reshard_after_forward=reshard)
 
 
 # -- Other ways in

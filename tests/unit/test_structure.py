@@ -467,9 +467,13 @@ PRIVATE_APIS = [
     "torch.Tensor._view_func",
     "torch.UntypedStorage._cdata",
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
+    "torch.utils._python_dispatch._pop_mode",
+    "torch.utils._python_dispatch._push_mode",
     "torch.utils._python_dispatch.TorchDispatchMode",
     "torch.utils._pytree.SUPPORTED_NODES",
     "torch.utils._pytree.tree_map",
+    "torch.utils.checkpoint._CachedTorchDispatchMode",
+    "torch.utils.checkpoint._CachingTorchDispatchMode",
 ]
 """What `OWNERS` use, by its path."""
 

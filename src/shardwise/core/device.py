@@ -41,8 +41,14 @@ from torch.optim.optimizer import (
     _global_optimizer_post_hooks,
     _global_optimizer_pre_hooks,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils._pytree import SUPPORTED_NODES, tree_map
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from .changing import changing
@@ -750,7 +756,8 @@ def annotated_like(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
 
 
 def eager(function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, never traced by `torch.compile`, nor checked by the package spmd_types.
+    """``function``, never traced by `torch.compile`, checked by the package spmd_types, nor part of what a selective
+    activation checkpoint saves and recomputes.
 
     Disabling Dynamo for a call costs more than most of our hooks, so it is done only where Dynamo is at work; and it
     is imported by whoever compiles, not by us, since that takes seconds.
@@ -760,16 +767,46 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         if get_eval_frame_callback() is None:  # nobody traces
+            if torch._C._len_torch_dispatch_stack() and _in_selective_checkpoint():
+                with _outside_selective_checkpoints():
+                    return run(*args, **kwargs)
             if "spmd_types" not in sys.modules or not (spmd := sys.modules["spmd_types"]).is_type_checking():
                 return function(*args, **kwargs)
             with spmd.no_typecheck():  # of what is sharded it knows nothing
                 return function(*args, **kwargs)
         if not disabled:
-            disabled.append(torch.compiler.disable(function))
+            disabled.append(torch.compiler.disable(_outside_selective_checkpoints()(function)))
         return disabled[0](*args, **kwargs)
 
     run._torchdynamo_disable = True  # type: ignore[attr-defined]
     return _skipped(run)
+
+
+def _is_selective(mode: TorchDispatchMode) -> bool:
+    return isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode))
+
+
+def _in_selective_checkpoint() -> bool:
+    return any(map(_is_selective, _get_current_dispatch_mode_stack()))
+
+
+@contextlib.contextmanager
+def _outside_selective_checkpoints() -> Iterator[None]:
+    """Without the modes by which selective activation checkpoints count operators: recomputation takes what was saved
+    by the numbers of its operators, and gathers at other times than forward. All other modes stay."""
+    popped: list[TorchDispatchMode] = []
+    while _in_selective_checkpoint():
+        popped.append(_pop_mode())
+    kept = [mode for mode in reversed(popped) if not _is_selective(mode)]
+    for mode in kept:
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in kept:
+            _pop_mode()
+        for mode in reversed(popped):
+            _push_mode(mode)
 
 
 def _skipped(function: Callable[P, R]) -> Callable[P, R]:
