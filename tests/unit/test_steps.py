@@ -230,6 +230,35 @@ def test_parameters_may_be_copied_in_a_step(fake_mesh: Mesh) -> None:
         assert "SteppedParameter" not in repr(reduced)
 
 
+class ByDetached(torch.optim.SGD):
+    """Copies what it has of its parameters without a graph, and writes through it in compiled code."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        add = torch.compile(lambda to, value: to.add_(value, alpha=-0.1), backend="aot_eager", fullgraph=True)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                for detached in (parameter.data, parameter.detach()):
+                    copies = self.state[parameter].setdefault("copies", [])
+                    copies += [copy.deepcopy(detached), nn.Parameter(detached).detach().clone()]
+                    add(detached, parameter.grad)
+
+
+def test_detached_parameters_may_be_copied_and_traced_in_a_step(fake_mesh: Mesh) -> None:
+    """Of all but the first of a unit neither was possible; with FSDP2 both are."""
+    model = build(fake_mesh(2))
+    optimizer = ByDetached(model.parameters(), lr=0.1)
+    model(inputs_for(model, 0)).sum().backward()
+    before = [local_of(parameter).clone() for parameter in model.parameters()]
+    optimizer.step()
+    for parameter, value in zip(model.parameters(), before, strict=True):
+        change = 0.1 * local_of(parameter.grad)
+        torch.testing.assert_close(local_of(parameter), value - 2 * change)
+        for times, copied in zip((0, 0, 1, 1), optimizer.state[parameter]["copies"], strict=True):
+            torch.testing.assert_close(local_of(copied), value - times * change)
+            assert type(copy.deepcopy(copied)) is DTensor
+
+
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize("preset", ["zero3", "zero2"])
 def test_a_plain_gradient_is_refused_by_name(fake_mesh: Mesh, kind: type[torch.optim.Optimizer], preset: str) -> None:

@@ -103,7 +103,12 @@ class TracedParameter(DTensor):
 class SteppedParameter(TracedParameter):
     """The registered parameter while an optimizer not of torch writes it: a DTensor whose data it may replace."""
 
-    data = property(get_data, lambda parameter, value: _replace_data(parameter, value))
+    def detach(self) -> DTensor:
+        """In the same memory. torch's own takes over the local tensor's offset: it can neither be copied, nor traced as
+        a view of this one, which has none."""
+        return wrap_local(local_of(self).detach(), spec_of(self), SteppedParameter)
+
+    data = property(detach, lambda parameter, value: _replace_data(parameter, value))
 
 
 class ShardedParameter(TracedParameter):
