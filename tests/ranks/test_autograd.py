@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd import forward_ad
+from torch.autograd.graph import allow_mutation_on_saved_tensors
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
@@ -1232,8 +1233,10 @@ class SavesSome(Stack):
     def __init__(self, *saved: str):
         super().__init__([Layer() for _ in range(3)], WIDTH)
         self.saved = saved
+        self.seen: list[Any] = []
 
     def _choose(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        self.seen.append(operator)
         is_saved = any(part in str(operator) for part in self.saved)
         return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -1255,6 +1258,26 @@ class SavesSome(Stack):
 def test_selective_checkpoints_leave_out_what_the_engine_does(saved: tuple[str, ...], reshard: bool) -> None:
     """Their recomputation took gathered values of forward, or for those of the model, as with FSDP2."""
     check(lambda: SavesSome(*saved), bitwise=False, against_torch=False, reshard_after_forward=reshard)
+    seen = []
+    for model in (SavesSome(*saved), wrap(SavesSome(*saved), shardwise.fully_shard, reshard_after_forward=reshard)):
+        model(batch(0, 0, 4, WIDTH)).sum().backward()
+        seen.append(model.seen)
+    assert seen[0] == seen[1]
+
+
+@on_ranks(2)
+def test_a_mode_that_would_read_freed_memory_is_refused() -> None:
+    """It ends the process; with FSDP2 it fails without a name."""
+    model = wrap(stack(Layer()), shardwise.fully_shard)
+    x = batch(0, 0, 4, WIDTH)
+    with (
+        allow_mutation_on_saved_tensors(),
+        pytest.raises(StateError, match=r"unit 'Stack \(root\)' inside .*allow_mutation_on_saved_tensors"),
+    ):
+        model(x)
+    model(x).sum().backward()
+    with allow_mutation_on_saved_tensors():
+        wrap(stack(Layer()), shardwise.fully_shard, placements="zero1")(x).sum().backward()
 
 
 # -- Other ways in

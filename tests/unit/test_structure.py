@@ -427,6 +427,7 @@ PRIVATE_APIS = [
     "torch.autograd._profiler_enabled",
     "torch.autograd._unsafe_preserve_version_counter",
     "torch.autograd.forward_ad._current_level",
+    "torch.autograd.graph._allow_mutation_on_saved_tensors_enabled",
     "torch.autograd.Variable._execution_engine.queue_callback",
     "torch.distributed._composable.contract.REGISTRY_KEY",
     "torch.distributed._composable.contract.RegistryItem",

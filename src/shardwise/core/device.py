@@ -809,6 +809,11 @@ def _outside_selective_checkpoints() -> Iterator[None]:
             _push_mode(mode)
 
 
+def saved_may_be_written() -> bool:
+    """Whether `torch.autograd.graph.allow_mutation_on_saved_tensors` is in effect."""
+    return torch.autograd.graph._allow_mutation_on_saved_tensors_enabled
+
+
 def _skipped(function: Callable[P, R]) -> Callable[P, R]:
     """``function``, whose own code `torch.compile` never traces; what it calls may be traced."""
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))

@@ -23,6 +23,7 @@ from .device import (
     in_backward,
     is_watched,
     labelled,
+    saved_may_be_written,
     watched,
 )
 from .errors import StateError
@@ -285,6 +286,12 @@ class Unit:
         if self.iteration.finalization is not None:
             raise StateError(
                 f"forward of unit {self.title!r}: call wait() before on what finalize_backward(async_op=True) gave"
+            )
+        if saved_may_be_written() and any(not unit.keeps_unsharded for unit in context.units):
+            raise StateError(
+                f"forward of unit {self.title!r} inside torch.autograd.graph.allow_mutation_on_saved_tensors, which "
+                "knows saved tensors by their memory, and that of gathered parameters is freed: clone what you write "
+                "in place"
             )
         end_steps()
         context.recover_from_aborted_backward()
