@@ -157,8 +157,8 @@ class ShardedParameter(TracedParameter):
                 result.__class__ = cls  # writes through it are seen; `nn.Parameter` asks it of a subclass
                 result.__dict__["_shardwise_owner"] = args[0].__dict__.get("_shardwise_owner")
                 set_local(result, local_of(args[0]))  # whose version counter tells of writes to local tensors
-            else:
-                _note_computed(result, args, effect is _Effect.VIEWS)
+            elif effect is _Effect.VIEWS and args and isinstance(args[0], ShardedParameter):
+                _note_view(result, args[0])
             return result
         except RuntimeError as error:
             if func is torch.autograd.grad and (unused := _not_in_graph(error, args[1])):
@@ -195,8 +195,7 @@ class FlatShard(nn.Parameter):
 
 
 class ShardedView(DTensor):
-    """A sharded parameter seen in another shape, such as its transpose, or what a forward computed from it, such as a
-    conversion: mixed with plain tensors it names that one."""
+    """A sharded parameter seen in another shape, such as its transpose: mixed with plain tensors it names that one."""
 
     @classmethod
     @untraced
@@ -209,7 +208,8 @@ class ShardedView(DTensor):
             viewed = [one for one in map(_viewed_by, tensors_in((args, kwargs))) if one is not None]
             raise StateError(_used_while_sharded(func.__name__, False, viewed)) from error
         # Of an alias too, or `nn.Parameter` refuses the type.
-        _note_computed(result, args, _effect_of(func) in (_Effect.VIEWS, _Effect.ALIASES))
+        if args and _effect_of(func) in (_Effect.VIEWS, _Effect.ALIASES):
+            _note_view(result, _viewed_by(args[0]))
         return result
 
     __deepcopy__ = ShardedParameter.__deepcopy__
@@ -217,25 +217,14 @@ class ShardedView(DTensor):
     _as_plain = ShardedParameter._as_plain
 
 
-def _note_computed(result: object, args: Any, is_view: bool) -> None:
-    """The results of an operator on a sharded parameter, or on a view of one, tell which. Where it is no view only
-    those that autograd recorded: what is made without it is no part of a loss, such as an optimizer's state."""
-    kind = type(result)
-    several = kind is tuple or kind is list
-    for one in cast("Iterable[object]", result) if several else (result,):
-        # Not the parameter itself, as from `contiguous`.
-        if type(one) is DTensor and (is_view or one.grad_fn is not None):
-            viewed = [parameter for parameter in map(_viewed_by, tensors_in(args)) if parameter is not None]
-            if not viewed:
-                return
-            one.__class__ = ShardedView
-            # Weak: who keeps the view of a dead parameter keeps no more than a DTensor's view does.
-            one.__dict__["_shardwise_viewed"] = OwnerReference(viewed[0])
+def _note_view(result: object, parameter: ShardedParameter | None) -> None:
+    if parameter is not None and type(result) is DTensor:  # not the parameter itself, as from `contiguous`
+        result.__class__ = ShardedView
+        # Weak: who keeps the view of a dead parameter keeps no more than a DTensor's view does.
+        result.__dict__["_shardwise_viewed"] = OwnerReference(parameter)
 
 
 def _viewed_by(tensor: torch.Tensor) -> ShardedParameter | None:
-    if isinstance(tensor, ShardedParameter):
-        return tensor
     viewed: weakref.ref[Any] | None = tensor.__dict__.get("_shardwise_viewed")
     return viewed() if viewed is not None else None
 
