@@ -123,7 +123,7 @@ def _check_factors(init_scale: Any, growth_factor: Any, backoff_factor: Any, gro
 
 def sharded_scaler(scaler: Any) -> Any:
     """Let the ranks that use ``scaler`` skip a step together. It stays the same object, which the program may hold as
-    well, and keeps what a class of the program's own overrides.
+    well, and keeps what a class of the program's own overrides, but for how gradients are unscaled.
 
     Args:
         scaler: of torch, or of a class derived from it; anything else is left as it is.
@@ -135,6 +135,8 @@ def sharded_scaler(scaler: Any) -> Any:
         sharded: Any = scaler
         kind: Any = type(scaler)
         sharded.group, sharded.__class__ = _group_of(scaler), _sharded_class(kind)
+        if type(sharded) is ShardedGradScaler:
+            vars(sharded).pop("process_group", None)  # of torch's for FSDP: it cannot be pickled
     return scaler
 
 
@@ -152,7 +154,15 @@ def _group_of(scaler: GradScaler) -> dist.ProcessGroup | None:
 def _sharded_class(base: Any) -> Any:
     if base.__module__.startswith("torch."):  # none of these has more, apart from sharing by other means
         return ShardedGradScaler
-    return type(base.__name__, (ShardedGradScaler, base), {"__doc__": base.__doc__, "__qualname__": base.__qualname__})
+    body = {name: getattr(base, name) for name in ("__doc__", "__module__", "__qualname__")}
+    # By its base, of which another process makes it anew.
+    body["__reduce_ex__"] = lambda scaler, protocol: (_blank, (base,), scaler.__getstate__())
+    return type(base.__name__, (ShardedGradScaler, base), body)
+
+
+def _blank(base: Any) -> Any:
+    kind = _sharded_class(base)
+    return kind.__new__(kind)
 
 
 def _unscale(gradients: list[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:

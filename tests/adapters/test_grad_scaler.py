@@ -448,7 +448,9 @@ def test_a_scaler_of_the_programs_own_class_stays() -> None:
         assert step_once(given, torch.inf if dist.get_rank() else 1.0) == 0.0
         assert given.get_scale() == expected
     assert given.get_growth_interval() == 7
-    assert type(copy.deepcopy(given)) is type(given)
+    for copied in (copy.deepcopy(given), pickle.loads(pickle.dumps(given))):
+        assert type(copied) is type(given)
+        assert copied.get_scale() == 4.0
 
 
 @on_ranks(2)
@@ -460,6 +462,7 @@ def test_a_scaler_of_torchs_fsdp_keeps_its_group() -> None:
     assert (step_once(given, torch.inf if dist.get_rank() else 8.0) == 0.0) == bool(dist.get_rank())
     assert given.get_scale() == (4.0 if dist.get_rank() else 8.0)
     lost = TorchShardedGradScaler("cpu", 8.0, process_group=alone)
+    assert sharded_scaler(pickle.loads(pickle.dumps(sharded_scaler(TorchShardedGradScaler("cpu"))))).is_enabled()
     dist.destroy_process_group(alone)
     step_once(sharded_scaler(lost), torch.inf if dist.get_rank() else 8.0)
     assert lost.get_scale() == 4.0

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._C import _len_torch_dispatch_stack
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardwise import EMA, FSDPCommContext, MixedPrecisionPolicy, fully_shard
 from shardwise.core.errors import StateError
@@ -222,3 +225,27 @@ def test_a_tied_parameter_that_is_untied(fake_mesh: Mesh) -> None:
         tied(INPUT)
     tied.layers[0].weight = tied.head.weight
     tied(INPUT)
+
+
+class Log(TorchDispatchMode):
+    """A mode of the program's own."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["_idle", "_selective_modes", "eager.<locals>.run"])
+def test_selective_checkpoints_leave_the_programs_modes(fake_mesh: Mesh, name: str) -> None:
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+
+    mesh, lines, was_raised = fake_mesh(2), 0, True
+    while was_raised:
+        model = sharded(mesh)
+        with Log() as log, suppress(KeyboardInterrupt), interrupted(name, lines) as raised:
+            checkpoint(model, INPUT, use_reentrant=False, context_fn=contexts)
+        assert not _len_torch_dispatch_stack()
+        with log:
+            assert _len_torch_dispatch_stack() == 1
+        lines, was_raised = lines + 1, bool(raised)
+    assert lines > 2

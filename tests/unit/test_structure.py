@@ -468,8 +468,6 @@ PRIVATE_APIS = [
     "torch.Tensor._view_func",
     "torch.UntypedStorage._cdata",
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
-    "torch.utils._python_dispatch._pop_mode",
-    "torch.utils._python_dispatch._push_mode",
     "torch.utils._python_dispatch.TorchDispatchMode",
     "torch.utils._pytree.SUPPORTED_NODES",
     "torch.utils._pytree.tree_map",

@@ -41,12 +41,7 @@ from torch.optim.optimizer import (
     _global_optimizer_post_hooks,
     _global_optimizer_pre_hooks,
 )
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import SUPPORTED_NODES, tree_map
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 from torch.utils.hooks import RemovableHandle
@@ -766,47 +761,56 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch._C._len_torch_dispatch_stack() and (modes := _selective_modes()):
+            with _idle(modes):
+                return run(*args, **kwargs)
         if get_eval_frame_callback() is None:  # nobody traces
-            if torch._C._len_torch_dispatch_stack() and _in_selective_checkpoint():
-                with _outside_selective_checkpoints():
-                    return run(*args, **kwargs)
             if "spmd_types" not in sys.modules or not (spmd := sys.modules["spmd_types"]).is_type_checking():
                 return function(*args, **kwargs)
             with spmd.no_typecheck():  # of what is sharded it knows nothing
                 return function(*args, **kwargs)
         if not disabled:
-            disabled.append(torch.compiler.disable(_outside_selective_checkpoints()(function)))
+            disabled.append(torch.compiler.disable(function))
         return disabled[0](*args, **kwargs)
 
     run._torchdynamo_disable = True  # type: ignore[attr-defined]
     return _skipped(run)
 
 
-def _is_selective(mode: TorchDispatchMode) -> bool:
-    return isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode))
-
-
-def _in_selective_checkpoint() -> bool:
-    return any(map(_is_selective, _get_current_dispatch_mode_stack()))
+def _selective_modes() -> list[TorchDispatchMode]:
+    """The modes in effect by which selective activation checkpoints count operators: recomputation takes what was saved
+    by the numbers of its operators, and gathers at other times than forward."""
+    return [
+        mode
+        for mode in _get_current_dispatch_mode_stack()
+        if isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode)) and not isinstance(mode, _Idle)
+    ]
 
 
 @contextlib.contextmanager
-def _outside_selective_checkpoints() -> Iterator[None]:
-    """Without the modes by which selective activation checkpoints count operators: recomputation takes what was saved
-    by the numbers of its operators, and gathers at other times than forward. All other modes stay."""
-    popped: list[TorchDispatchMode] = []
-    while _in_selective_checkpoint():
-        popped.append(_pop_mode())
-    kept = [mode for mode in reversed(popped) if not _is_selective(mode)]
-    for mode in kept:
-        _push_mode(mode)
+def _idle(modes: Sequence[TorchDispatchMode]) -> Iterator[None]:
+    """Let ``modes`` see nothing. They stay where they are among others: one that is popped would have to be put back
+    whatever happens, or the program's own would be taken for it."""
+    kinds: list[Any] = [type(mode) for mode in modes]
     try:
+        for mode, kind in zip(modes, kinds, strict=True):
+            mode.__class__ = _idle_kind(kind)
         yield
     finally:
-        for _ in kept:
-            _pop_mode()
-        for mode in reversed(popped):
-            _push_mode(mode)
+        for mode, kind in zip(modes, kinds, strict=True):
+            mode.__class__ = kind
+
+
+class _Idle:
+    """A mode that only passes operators on."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@functools.cache
+def _idle_kind(kind: type[TorchDispatchMode]) -> type[TorchDispatchMode]:
+    return type(kind.__name__, (_Idle, kind), {})
 
 
 def saved_may_be_written() -> bool:

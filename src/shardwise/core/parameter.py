@@ -358,8 +358,10 @@ def _used_while_sharded(operator: str, writes_sharded: bool, parameters: Sequenc
         )
         if owner.gives_unsharded():
             message = (
-                f"the sharded parameter {name!r} was used while its unit {unit!r} is gathered, by what had it before: "
-                "replace and convert modules before fully_shard, and take parameters from their modules inside forward"
+                f"the sharded parameter {name!r} was used while its unit {unit!r} is gathered, by what had it before, "
+                "such as a module that was put into the model since fully_shard: replace and convert modules before, "
+                "and take parameters inside forward from the modules that they are registered on, elsewhere their "
+                "full_tensor()"
             )
         if operator[-1] == "_" and operator[-2:] != "__" and not writes_sharded:
             message += (
