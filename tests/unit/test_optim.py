@@ -544,6 +544,34 @@ def test_hooks_run_once_and_see_the_parameters(fake_mesh: MakeMesh) -> None:
     assert seen == [(pair.optimizer, pair.parameters)] * 3
 
 
+def test_hooks_see_what_the_step_was_given_and_may_replace_it(fake_mesh: MakeMesh) -> None:
+    def calls_of(optimizer: Optimizer) -> list[Any]:
+        def closure() -> float:
+            calls.append("closure")
+            return 1.0
+
+        def note(_: Optimizer, arguments: Any, settings: dict[str, Any]) -> None:
+            calls.append((arguments[1:], dict(settings)))
+
+        calls: list[Any] = []
+        noting = optimizer.register_step_pre_hook(note)
+        for call in (
+            lambda: optimizer.step(),
+            lambda: optimizer.step(None),
+            lambda: optimizer.step(closure),
+            lambda: optimizer.step(closure=closure),
+        ):
+            calls.append(call())
+        noting.remove()
+        giving = optimizer.register_step_pre_hook(lambda _, arguments, settings: (arguments, {"closure": closure}))
+        calls.append(optimizer.step())
+        giving.remove()
+        return [getattr(call, "__name__", str(call).split(" at ")[0]) for call in calls]
+
+    pair = Pair(sharded(fake_mesh(2)), torch.optim.SGD, lr=0.1)
+    assert calls_of(pair.optimizer) == calls_of(pair.truth)
+
+
 def test_a_closure_sees_the_parameters(fake_mesh: MakeMesh) -> None:
     pair = Pair(sharded(fake_mesh(2)))
 

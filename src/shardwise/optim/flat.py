@@ -182,20 +182,21 @@ class FlatOptimizer(Optimizer):
         return super().state_dict(*args, **kwargs)
 
     @untraced
-    def step(self, closure: Callable[[], Any] | None = None, **settings: Any) -> Any:
+    def step(self, *arguments: Any, **settings: Any) -> Any:
         """One update; `torch.compile` of it compiles what is done to the flat tensors.
 
         Args:
-            closure: computes the loss and the gradients again.
+            arguments: a closure that computes the loss and the gradients again, if there is one. Hooks see it as it is
+                given: here, or by its name.
             settings: for the optimizer.
 
         Returns:
-            What ``closure`` gave.
+            What the closure gave.
         """
         tracer = trace_by(None)
         outer, self._tracer = self._tracer, tracer
         try:
-            return _hooked_update(self, closure, **settings)
+            return _hooked_update(self, *arguments, **settings)
         finally:
             self._tracer = outer
             trace_by(tracer)
