@@ -1539,6 +1539,10 @@ def hooks(directory: Path) -> None:
         def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
             self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
 
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
+            self.log("norm", norm, sync_dist=True)
+
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)
 
@@ -1547,7 +1551,8 @@ def hooks(directory: Path) -> None:
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     assert float(used.strategy.reduce(torch.tensor(1.0), alone, reduce_op="sum")) == 1
     expected = _expected[Busy, "{}"][0].callback_metrics
-    torch.testing.assert_close(used.callback_metrics["train_loss_epoch"], expected["train_loss_epoch"])
+    for name in ("train_loss_epoch", "norm"):
+        torch.testing.assert_close(used.callback_metrics[name], expected[name])
     used.save_checkpoint(directory / "busy.ckpt")
     again = Busy()
     again.load_state_dict(torch.load(directory / "busy.ckpt", weights_only=False)["state_dict"])

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from .namespaces import InEachNamespace, check_plugin
 
@@ -188,5 +189,7 @@ class ProcessesStrategy(InEachNamespace):
     def _reduce(self, tensor: Any, group: Any, reduce_op: Any) -> Any:
         if not isinstance(tensor, torch.Tensor):
             return tensor
+        if isinstance(tensor, DTensor):  # as torch's clip_grad_norm_ gives
+            tensor = tensor.full_tensor()
         reduce = self.namespace.of("fabric", "utilities.distributed", "_sync_ddp_if_available")
         return reduce(tensor, group, reduce_op=reduce_op)
