@@ -2746,17 +2746,18 @@ def test_teacher_and_student() -> None:
 @on_ranks(2, when=["before", "after", "in_place_before", "in_place_after", "whole"], reshard=[True, False], limit=120.0)
 def test_compiled_blocks(when: str, reshard: bool) -> None:
     torch._dynamo.reset()
+    alone = {"backend": "eager", "fullgraph": True}
 
     def wrapping(model: nn.Module, verb: Verb) -> None:
         for index, layer in enumerate(model.layers):
             if when == "in_place_before":
-                layer.compile(backend="eager")
-            unit = torch.compile(layer, backend="eager") if when == "before" else layer
+                layer.compile(**alone)
+            unit = torch.compile(layer, **alone) if when == "before" else layer
             verb(unit, reshard_after_forward=reshard)
             if when == "in_place_after":
-                layer.compile(backend="eager")
+                layer.compile(**alone)
             if when in ("before", "after"):
-                model.layers[index] = unit if when == "before" else torch.compile(layer, backend="eager")
+                model.layers[index] = unit if when == "before" else torch.compile(layer, **alone)
         verb(model)
         if when == "whole":
             model.compile(backend="eager")

@@ -774,7 +774,7 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
         return disabled[0](*args, **kwargs)
 
     run._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return _skipped(run)
+    return skipped(run)
 
 
 def _selective_modes() -> list[TorchDispatchMode]:
@@ -818,7 +818,7 @@ def saved_may_be_written() -> bool:
     return torch.autograd.graph._allow_mutation_on_saved_tensors_enabled
 
 
-def _skipped(function: Callable[P, R]) -> Callable[P, R]:
+def skipped(function: Callable[P, R]) -> Callable[P, R]:
     """``function``, whose own code `torch.compile` never traces; what it calls may be traced."""
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
     return function
@@ -828,7 +828,7 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
     """``function``, whose own code `torch.compile` never traces; what it calls may be traced. For methods that torch
     would wrap as a step of an optimizer: it does not."""
     function.hooked = function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return _skipped(function)
+    return skipped(function)
 
 
 def trace_by(tracer: Any) -> Any:

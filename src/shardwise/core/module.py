@@ -23,7 +23,7 @@ from .comm import (
     second_comm_of,
 )
 from .context import FSDPCommContext
-from .device import StateForTorch, answer_pipelines, answer_replicate, eager, in_backward, is_watched
+from .device import StateForTorch, answer_pipelines, answer_replicate, eager, in_backward, is_watched, skipped
 from .errors import StateError
 from .group import ParamGroup, ShardState
 from .hooks import Unit
@@ -82,6 +82,7 @@ class FSDPModule(_TorchModule):
         """Constructing through the wrapped class gives the original class: slicing a `ModuleList` does this."""
         return class_before_sharding(cls)(*args, **kwargs)
 
+    @skipped  # as what it stands in front of: compiled by itself, a module begins with its hooks, and they break graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward; an exception leaves the unit as before it."""
         try:
