@@ -2860,6 +2860,27 @@ def test_compiled_use_of_gradients() -> None:
 
 
 @on_ranks(2, limit=120.0)
+def test_sharded_parameters_in_compiled_code() -> None:
+    """The tracer's copies do not know of what unit they are, which exists all the same."""
+    torch._dynamo.reset()
+    model = wrap(stack(Layer()), shardwise.fully_shard)
+    layer = model.layers[0]
+    weight = next(layer.parameters())
+    uses: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda data: data + weight,
+        lambda data: data @ weight.t(),
+        lambda data: data * weight.detach(),
+    ]
+    for use in uses:
+        with pytest.raises(RuntimeError, match=r"used in compiled code outside the forward of its unit.*unshard\(\)"):
+            torch.compile(use, backend="eager")(torch.ones(weight.shape))
+    layer.unshard()
+    unsharded = next(layer.parameters())
+    compiled = torch.compile(lambda data: data + unsharded, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(torch.ones(unsharded.shape)), unsharded + 1)
+
+
+@on_ranks(2, limit=120.0)
 def test_compiled_autograd_is_refused() -> None:
     """Nothing would reduce the root's gradients; FSDP2 leaves them unreduced, in silence."""
     from torch._dynamo.compiled_autograd import _enable

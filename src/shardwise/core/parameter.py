@@ -369,6 +369,11 @@ def _used_while_sharded(operator: str, writes_sharded: bool, parameters: Sequenc
                 "from the sharded parameters, or read full_tensor()"
             )
         return message
+    if any(parameter.__dict__.get("_shardwise_owner") is None for parameter in parameters):  # the tracer's copies
+        return (
+            "a sharded parameter was used in compiled code outside the forward of its unit, where it is sharded: call "
+            "unshard() on the unit before, or compile code that runs inside its forward"
+        )
     return "a sharded parameter, whose unit no longer exists, was mixed with plain tensors"
 
 
