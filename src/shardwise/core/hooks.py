@@ -220,11 +220,13 @@ class Unit:
         Raises:
             StateError: a program that is exported has no place for gathers, and torch's own error names nothing.
         """
-        if not all(group.is_unsharded for group in self.groups):
-            raise StateError(
-                f"unit {self.title!r} is sharded, and cannot be exported by torch.export: call unshard() on it, and on "
-                "every other unit, or export an unsharded model with the values of shardwise.full_state_dict(model)"
-            )
+        for unit in units_within(*self.modules):  # this one may have been left unsharded by a forward
+            if not all(group.is_unsharded for group in unit.groups):
+                raise StateError(
+                    f"unit {unit.title!r} is sharded, and cannot be exported by torch.export: call unshard() on it, "
+                    "and on every other unit, or export an unsharded model with the values of "
+                    "shardwise.full_state_dict(model)"
+                )
 
     @labelled("FSDP::pre_forward ({name})")
     def _enter_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
