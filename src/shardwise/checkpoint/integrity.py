@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import torch
 from xxhash import xxh3_64, xxh3_64_intdigest
@@ -112,11 +112,11 @@ class SummingStream(io.RawIOBase):
     """A file that is written from its start to its end, and whose checksums are taken on the way.
 
     Args:
-        file: opened for writing.
+        file: opened for writing, without a buffer.
         advance: called with the number of bytes written.
     """
 
-    def __init__(self, file: BinaryIO, advance: Callable[[int], None]):
+    def __init__(self, file: io.FileIO, advance: Callable[[int], None]):
         self._file, self._advance, self._sum = file, advance, RunningSum()
         self.error: BaseException | None = None
         """The first one, or an interrupt. torch's serialization mostly raises something else when its stream fails."""
@@ -129,29 +129,18 @@ class SummingStream(io.RawIOBase):
     def write(self, data: Any) -> int:
         """Write all of ``data``."""
         view = memoryview(data).cast("B")
-        # Not in smaller pieces: the page cache takes in large ones at once.
-        with self._noting_errors():
+        try:
+            # Not in smaller pieces: the page cache takes in large ones at once.
             for start in range(0, len(view), BLOCK):
                 piece = view[start : start + BLOCK]
                 self._sum.add(piece)
-                self._file.write(piece)
                 self._advance(len(piece))
-        return len(view)
-
-    def flush(self) -> None:
-        """Hand everything to the operating system. Does nothing once the file is closed: a stream of torch's around
-        this one flushes it again when it is collected."""
-        with self._noting_errors():
-            if not self._file.closed:
-                self._file.flush()
-
-    @contextmanager
-    def _noting_errors(self) -> Iterator[None]:
-        try:
-            yield
+                while piece:
+                    piece = piece[self._file.write(piece) :]
         except BaseException as error:
             self.error = self.error or error
             raise
+        return len(view)
 
     def writable(self) -> bool:
         return True
@@ -163,10 +152,29 @@ class SummingStream(io.RawIOBase):
         return self._file.fileno()
 
 
+class SummedWriter(io.BufferedWriter):
+    """What is written to a `SummingStream`, in pieces worth a call: torch's serialization gives a tensor in forty."""
+
+    def __init__(self, stream: SummingStream):
+        super().__init__(stream, PIECE)
+        self._stream = stream
+
+    @property
+    def sum(self) -> FileSum:
+        """The sum of all that was written to the file so far."""
+        return self._stream.sum
+
+    def flush(self) -> None:
+        """Hand everything to the operating system. Does nothing once the file is closed: a stream of torch's around
+        this one flushes it again when it is collected."""
+        if not self.closed:
+            super().flush()
+
+
 @contextmanager
 def summed(
     path: str | os.PathLike[str], mode: str, advance: Callable[[int], None] = lambda _: None
-) -> Iterator[SummingStream]:
+) -> Iterator[SummedWriter]:
     """A file that is opened for writing.
 
     Args:
@@ -177,9 +185,10 @@ def summed(
     Raises:
         Exception: what kept it from being written, also where torch's serialization raised something else for it.
     """
-    with cast(BinaryIO, open(path, mode)) as file, SummingStream(file, advance) as stream:
+    with io.FileIO(path, mode) as file, SummingStream(file, advance) as stream, SummedWriter(stream) as writer:
         try:
-            yield stream
+            yield writer
+            writer.flush()
         except Exception as error:
             if stream.error is None or stream.error is error:
                 raise
