@@ -180,6 +180,21 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     monkeypatch.setattr(SummingStream, "write", write)
 
 
+def test_each_tensor_is_summed_and_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in each of the pieces that torch's serialization gives."""
+    written, original = list[int](), SummingStream.write
+
+    def write(self: SummingStream, data: Any) -> int:
+        written.append(memoryview(data).nbytes)
+        return original(self, data)
+
+    monkeypatch.setattr(SummingStream, "write", write)
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(10)))
+    directory = save(tmp_path, model=model)
+    assert 20 <= len(written) <= 25
+    assert sum(written) == sum(file.size for file in Manifest.read(directory).files.values())
+
+
 @pytest.mark.parametrize("after", [0, 700, 2000, 5000])
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     model = make()
