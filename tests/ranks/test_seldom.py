@@ -203,6 +203,21 @@ def test_frozen_after_a_micro_batch_in_which_a_unit_was_unused_on_a_rank(preset:
     assert_gradients(model, plain)
 
 
+@on_ranks(2, placements=["ddp", "zero3"])
+def test_frozen_after_a_micro_batch_in_which_a_rank_left_a_unit_out(placements: str) -> None:
+    plain = UsesSome()
+    mesh = init_device_mesh("cpu", (2,) if placements == "ddp" else (2, 1))
+    model: Any = copy.deepcopy(plain)
+    for one in (model.a, model.b, model):
+        shardwise.fully_shard(one, mesh=mesh, placements=placements)
+    for is_last in (False, True):
+        for one in (plain, model):
+            one.b.requires_grad_(not is_last)
+        model.set_requires_gradient_sync(is_last)
+        backward_of_both(model, plain, (True, False))
+    assert_gradients(model, plain)
+
+
 @on_ranks(2)
 def test_sums_that_wait_are_no_plan_to_forget() -> None:
     plain = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double())
