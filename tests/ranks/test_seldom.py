@@ -113,6 +113,25 @@ def test_a_unit_that_one_replica_leaves_out_after_a_conversion() -> None:
         assert_gradients(model, plain)
 
 
+@on_ranks(2)
+def test_a_unit_that_one_replica_leaves_out_after_another_took_over_what_replaced_a_parameter() -> None:
+    plain: Any = nn.Module()
+    plain.a, plain.b = nn.Linear(3, 3), UsesSome()
+    plain.forward = lambda x, use: plain.a(x) + plain.b(x, False) if use else plain.a(x)
+    model: Any = copy.deepcopy(plain)
+    model.forward = lambda x, use: model.a(x) + model.b(x, False) if use else model.a(x)
+    for one in (model.a, model.b, model):
+        shardwise.fully_shard(one, placements="ddp")
+    for step in range(reducer.IDLE_AFTER + 2):
+        plain.zero_grad()
+        model.zero_grad()
+        is_last = step > reducer.IDLE_AFTER
+        if is_last:
+            model.b.a.weight = nn.Parameter(model.b.a.weight.detach().clone())
+        backward_of_both(model, plain, (True, not is_last))
+        assert_gradients(model, plain)
+
+
 @on_ranks(2, preset=PRESETS)
 def test_reset_drops_what_was_accumulated_in_another_dtype(preset: str) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -145,6 +145,7 @@ class ParamGroup:
         for buffer in self.shards.buffers:
             buffer.comm = ranks.shard
         self.gradients.forget_plans()
+        self.gradients.forget_absences()
 
     @outside_transforms
     def adopt_registered(self, *, is_loading: bool = False) -> None:

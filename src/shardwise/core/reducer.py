@@ -74,6 +74,9 @@ class GradientReducer:
     def forget_plans(self) -> None:
         """The buffers of the slots were made anew. Sums that wait for their all-reduce do so still."""
         self._plans = {key: plan for key, plan in self._plans.items() if plan.partial is not None}
+
+    def forget_absences(self) -> None:
+        """Ranks may have counted those of different reductions."""
         self._absences.clear()
 
     def _reduce_dtype(self, gradient_dtype: torch.dtype, buffer: ShardedBuffer) -> torch.dtype:
@@ -144,8 +147,7 @@ class GradientReducer:
             slot.drop_gradient()
         for plan in self._plans.values():
             plan.partial = None
-        # Ranks may have counted the absences of different reductions.
-        self._absences.clear()
+        self.forget_absences()
 
     def zero(self) -> None:
         """What earlier backward passes left unreduced is nothing. That they left it stays known: other ranks, which may
