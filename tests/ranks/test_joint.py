@@ -162,6 +162,21 @@ def test_two_axes(preset: str) -> None:
     assert_same(found[1], found[0], preset)
 
 
+@on_ranks(4)
+def test_sums_that_wait_of_units_that_the_last_micro_batch_leaves_out() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    found = []
+    for nbytes in (0, 2**21):
+        with joining(nbytes):
+            model = sharded("zero3", mesh)
+            for is_last in (False, True):
+                model.set_requires_all_reduce(is_last)
+                x = batch(is_last, dist.get_rank(), 4, WIDTH)
+                model(x, LAYERS // 2 if is_last else LAYERS).square().mean().backward()
+            found.append(gradients_of(model))
+    assert_same(found[1], found[0])
+
+
 @on_ranks(2, preset=SHARDED, policy=[CPUOffloadPolicy(pin_memory=False), OffloadPolicy()])
 def test_other_kinds_of_units_among_them(preset: str, policy: OffloadPolicy) -> None:
     """Frozen ones, one that zeros are reduced of, one with two dtypes, tied ones, and one too large to be joined."""

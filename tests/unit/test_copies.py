@@ -60,6 +60,25 @@ def test_a_world_of_one_copies_nothing(fake_mesh: Mesh) -> None:
     assert train(fake_mesh(1))[1] == 0
 
 
+@pytest.mark.parametrize(("world_size", "preset"), [(1, "zero3"), (4, "ddp"), (4, "zero2"), (4, "zero3")])
+def test_outputs_that_are_parameters_are_copied_where_these_are_freed(
+    fake_mesh: Mesh, world_size: int, preset: str
+) -> None:
+    class Gives(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.weight
+
+    model = nn.Sequential(Gives(256, 1024))
+    mesh = fake_mesh(world_size)
+    fully_shard(model[0], mesh=mesh, placements=preset)
+    fully_shard(model, mesh=mesh, placements=preset)
+    model(torch.ones(1))
+    with CopyCounter() as copies:
+        model(torch.ones(1))
+    small = 4 * 1024
+    assert copies.bytes == (4 * 256 * 1024 + small if (world_size, preset) == (4, "zero3") else 0)
+
+
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_even_shards_are_sent_from_and_to_their_places(fake_mesh: Mesh, world_size: int) -> None:
     model, copied = train(fake_mesh(world_size))

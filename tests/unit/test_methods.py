@@ -815,6 +815,42 @@ def test_unused_parameters(fake_mesh: Mesh) -> None:
     assert model.unused.weight.grad.to_local().tolist() == torch.zeros(4, 4).tolist()  # type: ignore[union-attr]
 
 
+def test_parameters_of_units_that_never_ran_get_no_zeros(fake_mesh: Mesh, gathers: list[int]) -> None:
+    model = Half()
+    mesh = fake_mesh(4)
+    for one in (model.unused, model):
+        fully_shard(one, mesh=mesh)
+    model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
+    model(torch.ones(2, 4)).sum().backward()
+    assert model.unused.weight.grad is None
+    assert len(gathers) == 1
+
+
+def test_a_parameter_that_is_used_again_is_reduced_with_the_others(
+    fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class UsesSome(Half):
+        def forward(self, x: torch.Tensor, use: bool = True) -> torch.Tensor:
+            return self.used(x) + self.unused(x) if use else self.used(x)
+
+    reduced: list[int] = []
+    all_reduce = Comm.all_reduce
+
+    def noted(comm: Comm, tensor: torch.Tensor, **options: Any) -> Any:
+        reduced.append(tensor.numel())
+        return all_reduce(comm, tensor, **options)
+
+    monkeypatch.setattr(Comm, "all_reduce", noted)
+    model = UsesSome()
+    fully_shard(model, mesh=fake_mesh(2), placements="ddp")
+    counts = []
+    for use in (False, False, False, True, True):
+        reduced.clear()
+        model(torch.ones(2, 4), use).sum().backward()
+        counts.append(len(reduced))
+    assert counts == [1, 1, 1, 2, 1]
+
+
 def test_set_reduce_scatter_max_input_buffers(fake_mesh: Mesh) -> None:
     model = build(fake_mesh(4))
     model.set_reduce_scatter_max_input_buffers(3)  # type: ignore[operator]

@@ -517,6 +517,14 @@ def test_messages_name_the_parameter_that_a_view_is_of(fake_mesh: Mesh) -> None:
     assert isinstance(nn.Parameter(weight.t()), nn.Parameter)
 
 
+def test_messages_name_a_parameter_of_which_this_rank_has_nothing(fake_mesh: Mesh) -> None:
+    model = nn.Linear(4, 2)
+    fully_shard(model, mesh=fake_mesh(4, rank=3))
+    for name, parameter in model.named_parameters():
+        with pytest.raises(StateError, match=f"parameter '{name}' was used outside"):
+            parameter + torch.ones(2, 1)
+
+
 def test_messages_of_what_had_a_sharded_parameter_before_its_unit_was_gathered(fake_mesh: Mesh) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(model, mesh=fake_mesh(2))
@@ -732,6 +740,39 @@ def test_the_cut_over_a_smaller_world_stays_while_shards_are_shown(
         before_backward = [4, 4, 4 if writes else 2] if again else [4, 4]
         assert gathers == [*before_backward, 2 if again or not writes else 4]
         assert not any(buffer.resharded for group in unit_of(model[0]).groups for buffer in group.shards.buffers)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_second_forward_takes_the_cut_over_a_smaller_world_unless_shards_were_written(
+    fake_mesh: Mesh, gathers: list[int], writes: bool
+) -> None:
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    mesh = fake_mesh(4)
+    fully_shard(model[0], mesh=mesh, reshard_after_forward=2)
+    fully_shard(model, mesh=mesh)
+    weight = model[0].weight
+    model(torch.ones(2, 8))
+    gathers.clear()
+    if writes:
+        with torch.no_grad():
+            weight.mul_(2)
+    model(torch.ones(2, 8))
+    assert gathers == [4 if writes else 2]
+
+
+def test_what_its_own_forward_reshards_is_not_cut_over_a_smaller_world(fake_mesh: Mesh, gathers: list[int]) -> None:
+    class Reshards(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            output = super().forward(x)
+            self.reshard()  # type: ignore[operator]
+            return output
+
+    model: Any = Reshards(8, 8)
+    fully_shard(model, mesh=fake_mesh(4), reshard_after_forward=2)
+    loss = model(torch.ones(2, 8)).sum()
+    assert model.weight.to_local().shape == (2, 8)
+    loss.backward()
+    assert gathers == [4, 4]
 
 
 @pytest.mark.parametrize("preset", ["ddp", "zero2", "zero3"])
