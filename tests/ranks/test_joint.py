@@ -24,6 +24,7 @@ from shardwise.core.joint import JointGather
 from shardwise.core.pending import PendingReductions
 from shardwise.core.root import unit_of, units_of
 
+from ..extensions import SentInBfloat16, extend
 from ..interruptions import interrupted
 from ..models import Stack, wrap
 from .harness import RankError, assert_others_name, on_ranks, ranks
@@ -200,6 +201,21 @@ def test_other_kinds_of_units_among_them(preset: str, policy: OffloadPolicy) -> 
         assert bool(counts["gathers"]) == bool(counts["reductions"]) == joins
     assert_same(found[1], found[0])
     assert_same(found[2], found[0])
+
+
+@on_ranks(2, preset=ALL)
+def test_units_that_say_themselves_how_they_are_gathered_among_them(preset: str) -> None:
+    """One unit, and several in a row."""
+    found = []
+    for nbytes in (0, 2**21):
+        model = stack()
+        layers: Any = model.layers
+        for layer in (layers[4], layers[9].linear, *layers[12:15]):
+            extend(layer, SentInBfloat16)
+        with joining(nbytes), counting() as counts:
+            found.append(train(wrap(model, shardwise.fully_shard, placements=preset), micro_batches=2))
+    assert max(counts["gathers"], default=0) >= LAYERS - 5 or preset == "ddp"
+    assert_same(found[1], found[0], preset)
 
 
 @on_ranks(2, 3, preset=ALL)
