@@ -113,6 +113,28 @@ def test_a_unit_that_one_replica_leaves_out_after_a_conversion() -> None:
         assert_gradients(model, plain)
 
 
+class Mixed(UsesSome):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b.bias = nn.Parameter(self.b.bias.detach().bfloat16())
+
+
+@on_ranks(2)
+def test_a_unit_of_two_dtypes_that_one_replica_leaves_out_once_they_are_one() -> None:
+    plain = Mixed()
+    model: Any = copy.deepcopy(plain)
+    for one in (model.a, model.b, model):
+        shardwise.fully_shard(one, placements="ddp")
+    for step in range(2):
+        for one in (plain, model):
+            if step:
+                one.float()
+            one.zero_grad()
+            one.b.forward = lambda x, b=one.b: F.linear(x, b.weight, b.bias.float())
+        backward_of_both(model, plain, (True, step == 0))
+    assert_gradients(model, plain)
+
+
 @on_ranks(2)
 def test_a_unit_that_one_replica_leaves_out_after_another_took_over_what_replaced_a_parameter() -> None:
     plain: Any = nn.Module()

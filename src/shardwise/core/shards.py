@@ -499,7 +499,6 @@ class ParameterShards(Shards):
         for position, slot in enumerate(self.slots):
             if (unsharded := slot.unsharded) is None:
                 unsharded = slot.make_unsharded(self.policy.arriving_dtype(slot.buffer))
-                self._trained = []  # its dtype may be another than that of the last one
                 # An optimizer made while it is registered must not step it: the shards are what counts.
                 remember_successor(unsharded, self.reference, position)
             if unsharded.requires_grad != slot.sharded.requires_grad:
@@ -600,6 +599,8 @@ class ParameterShards(Shards):
         if self.borrowed:
             borrowers.add(self)
         self._note_registered()
+        if rebuilt:
+            self._trained = []  # dtypes may be others
         return rebuilt
 
     def _check_registered(self, slots: Sequence[Slot], registered: Sequence[nn.Parameter]) -> None:
