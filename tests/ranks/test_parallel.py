@@ -18,6 +18,7 @@ from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -301,6 +302,42 @@ def test_resharding_to_a_smaller_world_in_each_stage_of_a_pipeline() -> None:
         each(inputs_for(each, dist.get_rank())).sum().backward()
     for one, other in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(one.grad.to_local(), other.grad.to_local())  # type: ignore[union-attr]
+
+
+class Recorded(DefaultAllGather):
+    """Torch's own all-gather; notes over how many ranks."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
+        self.sizes.append(group.size())
+        assert output_tensor.numel() == group.size() * input_tensor.numel()
+        return super().__call__(output_tensor, input_tensor, group, async_op)
+
+
+@on_ranks(4, dtype=[None, torch.bfloat16])
+def test_the_users_gather_over_a_smaller_world_like_fsdp2(dtype: torch.dtype | None) -> None:
+    found = []
+    for verb in (shardwise.fully_shard, torch_fully_shard):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 5), nn.Linear(5, 8))
+        gather, options = Recorded(), {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype)}
+        verb(model[0], reshard_after_forward=2, **options)
+        verb(model[1], reshard_after_forward=2, **options)
+        verb(model, **options)
+        for layer in model[:2]:
+            layer.set_custom_all_gather(gather)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for _ in range(3):
+            losses.append(model(torch.full((2, 8), dist.get_rank() + 1.0)).float().square().mean())
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((losses, gather.sizes))
+    torch.testing.assert_close(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1] == [4, 4, 2, 2] * 3
 
 
 @on_ranks(4, when=["after evaluation", "before backward"], reshards=[False, True])

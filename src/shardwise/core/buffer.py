@@ -225,7 +225,8 @@ class ShardedBuffer:
         self._full: torch.Tensor | None = None
         self._plan: GatherPlan | None = None
         self._staged_plan: GatherPlan | None = None
-        self._smaller_plan: GatherPlan | None = None
+        self._smaller_plans: dict[bool, GatherPlan] = {}
+        """Over the smaller world; by whether all tensors are packed, as for a staging buffer of the caller's."""
         self.resharded: GatherPlan | None = None
         """How to gather the chunks over the smaller world, where this rank holds them."""
 
@@ -325,6 +326,8 @@ class ShardedBuffer:
 
     def start_staged_gather(self, allocate: Allocate) -> Gather:
         """`start_gather` through a staging buffer of the caller's; only where there is something to gather."""
+        if self.resharded is not None:
+            return self.resharded.start(allocate, casts=True)
         if self._staged_plan is None:
             self._staged_plan = self._make_plan(pack_all=True)
         return self._staged_plan.start(allocate, casts=True)
@@ -354,15 +357,20 @@ class ShardedBuffer:
             return None
         return plan if (plan := self._own_plan).is_one_run else None
 
-    def reshard_to_smaller(self, comm: Comm) -> list[tuple[torch.Tensor, int]]:
+    def reshard_to_smaller(self, comm: Comm, *, pack_all: bool) -> list[tuple[torch.Tensor, int]]:
         """Keep this rank's chunks over the ranks of ``comm``; the rest may be freed then.
+
+        Args:
+            comm: of the smaller world.
+            pack_all: whether they will be gathered by `start_staged_gather`.
 
         Returns:
             Each chunk in its shape, and the tensor dim that it is cut on.
         """
-        if self._smaller_plan is None:
-            self._smaller_plan = GatherPlan(over_fewer(self.layout, comm.size), comm, self.full, self._offsets())
-        plan, layout = self._smaller_plan, self._smaller_plan.layout
+        if (plan := self._smaller_plans.get(pack_all)) is None:
+            layout = over_fewer(self.layout, comm.size)
+            plan = self._smaller_plans[pack_all] = GatherPlan(layout, comm, self.full, self._offsets(), pack_all)
+        layout = plan.layout
         local = self.full.new_zeros(layout.local_numel(comm.rank))
         views = [local_view(tensor, local, comm.rank) for tensor in layout.tensors]
         for index, (tensor, view) in enumerate(zip(layout.tensors, views, strict=True)):
@@ -373,9 +381,9 @@ class ShardedBuffer:
 
     def drop_resharded(self) -> None:
         """Free the chunks over the smaller world."""
-        self.resharded = None
-        if self._smaller_plan is not None:
-            self._smaller_plan.drop()
+        if self.resharded is not None:
+            self.resharded.drop()
+            self.resharded = None
 
     @property
     def gather_comm(self) -> Comm:

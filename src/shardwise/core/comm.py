@@ -511,10 +511,10 @@ class ProcessGroupMemory:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, **arguments: Any) -> Waitable | None:
-        output, input_ = arguments["output_tensor"], arguments["input_tensor"]
+        output, input_, group = arguments["output_tensor"], arguments["input_tensor"], arguments["group"]
         if "op" in arguments:
-            return _reduce_scatter_single(output, input_, self.group, arguments["op"])
-        return _all_gather_single(output, input_, self.group)
+            return _reduce_scatter_single(output, input_, group, arguments["op"])
+        return _all_gather_single(output, input_, group)
 
 
 class SymmetricMemoryGather:
@@ -530,8 +530,9 @@ class SymmetricMemoryGather:
             return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, **arguments: Any) -> Waitable | None:
-        symmetric_memory.rendezvous(arguments["output_tensor"], group=self.group.group_name)
-        return _all_gather_single(arguments["output_tensor"], arguments["input_tensor"], self.group)
+        if (group := arguments["group"]) is self.group:  # no other is known to be connected
+            symmetric_memory.rendezvous(arguments["output_tensor"], group=group.group_name)
+        return _all_gather_single(arguments["output_tensor"], arguments["input_tensor"], group)
 
 
 def require_symmetric_memory(group: dist.ProcessGroup, device: torch.device, backend: str, unit: str) -> None:

@@ -354,8 +354,8 @@ class ParamGroup:
 
     @property
     def _custom_gather(self) -> StagedCollective | None:
-        """What the user set to gather, if it does: not what is cut over the smaller world."""
-        return None if self.mesh.shard.size == 1 or self._is_cut else self.options.custom_gather
+        """What the user set to gather, if there is anything to be gathered."""
+        return None if self.mesh.shard.size == 1 else self.options.custom_gather
 
     def _start_gathers(self, lane: Lane) -> Sequence[Gather]:
         try:
@@ -370,7 +370,7 @@ class ParamGroup:
         first = self.shards.buffers[0]
         if (custom := self._custom_gather) is None:
             return first.gather_comm.all_gather(outputs, inputs, self.name)
-        return by_custom(custom, outputs, inputs, group=first.comm.group, async_op=False)
+        return by_custom(custom, outputs, inputs, group=first.gather_comm.group, async_op=False)
 
     @outside_transforms
     def wait_for_unshard(self) -> None:
@@ -476,7 +476,7 @@ class ParamGroup:
         for buffer in self.shards.buffers:
             slots = [(position, slot) for position, slot in enumerate(self.slots) if slot.buffer is buffer]
             with torch.no_grad(), not_inference(), without_torch_function():
-                chunks = buffer.reshard_to_smaller(smaller.shard)
+                chunks = buffer.reshard_to_smaller(smaller.shard, pack_all=self._custom_gather is not None)
                 for position, slot in slots:
                     assert slot.unsharded is not None
                     chunk, dim = chunks[slot.index]
