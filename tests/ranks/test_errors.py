@@ -35,7 +35,7 @@ from shardwise.core.agreement import explain_failure, tell_failure
 from shardwise.core.comm import comm_for
 from shardwise.core.errors import StateError
 from shardwise.core.posts import KEPT, failure_elsewhere, post, posted_by
-from shardwise.core.root import units_of
+from shardwise.core.root import unit_of, units_of
 
 from ..models import MLP, Transformer, wrap
 from .harness import RankError, on_ranks, ranks
@@ -199,7 +199,9 @@ class UnprintableError(Exception):
 @on_ranks(2)
 def test_what_is_told_hides_nothing() -> None:
     model, unlucky = unlucky_model(init_device_mesh("cpu", (2,)))
-    comm = comm_for(dist.group.WORLD, torch.device("cpu"))
+    model.set_separate_reduce_scatter_group()
+    reduce_comm = unit_of(model[0]).groups[0].options.reduce_comm  # type: ignore[union-attr]
+    comms = [comm_for(dist.group.WORLD, torch.device("cpu")), reduce_comm]
     unlucky.fails = True
     is_first = dist.get_rank() == 0
     errors = (
@@ -214,7 +216,8 @@ def test_what_is_told_hides_nothing() -> None:
             model(torch.ones(2, WIDTH))
         assert caught.value is unlucky.error
         dist.barrier()
-        assert is_first or failure_elsewhere(comm) == (0, f"in the forward of unit '1': {told}")
+        for comm in comms:
+            assert is_first or failure_elsewhere(comm) == (0, f"in the forward of unit '1': {told}")
         dist.barrier()
 
 

@@ -195,6 +195,21 @@ def test_methods_hung_on_plain_shards(from_meta: bool) -> None:
 
 
 @on_ranks(2)
+def test_a_class_whose_parts_are_plain_tensors() -> None:
+    """They are gathered as such."""
+
+    class Falls(SentInBfloat16):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            return result.data_inside if func is torch.ops.aten.new_zeros.default else result
+
+    torch.manual_seed(0)
+    plain = train(wrap(MLP(EVEN), shardwise.fully_shard, mesh=mesh()))
+    assert_same(train(wrap(small(Falls), shardwise.fully_shard, mesh=mesh())), plain)
+
+
+@on_ranks(2)
 def test_frozen_ones() -> None:
     def make(verb: Any) -> nn.Module:
         model = small(SentInBfloat16)
@@ -216,9 +231,15 @@ def test_memory_is_freed() -> None:
     assert weight.untyped_storage().nbytes() == 0
 
 
-@on_ranks(2)
-def test_checkpoints_and_whole_values() -> None:
-    model = wrap(small(SentInBfloat16), shardwise.fully_shard, mesh=mesh())
+@on_ranks(2, of=["class", "methods"])
+def test_checkpoints_and_whole_values(of: str) -> None:
+    def make() -> nn.Module:
+        model = wrap(small(SentInBfloat16) if of == "class" else MLP(EVEN), shardwise.fully_shard, mesh=mesh())
+        for parameter in model.parameters() if of == "methods" else ():
+            hang(parameter)
+        return model
+
+    model = make()
     train(model)
     whole = shardwise.full_state_dict(model, rank0_only=False)
     for name, parameter in model.named_parameters():
@@ -228,7 +249,7 @@ def test_checkpoints_and_whole_values() -> None:
     with shared_directory() as directory:
         optimizer = torch.optim.AdamW(model.parameters())
         shardwise.save(directory / "run", model=model, optimizer=optimizer)
-        other = wrap(small(SentInBfloat16), shardwise.fully_shard, mesh=mesh())
+        other = make()
         shardwise.load(directory / "run", model=other, optimizer=torch.optim.AdamW(other.parameters()))
         again = shardwise.full_state_dict(other, rank0_only=False)
     for name, value in whole.items():
@@ -433,10 +454,29 @@ def test_nothing_is_sharded_after_an_error_of_one_mesh() -> None:
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
 
 
+@on_ranks(1)
+def test_whole_values_of_a_class_that_no_plain_tensor_copies() -> None:
+    class Alone(SentInBfloat16):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.copy_.default and not isinstance(args[0], cls):
+                raise NotImplementedError("on purpose")
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    model = wrap(small(Alone), shardwise.fully_shard, mesh=mesh())
+    value: Any = shardwise.full_state_dict(model)["layers.0.weight"]
+    torch.manual_seed(0)
+    assert torch.equal(value.data_inside, MLP(EVEN).layers[0].weight)  # type: ignore[arg-type]
+
+
 @on_ranks(2)
 def test_errors_of_hooks_name_the_parameter_and_leave_no_memory() -> None:
     class Wrong(SentInBfloat16):
         gives: Any = None
+        sends: Any = None
+
+        def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+            return super().fsdp_pre_all_gather(mesh) if Wrong.sends is None else Wrong.sends(self.data_inside)
 
         def fsdp_post_all_gather(self, *arguments: Any, out: Any = None) -> Any:
             if Wrong.gives is not None:
@@ -455,6 +495,15 @@ def test_errors_of_hooks_name_the_parameter_and_leave_no_memory() -> None:
         buffers: Any = units_of(model.layers[0])[0].groups[0].shards.buffers
         assert not any(one.untyped_storage().nbytes() for buffer in buffers for one in getattr(buffer, "_outputs", ()))
     Wrong.gives = None
+    model(batch(0, 0, 4, 12))
+    for sends, kind, message in (
+        (lambda inside: inside, TypeError, r"(?s)'layers.0.weight' gave .*a pair, of the tensors to gather"),
+        (lambda inside: ((inside,), None), StateError, r"'layers.0.weight' gave tensors of other sizes or dtypes than"),
+    ):
+        Wrong.sends = sends
+        with pytest.raises(kind, match=message):
+            model(batch(0, 0, 4, 12))
+    Wrong.sends = None
     assert_same(train(model), train(wrap(small(SentInBfloat16), shardwise.fully_shard, mesh=mesh())))
 
 

@@ -138,8 +138,12 @@ def test_a_backward_whose_end_is_being_queued(fake_mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize("name", ["Unit.leave_by_exception", "Unit._end_failed_call", "Unit._leave_call"])
-@pytest.mark.parametrize("resets", [True, False])
-def test_exceptions_in_forward(fake_mesh: Mesh, name: str, resets: bool) -> None:
+@pytest.mark.parametrize(
+    ("register", "resets"),
+    [("register_forward_hook", True), ("register_forward_hook", False), ("register_forward_pre_hook", False)],
+)
+def test_exceptions_in_forward(fake_mesh: Mesh, name: str, register: str, resets: bool) -> None:
+    """Once the unit has left its forward, and inside of that."""
     mesh = fake_mesh(1)
     expected = losses_after(mesh, 1, lambda _: None, resets)
     for after in range(200):
@@ -148,7 +152,7 @@ def test_exceptions_in_forward(fake_mesh: Mesh, name: str, resets: bool) -> None
         def interrupt(model: Any, after: int = after) -> None:
             nonlocal raised
             layer = model.layers[1]
-            handle = layer.register_forward_hook(lambda *_: torch.empty(3, 5) @ torch.empty(3, 5))
+            handle = getattr(layer, register)(lambda *_: torch.empty(3, 5) @ torch.empty(3, 5))
             # A root that was interrupted itself seems to call itself with the next forward.
             of = (lambda _: True) if resets else (lambda unit: not unit.is_root)
             with suppress(KeyboardInterrupt, RuntimeError), interrupted(name, after, of) as raised:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ import shardwise
 from shardwise import FSDPModule, Placements, fully_shard
 from shardwise.core import comm
 from shardwise.core.comm import Comm, new_group_of
+from shardwise.core.errors import StateError
 from shardwise.core.gradient import Scale, gradient_scale
 from shardwise.core.root import unit_of, units_of
 
@@ -84,8 +86,12 @@ def test_methods_of_a_newer_torch_are_refused(fake_mesh: Mesh, monkeypatch: pyte
         for group in self._get_fsdp_state()._fsdp_param_groups:
             group.newer = value
 
+    def set_what_is_read(self: Any, value: bool) -> None:
+        for group in self._get_fsdp_state()._fsdp_param_groups:
+            group.newer.value = value
+
     model = build(fake_mesh(2))
-    for set_newer in (lambda self, value: self._get_fsdp_state().set(value), set_of_each_group):
+    for set_newer in (lambda self, value: self._get_fsdp_state().set(value), set_of_each_group, set_what_is_read):
         monkeypatch.setattr(Theirs, "set_newer", set_newer, raising=False)
         with pytest.raises(AttributeError, match="newer than this version of shardwise"):
             model.set_newer(True)  # type: ignore[operator]
@@ -243,6 +249,34 @@ def test_what_the_user_gathers_stays_without_the_handle(fake_mesh: Mesh) -> None
         last.unshard()
     assert not counted.gathers
     last.reshard()
+
+
+def test_a_gather_with_others_fails_for_all_of_them(fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for another of its units is told, and the next use gathers again."""
+    mesh, layers = fake_mesh(2), [nn.Linear(4, 4) for _ in range(20)]
+    monkeypatch.setattr("shardwise.core.batch.JOINT_BYTES", 1000)  # of three layers
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, placements="zero1")
+    model: Any = fully_shard(nn.Sequential(*layers), mesh=mesh, placements="zero1")
+    optimizer, x, handles = torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(2, 4), list[Any]()
+    model(x).sum().backward()
+    optimizer.step()
+    gather, failing = Comm.all_gather, MagicMock()
+    failing.wait.side_effect = ConnectionError("on purpose")
+
+    def all_gather(own: Comm, outputs: Any, inputs: Any, purpose: str) -> Any:
+        return [failing] if purpose == "3, 4, 5" else gather(own, outputs, inputs, purpose)
+
+    hook = layers[0].register_forward_hook(lambda *_: handles.extend(model[at].unshard(async_op=True) for at in (4, 5)))
+    with patch.object(Comm, "all_gather", all_gather), pytest.raises(ConnectionError, match="on purpose"):
+        model(x)
+    hook.remove()
+    with pytest.raises(StateError, match=r"unit '4' was gathered together with others, .* call unshard\(\) again"):
+        handles[0].wait()
+    again = model[5].unshard(async_op=True)
+    for handle in (again, handles[1]):
+        handle.wait()
+    model(x).sum().backward()
 
 
 def test_unshard_before_the_root_ran_does_not_hide_the_root(fake_mesh: Mesh) -> None:
@@ -439,6 +473,19 @@ def test_prefetch_setters_choose_what_is_gathered(fake_mesh: Mesh, monkeypatch: 
     assert order == ["layers.2", "layers.0", "layers.1"]
     with pytest.raises(ValueError, match="takes modules wrapped by fully_shard, not Linear"):
         model.set_modules_to_forward_prefetch([nn.Linear(2, 2)])  # type: ignore[operator]
+
+
+def test_units_go_by_themselves_where_the_user_chooses_what_is_gathered_when(
+    fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwise.core.batch.MANY", 1)
+    model = build(fake_mesh(2))
+    model.layers[0].set_modules_to_forward_prefetch([model.layers[2]])  # type: ignore[operator]
+    for _ in range(3):
+        run(model)
+    order = names_of_gathers(monkeypatch)
+    model(inputs_for(model, 0))
+    assert order == ["Transformer (root)", "layers.0", "layers.2", "layers.1"]
 
 
 @pytest.mark.parametrize(
@@ -736,6 +783,22 @@ def test_custom_collectives(fake_mesh: Mesh) -> None:
     assert (reduce.calls, reduce.allocated) == (1, 2)
     with pytest.raises(ValueError, match="allocates by itself"):
         model.layers[0].set_allocate_memory_from_process_group_for_comm(True)  # type: ignore[operator]
+
+
+def test_custom_gather_of_a_unit_that_was_gathered_with_others(
+    fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch, gathers: list[int]
+) -> None:
+    monkeypatch.setattr("shardwise.core.batch.MANY", 1)
+    model, gather = build(fake_mesh(2)), Staged(all_gather)
+    for _ in range(3):
+        run(model)
+    gathers.clear()
+    run(model)
+    assert len(gathers) == 3  # the root, and the layers twice
+    model.layers[1].set_custom_all_gather(gather)  # type: ignore[operator]
+    gathers.clear()
+    run(model)
+    assert (len(gathers), gather.calls) == (3, 2)
 
 
 def test_process_group_memory(fake_mesh: Mesh) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import operator
 import pickle
@@ -12,10 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import shardwise
@@ -27,11 +30,12 @@ from shardwise import (
     register_fsdp_forward_method,
 )
 from shardwise.fairscale import OSS, FullyShardedDataParallel
+from shardwise.fairscale.testing import DummyProcessGroup
 from shardwise.optim import flat
 
 from ..models import MLP, inputs_for, wrap
 from ..needs import needs_named_axes
-from ..ranks.test_parallel import named_axes
+from ..ranks.test_parallel import named_axes, needs_spmd_types
 
 Mesh = Callable[..., DeviceMesh]
 
@@ -60,6 +64,60 @@ def test_a_smaller_world_for_what_tensor_parallelism_cut(fake_mesh: Mesh) -> Non
     fully_shard(model, mesh=mesh["replicate"])
 
 
+@pytest.mark.parametrize("ranks", [[0, 1], [0, 1, 2, 3]])
+def test_a_mesh_for_what_is_cut_that_does_not_combine_with_ours(fake_mesh: Mesh, ranks: list[int]) -> None:
+    mesh, other, model = fake_mesh(4), DeviceMesh("cpu", ranks, mesh_dim_names=("tp",)), nn.Linear(4, 4)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), other, [Shard(0)]))
+    with pytest.raises(ValueError, match=r"'weight' is a DTensor on .* does not combine with .* slice both from one"):
+        fully_shard(model, mesh=mesh)
+
+
+@needs_named_axes
+def test_a_parameter_that_data_parallel_axes_cut_already(fake_mesh: Mesh) -> None:
+    mesh, model = fake_mesh(2, 2), nn.Linear(4, 4, bias=False)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0), Replicate()]))
+    with pytest.raises(ValueError, match=r"'weight' is placed .* on data-parallel axis 'replicate', .* be Replicate"):
+        fully_shard(model, mesh=mesh, dp_mesh_dims=named_axes(shard="replicate"))
+
+
+@needs_named_axes
+@needs_spmd_types
+@pytest.mark.parametrize(
+    ("kinds", "axes", "message"),
+    [
+        ({"shard": "R"}, None, r"annotated by spmd_types: pass fully_shard the mesh of all its axes, and dp_mesh_dims"),
+        ({"replicate": "R"}, "replicate", r"annotated by spmd_types, but not for axis 'shard' of .*: annotate it"),
+        ({"replicate": "I", "shard": "R"}, "replicate", r".*I on data-parallel axis 'replicate', .*R there"),
+        ({"other": "R", "shard": "R"}, "replicate", r".*R on .*, which is no axis of .*replicate=2, shard"),
+    ],
+)
+def test_annotations_that_do_not_say_what_a_parameter_is(
+    fake_mesh: Mesh, kinds: dict[str, str], axes: str | None, message: str
+) -> None:
+    import spmd_types
+
+    mesh, model = fake_mesh(2, 2), nn.Linear(4, 4, bias=False)
+    groups = {"other": dist.new_group([0, 3]), **{name: mesh.get_group(name) for name in ("replicate", "shard")}}
+    spmd_types.assert_type(model.weight, {groups[axis]: getattr(spmd_types, kind) for axis, kind in kinds.items()})
+    options: dict[str, Any] = {} if axes is None else {"dp_mesh_dims": named_axes(shard=axes)}
+    with pytest.raises(ValueError, match=rf"'weight' is {message}"):
+        fully_shard(model, mesh=mesh, **options)
+
+
+@needs_named_axes
+def test_what_is_set_for_one_mesh_of_several(fake_mesh: Mesh) -> None:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+
+    mesh, model = fake_mesh(2, 2), nn.Linear(4, 4)
+    infos = {1: FSDPMeshInfo(mesh["shard"], shard_mesh_dim=0), 2: FSDPMeshInfo(mesh["replicate"], shard_mesh_dim=0)}
+    unit: Any = fully_shard(
+        model, mesh=mesh["shard"], shard_placement_fn=lambda one: ShardPlacementResult(Shard(0), infos[one.ndim])
+    )
+    for method in ("set_custom_all_gather", "set_custom_reduce_scatter", "set_all_reduce_hook"):
+        with pytest.raises(ValueError, match=rf"{method}: unit .* has parameters on several meshes"):
+            getattr(unit, method)(DefaultAllGather())
+
+
 def test_a_stream_for_the_hook_of_what_is_replicated(fake_mesh: Mesh) -> None:
     model: Any = fully_shard(MLP(), mesh=fake_mesh(2, 2))
     with pytest.raises(ValueError, match=r"unit .* all-reduces by itself: the hook runs in that stream"):
@@ -79,6 +137,9 @@ def test_a_flat_optimizer_of_a_parameter_that_is_there_twice(fake_mesh: Mesh) ->
     first, *rest = model.parameters()
     with pytest.warns(UserWarning, match="duplicate"), pytest.raises(ValueError, match=r"'layers\.0\.weight' is twice"):
         flat(torch.optim.SGD, [first, *rest, first])
+    plain = nn.Parameter(torch.ones(2, 3))
+    with pytest.warns(UserWarning, match="duplicate"), pytest.raises(ValueError, match=r"shape \(2, 3\) is twice"):
+        flat(torch.optim.SGD, [plain, plain])
     optimizer = flat(torch.optim.SGD, [first, *rest], lr=0.1)
     optimizer.param_groups[0]["params"].append(first)
     model(torch.ones(1, first.shape[1])).sum().backward()
@@ -262,3 +323,21 @@ def test_state_that_does_not_move_with_repointed_parameters(fake_mesh: Mesh) -> 
     fully_shard(model, mesh=fake_mesh(2))
     with pytest.warns(UserWarning, match=r"state '\w+' that LBFGS has for parameter 'weight' stays whole"):
         shardwise.repoint(optimizer)
+
+
+def test_oss_that_was_pickled_on_other_ranks(fake_mesh: Mesh) -> None:
+    fake_mesh(2)
+    pickled = pickle.dumps(OSS(nn.Linear(2, 2).parameters(), torch.optim.SGD, lr=0.1))
+    dist.destroy_process_group()
+    fake_mesh(3)
+    with pytest.raises(RuntimeError, match=r"pickled on 2 ranks and cannot be unpickled on 3: save its state_dict"):
+        pickle.loads(pickled)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_groups_without_processes_to_reduce_over(fake_mesh: Mesh, ranks: int) -> None:
+    fake_mesh(2)
+    with contextlib.nullcontext() if ranks == 2 else pytest.warns(UserWarning, match="has 3 ranks and process_group 2"):
+        model = FullyShardedDataParallel(nn.Linear(2, 2), process_group_reduce_scatter=DummyProcessGroup(0, ranks))
+    model(torch.ones(1, 2)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())

@@ -284,3 +284,12 @@ def test_a_plain_gradient_of_one_number_steps_on_one_rank(fake_mesh: Mesh) -> No
     model.bias.grad = torch.ones(1)
     optimizer.step()
     assert local_of(model.bias).item() == pytest.approx(before - 0.5)
+
+
+def test_a_differentiable_step_is_torchs_own(fake_mesh: Mesh) -> None:
+    """Which fails for parameters, that are leaves: it is not taken as if it were not differentiable."""
+    model = build(fake_mesh(2))
+    optimizer = torch.optim.AdamW(model.parameters(), differentiable=True)
+    model(inputs_for(model, 0)).sum().backward()
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        optimizer.step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import gc
 import inspect
 import io
@@ -509,6 +510,8 @@ def test_messages_name_the_parameter_that_a_view_is_of(fake_mesh: Mesh) -> None:
     for used in (weight.t(), weight.T, weight.mT, weight.T[:, 1:3].contiguous(), weight.view(2, 8).reshape(4, 4)):
         with pytest.raises(RuntimeError, match="parameter 'weight' was used outside the forward of its unit"):
             x @ used
+    with pytest.raises(RuntimeError, match=r"shape '\[5, 5\]' is invalid"):
+        weight.t().view(5, 5)
     assert type(weight.contiguous()) is type(weight)
     assert isinstance(torch.transpose(input=weight, dim0=0, dim1=1), DTensor)
     copied = copy.deepcopy(weight.detach().t())
@@ -537,6 +540,16 @@ def test_messages_of_what_had_a_sharded_parameter_before_its_unit_was_gathered(f
     model.unshard()
     with pytest.raises(StateError, match=r"is gathered.*; where lerp_ updates a copy or an average"):
         average.lerp_(plain.weight, 0.5)
+
+
+def test_gradients_of_what_was_computed_without_them(fake_mesh: Mesh) -> None:
+    """Are no matter of what is sharded."""
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=fake_mesh(2))
+    with torch.no_grad():
+        loss = model(torch.ones(2, 4)).sum()
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        torch.autograd.grad(loss, list(model.parameters()))
 
 
 class Sealed:
@@ -581,6 +594,66 @@ def test_an_object_that_units_fill_announces_to_each_its_own(fake_mesh: Mesh, bo
         with CommDebugMode() as counter:
             model(torch.ones(2, 4)).backward()
     assert sum(counter.get_comm_counts().values()) == 3 * len(model)
+
+
+@dataclasses.dataclass
+class Field:
+    value: torch.Tensor | None = None
+
+
+def test_a_parameter_that_a_unit_puts_into_a_field(fake_mesh: Mesh) -> None:
+    """It is used after the unit has freed it."""
+
+    class Puts(nn.Linear):
+        def forward(self, x: torch.Tensor, field: Field) -> torch.Tensor:  # type: ignore[override]
+            field.value = self.weight
+            return super().forward(x)
+
+    class Uses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Puts(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            field = Field()
+            return self.inner(x, field).sum() * field.value.square().sum()  # type: ignore[no-any-return, union-attr]
+
+    mesh, plain = fake_mesh(1), Uses()
+    model = copy.deepcopy(plain)
+    for unit in (model.inner, model):
+        fully_shard(unit, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.float64))  # so that one rank gathers too
+    plain(torch.ones(2, 4)).backward()
+    model(torch.ones(2, 4)).backward()
+    torch.testing.assert_close(local_of(model.inner.weight.grad), plain.inner.weight.grad)  # type: ignore[arg-type]
+
+
+def test_views_that_no_backward_goes_through_beside_what_it_does(fake_mesh: Mesh) -> None:
+    """Autograd raises when it is asked for the history of such a view."""
+
+    class Shows(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            output = super().forward(x)
+            first, _ = output.unbind()
+            output.mul_(2)
+            return SimpleNamespace(first=first, output=output)
+
+    model = Shows(4, 4)
+    fully_shard(model, mesh=fake_mesh(1))
+    model(torch.ones(2, 4)).output.sum().backward()
+    assert torch.equal(local_of(model.bias.grad), torch.full((4,), 4.0))  # type: ignore[arg-type]
+
+
+def test_outputs_of_transforms_that_need_no_gradients(fake_mesh: Mesh) -> None:
+    class Counts(nn.Linear):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+            return super().forward(x), x.argmax()
+
+    plain = Counts(4, 4)
+    model, x = copy.deepcopy(plain), torch.eye(4)[1:]
+    fully_shard(model, mesh=fake_mesh(1))
+    for output, expected in zip(torch.vmap(model)(x), torch.vmap(plain)(x), strict=True):
+        assert torch.equal(output, expected)
+        assert output.requires_grad == expected.requires_grad
 
 
 def test_ignored_parameters_on_the_meta_device_are_refused(fake_mesh: Mesh) -> None:
@@ -713,6 +786,26 @@ def test_offloaded_shards_are_not_written_while_they_are_copied(fake_mesh: Mesh,
         shardwise.load_full_state_dict(model, whole, broadcast_from_rank0=False)
     assert torch.equal(copy.seen, before)
     assert not torch.equal(shards.buffers[0].local, before)
+
+
+def test_offloaded_shards_that_are_copied_with_others_are_not_written(
+    fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwise.core.batch.MANY", 1)
+    model = build(fake_mesh(2), placements="zero1", offload_policy=shardwise.CPUOffloadPolicy(pin_memory=False))
+    for _ in range(2):
+        model(inputs_for(model, 0))
+        with torch.no_grad():
+            torch._foreach_add_(list(model.parameters()), 1)
+    model(inputs_for(model, 0))
+    shards: list[Any] = [unit_of(layer).groups[0].shards for layer in model.layers]  # type: ignore[union-attr]
+    assert shards[0].read_by is shards[1].read_by is not None
+    before = shards[0].buffers[0].local.clone()
+    shards[0].read_by._ticket = copy = LateCopy(shards[0].buffers[0].local)
+    with torch.no_grad():
+        torch._foreach_add_(list(model.layers[0].parameters()), 1)
+    assert torch.equal(copy.seen, before)
+    assert not torch.equal(shards[0].buffers[0].local, before)
 
 
 @pytest.mark.parametrize("again", [False, True])
