@@ -19,7 +19,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
@@ -619,7 +621,9 @@ def test_state_dict_options() -> None:
 
 @on_ranks(2, flat=FLAT)
 def test_pickles(flat: bool) -> None:
-    model = wrapped(made(MLP), flatten_parameters=flat)
+    with pytest.raises(AttributeError, match="no attribute 'reset'"):
+        FSDP.__new__(FSDP).reset()  # type: ignore[operator]
+    model = wrapped(made(MLP), flatten_parameters=flat, process_group_reduce_scatter="reduce_scatter")
     inputs = inputs_for(MLP(), dist.get_rank())
     loss_of(model, inputs)  # hooks of a forward must not be in the way
     loaded = pickle.loads(pickle.dumps(model))
@@ -643,6 +647,11 @@ def test_pickles(flat: bool) -> None:
     assert torch.equal(dummy.state_dict()["layers.0.weight"], made(MLP).layers[0].weight)
     with pytest.raises(ValueError, match="rank"):
         dummy.process_group = DummyProcessGroup(1 - dist.get_rank(), 2)
+
+
+def test_without_a_process_group() -> None:
+    with pytest.raises(RuntimeError, match=r"there is none: call torch.distributed.init_process_group first, or pass"):
+        FSDP(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("given", ["x", 3, torch.ones(1)])
@@ -692,7 +701,14 @@ def test_flat_parameter() -> None:
         assert other.metadata() == flat.metadata()
     with pytest.raises(ValueError, match="7"):
         flat.get_param_views(torch.zeros(3))
-    for bad, message in (([], "at least one"), ([flat], "do not nest"), ([1], "number 0 is a int"), (first, "a list")):
+    mixed = [first, second.half()]
+    for bad, message in (
+        ([], "at least one"),
+        ([flat], "do not nest"),
+        ([1], "number 0 is a int"),
+        (first, "a list"),
+        (mixed, r"one dtype can be joined, not \['torch.float16', 'torch.float32'\]"),
+    ):
         with pytest.raises(ValueError, match=message):
             FlatParameter(bad)
 
@@ -934,8 +950,15 @@ def test_shares_parameters_between_instances() -> None:
         model.middle.append_shared_param(weight)
     with pytest.raises(ValueError, match="not sharded by another"):
         model.last.append_shared_param(nn.Parameter(torch.zeros(2)))
+    tied = nn.Linear(5, 5, bias=False)
+    tied.weight = weight
+    with pytest.raises(ValueError, match="no parameter of its own beside 'weight'"):
+        FSDP(tied, flatten_parameters=False).append_shared_param(weight)
     model.last.append_shared_param(weight)
     model = FSDP(model)
+    for make in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(TypeError, match=r"\(Linear\) uses a parameter of another instance, so it cannot"):
+            make(model)
     train_both(expected, model)
     values, truth = model.state_dict(), expected.module.state_dict()
     assert set(values) == set(truth)
@@ -999,6 +1022,9 @@ def test_consolidates_ties_of_every_instance() -> None:
     assert set(whole) == set(model.state_dict())
     for name, value in model.state_dict().items():
         assert torch.equal(whole[name], value)
+    short = {name: value[:-1] for name, value in weights[1].items()}
+    with pytest.raises(ValueError, match=r"the shards of '.*flat_param_0' have \d+ elements together, not"):
+        FSDP.consolidate_shard_weights([weights[0], short], list(metadata))
     with pytest.raises(KeyError, match="flat_param_0"):
         FSDP.consolidate_shard_weights([{}, {}], list(metadata))
     assert FSDP.consolidate_shard_weights([{}, {}], list(metadata), strict=False) == {}
@@ -1037,6 +1063,16 @@ def test_casts_inputs_at_the_root() -> None:
     assert wide.module.seen == [(single, single)]
     root(x, y).sum().backward()
     assert x.grad is not None
+
+
+@on_ranks(1)
+def test_divides_gradients_on_one_rank() -> None:
+    model = FSDP(nn.Linear(2, 1, bias=False), gradient_predivide_factor=4.0)
+    for factor in (1.0, 1 / 8):
+        model(torch.ones(1, 2)).sum().backward()
+        assert torch.equal(next(model.parameters()).grad, torch.full((2,), factor))  # type: ignore[arg-type]
+        model.zero_grad()
+        model.set_gradient_divide_factors(2.0, 4.0, recursive=True)
 
 
 @on_ranks(2)
@@ -1138,12 +1174,21 @@ def test_refuses_what_does_not_fit() -> None:
         shardwise.fully_shard(model[1])
         return model
 
+    def with_parameter(value: torch.Tensor) -> nn.Module:
+        model = nn.Linear(2, 2)
+        model.register_parameter("odd", nn.Parameter(value, requires_grad=False))
+        return model
+
+    mesh = init_device_mesh("cpu", (2,))
     cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         (ValueError, "fp32_reduce_scatter", lambda: FSDP(nn.Linear(2, 2), fp32_reduce_scatter=True)),
         (ValueError, "'weight' is torch.float16", lambda: FSDP(nn.Linear(2, 2).half())),
         (ValueError, "'weight' is torch.float16", lambda: FSDP(nn.Linear(2, 2).half(), mixed_precision=True)),
         (ValueError, "'weight' is torch.float32", lambda: FSDP(nn.Linear(2, 2), compute_dtype=torch.float16)),
         (ValueError, "meta", lambda: FSDP(nn.Linear(2, 2, device="meta"))),
+        (ValueError, "buffer 'running_mean' .* meta", lambda: FSDP(nn.BatchNorm1d(2, affine=False, device="meta"))),
+        (ValueError, "'odd' is torch.int32: only floating", lambda: FSDP(with_parameter(torch.ones(2).int()))),
+        (ValueError, "'odd' is a DTensor", lambda: FSDP(with_parameter(distribute_tensor(torch.ones(2), mesh)))),
         (ValueError, "module '1' was given to fully_shard", lambda: FSDP(partly_sharded())),
         (ValueError, "module '' was given to fully_shard", lambda: FSDP(shardwise.fully_shard(nn.Linear(2, 2)))),
         (TypeError, "wraps a module", lambda: FSDP(3)),

@@ -149,6 +149,37 @@ def test_trains_as_ddp(make: Callable[[], nn.Module], size: int) -> None:
         assert_parameters(sharded, ddp)
 
 
+class Empty(nn.Module):
+    """With parameters that have no elements, beside others if there is a ``width``."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.first, self.last = nn.Parameter(torch.empty(0, 3)), nn.Parameter(torch.empty(0))
+        self.linear = nn.Linear(8, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).sum() + self.first.sum() + self.last.sum()  # type: ignore[no-any-return]
+
+
+@on_ranks(1, 2, 3, width=[0, 4])
+def test_parameters_without_elements(width: int) -> None:
+    sharded, oss = shard(Empty(width))
+    ddp = DistributedDataParallel(copy.deepcopy(sharded.module))
+    optimizer = SGD(ddp.parameters(), lr=0.1)
+    for step in range(2):
+        x = torch.full((2, 8), 1.0 + step + dist.get_rank())
+        for model, stepped in ((sharded, oss), (ddp, optimizer)):
+            stepped.zero_grad()
+            model(x).backward()
+        assert_gradients(sharded, oss, ddp)
+        oss.step()
+        optimizer.step()
+        assert_parameters(sharded, ddp)
+    sharded.sync_buffers()  # there are none
+    with torch.no_grad():
+        assert torch.equal(sharded(x), ddp(x))
+
+
 @on_ranks(2)
 def test_other_ways_to_zero_gradients() -> None:
     """FairScale reduces zeros once the optimizer has dropped the gradients that it made views of its buffers."""
@@ -1624,6 +1655,8 @@ def test_pickling_and_copying() -> None:
             assert (parameter.grad is None) == (owner != dist.get_rank())
         optimizer.step()
         assert_parameters(other, sharded)
+    with pytest.raises(AttributeError, match="no attribute 'module'"):
+        ShardedDDP.__new__(ShardedDDP).reset()  # type: ignore[operator]
     group = dist.new_group([0, 1])
     model = model_of()
     with pytest.raises(TypeError, match="subgroup cannot be pickled"):
