@@ -645,6 +645,32 @@ def test_an_optimizer_that_made_its_state_on_the_meta_device(tmp_path: Path) -> 
     assert train(other, loaded) == truth
 
 
+def test_state_whose_keys_are_numbers(tmp_path: Path) -> None:
+    """They are text in the names of tensors: an optimizer would look for its numbers in vain, and start anew."""
+    model, other = make(), make(1)
+    optimizer, loaded = (SGD(one.parameters(), lr=0.1) for one in (model, other))
+    for parameter in model.parameters():
+        deep = {1: torch.randn(2), 2.5: [torch.randn(1), {3: torch.randn(1)}], "4": torch.randn(1)}
+        optimizer.state[parameter] = {0: {"sum": torch.randn(3), "count": 2}, "deep": deep, "plain": {5: 6}}
+    save(tmp_path, model=model, optimizer=optimizer)
+    for _ in range(2):  # the second time into a state that is there
+        load(tmp_path, model=other, optimizer=loaded)
+        for mine, parameter in zip(other.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(loaded.state[mine], optimizer.state[parameter], rtol=0, atol=0)
+            assert [*loaded.state[mine]["deep"]] == [1, 2.5, "4"]
+    optimizer.state[parameter]["deep"]["1"] = torch.ones(1)
+    with pytest.raises(ValueError, match=r"\.deep of the optimizer has keys of the same text, .*: 1, 2\.5, '4', '1'"):
+        save(tmp_path, model=model, optimizer=optimizer)
+
+
+def test_state_of_the_same_name(tmp_path: Path) -> None:
+    model = make()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    optimizer.state[next(model.parameters())] = {"a": {"b": torch.ones(1)}, "a.b": torch.ones(2)}
+    with pytest.raises(ValueError, match=r"two things to save have the same name: 'optimizer\.state\..*\.a\.b'"):
+        save(tmp_path, model=model, optimizer=optimizer)
+
+
 def test_state_in_a_wider_dtype_than_its_parameter(tmp_path: Path) -> None:
     model = make(dtype=torch.bfloat16)
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -17,7 +17,7 @@ from .integrity import checksum, is_plain
 from .model_state import model_state
 from .names import parameter_names, plain_name
 from .objects import Path, Pickled, as_saved, capture, is_kept_by_leaves, key_of, leaves, pickled, warn_of_unsafe
-from .optimizer_state import STATE, classes, cuts, optimizer_state
+from .optimizer_state import STATE, classes, cuts, number_keys, optimizer_state
 from .rng import random_states
 from .weights import replica_of
 
@@ -41,15 +41,17 @@ def contents(
     Raises:
         StateError: naming parameters without values.
         TypeError: naming an object that cannot be pickled, or a tensor that is not dense.
-        ValueError: if an optimizer has parameters that the model does not have, or ``extra`` contains itself.
+        ValueError: if an optimizer has parameters that the model does not have, or state with keys of the same text; if
+            ``extra`` contains itself.
     """
     found: dict[Path, Any] = {}
     if model is not None:
         found.update({(MODEL, name): value for name, value in model_state(model).items()})
         if optimizers:
             names = parameter_names(model)
-            state = dict(leaves(optimizer_state(optimizers, names), (OPTIMIZER,)))
-            found.update({**state, **cuts(state, names), **classes(state)})
+            tree = optimizer_state(optimizers, names)
+            state = dict(leaves(tree, (OPTIMIZER,)))
+            found.update({**state, **cuts(state, names), **classes(state), **number_keys(tree[STATE])})
     sharded: dict[str, DTensor] = {}
     if scheduler is not None:
         captured = _captured(SCHEDULER, scheduler, sharded, (SCHEDULER,))

@@ -180,7 +180,7 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """The leaves of a tree as `torch.distributed.checkpoint` sees them: it looks into mappings, and into lists that
     have tensors or mappings in them. But mappings that are empty, or have keys that are not strings, would not come
     back as they were: without tensors inside they are leaves, as dicts."""
-    if isinstance(value, Mapping) and (_has_tensors(value) or (value and all(type(key) is str for key in value))):
+    if isinstance(value, Mapping) and (has_tensors(value) or (value and all(type(key) is str for key in value))):
         for key, item in value.items():
             yield from leaves(item, (*path, str(key)))
     elif _is_list_of_more(value):
@@ -190,9 +190,10 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield path, _as_dicts(value)
 
 
-def _has_tensors(value: Any) -> bool:
+def has_tensors(value: Any) -> bool:
+    """Whether it is a tensor, or a tree of mappings and lists with one."""
     items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    return isinstance(value, torch.Tensor) or any(map(_has_tensors, items))
+    return isinstance(value, torch.Tensor) or any(map(has_tensors, items))
 
 
 def _as_dicts(value: Any) -> Any:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from ..core.device import detached, local_of, make_spec, region_of, shard_inside, spec_of, wrap_local
 from ..core.errors import listed
 from ..core.step import parameters_of
-from .objects import Path, is_sum, tree_of
+from .objects import Path, has_tensors, is_sum, key_of, tree_of
 from .reading import StoredData
 
 Names = Mapping[torch.Tensor, Sequence[str]]
@@ -30,6 +30,9 @@ CUTS = "optimizer_cuts"
 
 CLASSES = "optimizer_classes"
 """Names of the classes of tensors among the state that are no plain ones; see `classes`."""
+
+KEYS = "optimizer_keys"
+"""Keys of dicts among the state that are numbers; see `number_keys`."""
 
 Cut = Mapping[int, int | None]
 """For dims on which a parameter is cut, the dim of its state that is cut where the parameter is; None for none."""
@@ -129,6 +132,30 @@ def classes(items: Mapping[Path, Any]) -> dict[Path, list[str]]:
     state = [local_of(value) for path, value in items.items() if path[1:2] == (STATE,) and torch.is_tensor(value)]
     found = sorted({type(value).__qualname__ for value in state} - {"Tensor", "Parameter"})
     return {(CLASSES,): found} if found else {}
+
+
+def number_keys(state: Any, path: Path = (KEYS, STATE)) -> dict[Path, int | float]:
+    """Keys that are numbers, of dicts with tensors in the optimizer's ``state``, by the paths of what they are of: in
+    those keys are text, and an optimizer that looks up a number would find nothing.
+
+    Raises:
+        ValueError: naming what has two keys of the same text.
+    """
+    found: dict[Path, int | float] = {}
+    if isinstance(state, list):
+        for index, item in enumerate(state):
+            found |= number_keys(item, (*path, index))
+    elif isinstance(state, Mapping) and has_tensors(state):
+        if len({*map(str, state)}) < len(state):
+            raise ValueError(
+                f"{key_of(path[1:])} of the optimizer has keys of the same text, by which checkpoints tell them apart: "
+                f"{listed(state)}"
+            )
+        for key, item in state.items():
+            below = (*path, str(key))
+            found |= {below: key} if type(key) in (int, float) else {}
+            found |= number_keys(item, below)
+    return found
 
 
 def first_state(optimizer: Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
@@ -384,10 +411,20 @@ class SavedOptimizer:
         """Give the optimizers the saved state and settings; ``tensors`` are `targets`, with values."""
         values = {**self._objects, **tensors}
         state = tree_of((path, values[key]) for key, path in self._state_paths.items()) if self._state_paths else {}
+        state = self._with_numbers(state)
         by_parameter = {self._parameters.get(name, name): value for name, value in state.items()}
         others = tree_of((path, values[key]) for key, path in self._other_paths.items()) if self._other_paths else {}
         for optimizer, groups in zip(self._optimizers, self._matching(values), strict=True):
             _load(optimizer, groups, by_parameter, others)
+
+    def _with_numbers(self, value: Any, path: Path = (KEYS, STATE)) -> Any:
+        """The state ``value``, whose place is ``path``, with the keys that `number_keys` noted."""
+        if isinstance(value, dict):
+            items = [(key, (*path, key), item) for key, item in value.items()]
+            return {self._objects.get(key_of(at), key): self._with_numbers(item, at) for key, at, item in items}
+        if isinstance(value, list):
+            return [self._with_numbers(item, (*path, index)) for index, item in enumerate(value)]
+        return value
 
 
 def _refuse_other_kind(optimizer: Optimizer, group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

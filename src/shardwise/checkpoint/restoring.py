@@ -19,7 +19,7 @@ from .contents import EXTRA, EXTRA_TENSORS, MODEL, OPTIMIZER, RANKS, RNG, SCHEDU
 from .model_state import Misfit, SavedModel
 from .names import parameter_names
 from .objects import Path, capture, check_form, release, restore, tree_of
-from .optimizer_state import CLASSES, CUTS, GROUPS, STATE, SavedOptimizer, optimizer_paths
+from .optimizer_state import CLASSES, CUTS, GROUPS, KEYS, STATE, SavedOptimizer, optimizer_paths
 from .reading import StoredData
 from .rng import seed_from, set_random_state
 
@@ -93,7 +93,7 @@ class Restoring:
     def _read_objects(self) -> None:
         """Read what is not a tensor."""
         keys = [*self._stored.below(f"{EXTRA}."), *self._optimizer_paths]
-        keys += [CLASSES, *(f"{CUTS}.{key}" for key in self._optimizer_paths)]
+        keys += [*self._stored.below(f"{KEYS}."), CLASSES, *(f"{CUTS}.{key}" for key in self._optimizer_paths)]
         keys += self._model.keys() if self._model is not None else []
         keys += self._stored.below(f"{SCHEDULER}.") if self._wanted.scheduler is not None else []
         for key in self._rng_keys:
