@@ -409,6 +409,59 @@ def test_state_of_another_optimizer(tmp_path: Path) -> None:
         load(tmp_path, model=model, optimizer=AdamW(model.parameters()))
 
 
+def test_an_optimizer_that_finds_something_missing(tmp_path: Path) -> None:
+    class Looks(SGD):
+        def load_state_dict(self, state_dict: Any) -> None:
+            self.state = state_dict["state"]
+            raise KeyError("mine")
+
+    model = make()
+    optimizer, other = SGD(model.parameters(), lr=0.1, momentum=0.9), Looks(model.parameters(), lr=0.1)
+    train(model, optimizer)
+    save(tmp_path, model=model, optimizer=optimizer)
+    before = other.state
+    with pytest.raises(ValueError, match=r"the saved state of the optimizer does not fit Looks: KeyError\('mine'\)"):
+        load(tmp_path, model=model, optimizer=other)
+    assert other.state is before
+
+
+def test_several_optimizers_of_other_names(tmp_path: Path) -> None:
+    model = make()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    settings = {"state": {}, "param_groups": [{"lr": 0.1, "params": ["0.weight"]}]}
+    dcp.save({"model": model.state_dict(), "first": settings, "second": settings}, checkpoint_id=tmp_path)
+    with pytest.raises(ValueError, match=r"optimizers under '\w+\.', '\w+\.', none of them called 'optimizer'"):
+        load(tmp_path, model=model, optimizer=optimizer)
+
+
+def test_an_object_that_does_not_take_its_state(tmp_path: Path) -> None:
+    class Refuses:
+        def state_dict(self) -> Any:
+            return {"step": 1}
+
+        def load_state_dict(self, state: Any) -> None:
+            raise KeyError(*state)
+
+    save(tmp_path, extra={"mine": Refuses()})
+    with pytest.raises(KeyError, match="step") as caught:
+        load(tmp_path, extra={"mine": Refuses()})
+    assert caught.value.__notes__ == ["when the Refuses that was passed took extra['mine'] of the checkpoint"]
+
+
+def test_a_model_of_which_nothing_was_saved(tmp_path: Path) -> None:
+    save(tmp_path, model=make(), extra=1)
+    with pytest.raises(ValueError, match=r"has no model; it has 'model', 'extra', .* 'other\.weight' were looked for"):
+        load(tmp_path, model=nn.ModuleDict({"other": nn.Embedding(2, 2)}), strict=False)
+
+
+def test_a_checkpoint_of_a_later_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as later:
+        later.setattr("shardwise.checkpoint.integrity.FORMAT", 1000)
+        save(tmp_path, model=make())
+    with pytest.raises(CheckpointError, match="has format 1000, which this version of shardwise cannot read"):
+        load(tmp_path, model=make())
+
+
 @pytest.mark.parametrize("kind", [SGD, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.NAdam])
 @pytest.mark.parametrize("has_stepped", [True, False])
 def test_another_kind_of_optimizer_loads_nothing(tmp_path: Path, kind: Any, has_stepped: bool) -> None:

@@ -341,3 +341,38 @@ def test_groups_without_processes_to_reduce_over(fake_mesh: Mesh, ranks: int) ->
         model = FullyShardedDataParallel(nn.Linear(2, 2), process_group_reduce_scatter=DummyProcessGroup(0, ranks))
     model(torch.ones(1, 2)).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_weights_on_meshes_without_one_of_all_ranks(fake_mesh: Mesh, tmp_path: Path) -> None:
+    fake_mesh(4)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    for layer, other in zip(model, (1, 2), strict=True):
+        fully_shard(layer, mesh=DeviceMesh("cpu", [0, other]))
+    with pytest.raises(ValueError, match=r"of ranks \[0, 1\] and on .* of ranks \[0, 2\], and neither has all ranks"):
+        shardwise.save_safetensors(model, tmp_path)
+
+
+def test_a_tensor_that_safetensors_files_have_no_name_for(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.register_parameter("__metadata__", nn.Parameter(torch.ones(2)))
+    with pytest.raises(ValueError, match="cannot hold a tensor named '__metadata__'"):
+        shardwise.save_safetensors(model, tmp_path)
+
+
+def test_names_that_a_function_does_not_know(tmp_path: Path) -> None:
+    shardwise.save_safetensors(nn.Linear(2, 2), tmp_path)
+    with pytest.raises(KeyError, match="weight") as caught:
+        shardwise.load_safetensors(nn.Linear(2, 2), tmp_path, rename={"bias": "bias"}.__getitem__)
+    assert caught.value.__notes__ == ["by rename, called with the name 'weight' of a tensor in the files"]
+
+
+def test_averages_of_another_shape_or_of_no_number(fake_mesh: Mesh) -> None:
+    model = fully_shard(nn.Linear(2, 2), mesh=fake_mesh(2))
+    for decay in (True, "0.9", None):
+        with pytest.raises(TypeError, match=f"decay must be a number, not {decay!r}"):
+            shardwise.EMA(model, decay)  # type: ignore[arg-type]
+    ema = shardwise.EMA(model, 0.5)
+    state = ema.state_dict()
+    state["averages"]["weight"] = torch.ones(3, 2)
+    with pytest.raises(ValueError, match=r"average of 'weight' has shape \(3, 2\), not \(2, 2\)"):
+        ema.load_state_dict(state)

@@ -188,8 +188,9 @@ def common_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh | None:
     for mesh in meshes:
         if not ranks.issuperset(mesh.mesh.flatten().tolist()):
             raise ValueError(
-                f"the model's parameters are on {largest} and on {mesh}, and neither has all ranks of the other: load "
-                "and save the parts of the model one by one"
+                f"the model's parameters are on {largest} of ranks {sorted(ranks)} and on {mesh} of ranks "
+                f"{mesh.mesh.flatten().tolist()}, and neither has all ranks of the other: load and save the parts of "
+                "the model one by one"
             )
     return largest
 
