@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardwise
 from shardwise.optim import FlatOptimizer, flat
 
-from ..models import MLP, Transformer, wrap
+from ..models import MLP, Transformer, inputs_for, wrap
 
 MakeMesh = Callable[..., DeviceMesh]
 
@@ -724,3 +724,53 @@ def test_a_step_that_asks_for_the_state_dict(fake_mesh: MakeMesh) -> None:
     for _ in range(2):
         pair.step()
         pair.check()
+
+
+def test_a_flat_class_is_taken_for_what_it_steps(fake_mesh: MakeMesh) -> None:
+    model = shardwise.fully_shard(MLP(), mesh=fake_mesh(2))
+    kind = type(flat(torch.optim.SGD, model.parameters(), lr=0.1))
+    assert type(flat(kind, model.parameters(), lr=0.1)).__name__ == kind.__name__
+
+
+def test_state_that_is_a_dict_is_refused_by_name(fake_mesh: MakeMesh) -> None:
+    class Nested(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter]["of"] = {"sum": torch.zeros_like(parameter)}
+
+    model = shardwise.fully_shard(MLP(), mesh=fake_mesh(2))
+    optimizer = flat(Nested, model.parameters(), elementwise=True, lr=0.1)
+    model(inputs_for(model, 0)).sum().backward()
+    with pytest.raises(ValueError, match=r"state 'of' of \d+ elements stepped as one is a dict"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["placements", "dtype"])
+def test_state_that_is_loaded_otherwise_for_one_parameter(fake_mesh: MakeMesh, kind: str) -> None:
+    model = shardwise.fully_shard(MLP(), mesh=fake_mesh(2))
+    optimizer = flat(torch.optim.AdamW, model.parameters(), lr=0.1)
+    model(inputs_for(model, 0)).sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    first = state["state"][0]
+    if kind == "dtype":  # then it is stepped by itself
+        first["step"] = first["step"].double()
+        optimizer.load_state_dict(state)
+        optimizer.step()
+        assert [float(one["step"]) for one in optimizer.state_dict()["state"].values()] == [2.0] * len(state["state"])
+    else:
+        mesh = first["exp_avg"].device_mesh
+        first["exp_avg"] = DTensor.from_local(torch.ones(first["exp_avg"].shape), mesh, [Replicate()], run_check=False)
+        optimizer.load_state_dict(state)
+        with pytest.raises(ValueError, match=r"'exp_avg' of parameter '.*' has placements .*: redistribute the state"):
+            optimizer.step()
+
+
+def test_a_rank_without_elements(fake_mesh: MakeMesh) -> None:
+    model = shardwise.fully_shard(nn.Linear(3, 2), mesh=fake_mesh(4, rank=3))
+    optimizer = flat(torch.optim.AdamW, model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert [one["exp_avg"].to_local().numel() for one in optimizer.state_dict()["state"].values()] == [0, 0]
