@@ -1840,3 +1840,19 @@ def test_trainer_at_other_sizes(world_size: int, case: str) -> None:
 @pytest.mark.parametrize("case", [case.__name__ for case in AT_FOUR])
 def test_trainer_of_four(world_size: int, case: str) -> None:
     check_in_ranks(__file__, "trainer_4", case, world_size, after=EXACT_RESUME)
+
+
+@pytest.mark.parametrize("room", ["lightning", "fabric"])
+def test_a_strategy_before_there_are_processes(room: str) -> None:
+    module = importlib.import_module(f"shardwise.{room}")
+    with pytest.raises(ValueError, match=rf"no strategy for 'torch'; there are those for .*{room}"):
+        module.strategy_for("torch")
+    kind = module.strategy_for(NAMESPACE if room == "lightning" else NAMESPACE.replace("pytorch", "fabric"))
+    for argument in ("reshard_after_forward", "cpu_offload"):
+        with pytest.raises(TypeError, match=rf"{argument}.* bool|{argument}.*True or False"):
+            kind(**{argument: "yes"})
+    strategy = kind()
+    with pytest.raises(RuntimeError, match=r"the device mesh exists once the Trainer runs, or after Fabric\.launch"):
+        _ = strategy.device_mesh
+    strategy.barrier()
+    assert (strategy.broadcast(3), strategy.process_group_backend, strategy.is_distributed) == (3, None, True)

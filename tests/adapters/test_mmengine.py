@@ -1225,6 +1225,11 @@ def test_limits_of_time_that_are_none(
         init_process_group("gloo", timeout=given)
 
 
+def test_arguments_of_process_groups_that_there_are_none_of(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"dist_cfg has 'timeot'; it takes backend and timeout"):
+        ShardwiseStrategy(work_dir=str(tmp_path))._setup_distributed(timeot=60)
+
+
 def test_arguments_of_the_strategys_wrapper_are_a_dict(fake_mesh: Any, tmp_path: Path) -> None:
     fake_mesh(1)
     for given in ("zero3", [1]):
