@@ -517,10 +517,7 @@ class ParameterShards(Shards):
         if self._waits_for_others:
             return False
         registered = [registry.get(name) for registry, name in self._registered]
-        try:
-            locals_ = [*map(get_local, self._sharded)]
-        except AttributeError:  # swapped with a plain tensor
-            return False
+        locals_ = [*map(get_local, self._sharded)]
         parameters, own = self._taken_over
         if not (all(map(is_, registered, parameters)) and all(map(is_, locals_, own))):
             return False
