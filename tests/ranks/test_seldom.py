@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import shardwise
@@ -135,15 +135,20 @@ def test_a_unit_of_two_dtypes_that_one_replica_leaves_out_once_they_are_one() ->
     assert_gradients(model, plain)
 
 
-@on_ranks(2)
-def test_a_unit_that_one_replica_leaves_out_after_another_took_over_what_replaced_a_parameter() -> None:
+def whole_on_each(placements: str) -> DeviceMesh:
+    """Two ranks, each of which has whole parameters."""
+    return init_device_mesh("cpu", (2,) if placements == "ddp" else (2, 1))
+
+
+@on_ranks(2, placements=["ddp", "zero3"])
+def test_a_unit_that_one_replica_leaves_out_after_another_took_over_what_replaced_a_parameter(placements: str) -> None:
     plain: Any = nn.Module()
     plain.a, plain.b = nn.Linear(3, 3), UsesSome()
     plain.forward = lambda x, use: plain.a(x) + plain.b(x, False) if use else plain.a(x)
     model: Any = copy.deepcopy(plain)
     model.forward = lambda x, use: model.a(x) + model.b(x, False) if use else model.a(x)
     for one in (model.a, model.b, model):
-        shardwise.fully_shard(one, placements="ddp")
+        shardwise.fully_shard(one, mesh=whole_on_each(placements), placements=placements)
     for step in range(reducer.IDLE_AFTER + 2):
         plain.zero_grad()
         model.zero_grad()
@@ -247,16 +252,41 @@ def test_frozen_after_a_micro_batch_in_which_a_unit_was_unused_on_a_rank(preset:
 @on_ranks(2, placements=["ddp", "zero3"])
 def test_frozen_after_a_micro_batch_in_which_a_rank_left_a_unit_out(placements: str) -> None:
     plain = UsesSome()
-    mesh = init_device_mesh("cpu", (2,) if placements == "ddp" else (2, 1))
     model: Any = copy.deepcopy(plain)
     for one in (model.a, model.b, model):
-        shardwise.fully_shard(one, mesh=mesh, placements=placements)
+        shardwise.fully_shard(one, mesh=whole_on_each(placements), placements=placements)
     for is_last in (False, True):
         for one in (plain, model):
             one.b.requires_grad_(not is_last)
         model.set_requires_gradient_sync(is_last)
         backward_of_both(model, plain, (True, False))
     assert_gradients(model, plain)
+
+
+@on_ranks(2, placements=["ddp", "zero1"], asynchronous=[False, True])
+def test_a_unit_that_micro_batches_leave_out_stays_as_the_user_has_it(placements: str, asynchronous: bool) -> None:
+    model: Any = UsesSome()
+    for one in (model.a, model.b, model):
+        shardwise.fully_shard(one, mesh=whole_on_each(placements), placements=placements)
+    model.set_requires_gradient_sync(False)
+    handle = model.b.unshard(async_op=asynchronous)
+    for step in range(3):
+        model(torch.ones(2, 3), False).sum().backward()
+        if handle is not None and step == 0:
+            handle.wait()
+        assert type(model.b.weight) is nn.Parameter
+
+
+@on_ranks(2)
+def test_micro_batches_may_leave_out_what_has_no_values_yet() -> None:
+    model: Any = UsesSome()
+    model.b.to("meta")
+    for one in (model.a, model.b, model):
+        shardwise.fully_shard(one, placements="ddp")
+    model.set_requires_gradient_sync(False)
+    for _ in range(2):
+        model(torch.ones(2, 3), False).sum().backward()
+    assert model.b.weight.is_meta
 
 
 @on_ranks(2)

@@ -195,6 +195,18 @@ def test_each_tensor_is_summed_and_written_once(tmp_path: Path, monkeypatch: pyt
     assert sum(written) == sum(file.size for file in Manifest.read(directory).files.values())
 
 
+def test_files_are_on_the_disk_before_the_checkpoint_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, original = list[int](), os.fsync
+
+    def fsync(file: int) -> None:
+        sizes.append(os.fstat(file).st_size)
+        original(file)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    directory = save(tmp_path, model=make())
+    assert {file.stat().st_size for file in directory.iterdir()} <= {*sizes}
+
+
 @pytest.mark.parametrize("after", [0, 700, 2000, 5000])
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     model = make()

@@ -134,9 +134,10 @@ class SummingStream(io.RawIOBase):
             for start in range(0, len(view), BLOCK):
                 piece = view[start : start + BLOCK]
                 self._sum.add(piece)
+                left = piece
+                while left:
+                    left = left[self._file.write(left) :]
                 self._advance(len(piece))
-                while piece:
-                    piece = piece[self._file.write(piece) :]
         except BaseException as error:
             self.error = self.error or error
             raise
@@ -169,6 +170,11 @@ class SummedWriter(io.BufferedWriter):
         this one flushes it again when it is collected."""
         if not self.closed:
             super().flush()
+
+    def fileno(self) -> int:
+        """Of the file, to which everything was handed: torch asks for it to have it on the disk."""
+        self.flush()
+        return super().fileno()
 
 
 @contextmanager

@@ -132,7 +132,10 @@ class ParamGroup:
         return self.is_whole_everywhere or self.options.zeros_for_unused
 
     def show_once(self, lane: Lane) -> None:
-        """Let there be unsharded parameters, which gradients may come for, though no forward needed them here."""
+        """Let there be unsharded parameters, of those that are registered now, which gradients may come for, though no
+        forward needed them here."""
+        if self.state is ShardState.SHARDED and not (self.is_gathering or self.shards.is_adopted):
+            self.adopt_for_use()
         if not all(slot.was_unsharded for slot in self.slots):
             self.unshard(lane)
             self.wait_for_unshard()

@@ -796,16 +796,9 @@ class Unit:
                 # casts. It is older than the inputs of this one, so its gradient comes after theirs.
                 if took_part and group.gradients.has_any():
                     self._reduce_group(group)
-                elif not took_part and self.is_in_model:
-                    self._keep_as_others(group)
+                elif group.is_whole_everywhere and not (took_part or self.reduces(group)) and self.is_in_model:
+                    group.gradients.note_left_out()
         self._forget_forward()
-
-    def _keep_as_others(self, group: ParamGroup) -> None:
-        """Know of gradients that other ranks may keep of what this one left out, where each has whole parameters: they
-        are reduced even if all of those are frozen by then."""
-        if group.is_whole_everywhere and not self.reduces(group) and group.gradients.may_have_any():
-            group.show_once(self.context.gather_lane)
-            group.gradients.accumulate()
 
     def end_of_differentiable_backward(self) -> None:
         """A backward that creates a graph is over: it reduces nothing, and where no input told that it was over for the

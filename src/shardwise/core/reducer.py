@@ -60,7 +60,8 @@ class GradientReducer:
         self._was_kept = False
         """Whether a backward of the unit was not reduced: alike on all ranks, even if none of its gradients is here."""
         self._kept: set[Slot] = set()
-        """Those that it may have given gradients: frozen since or not, they are reduced with the next."""
+        """Those that one may have given gradients, also on other ranks alone: they are reduced with the next, frozen
+        since or not."""
         self._told: set[tuple[bool, ...]] = set()
         """Which are trained, as other ranks were told: now, or earlier."""
         self._told_of: object = None
@@ -89,6 +90,11 @@ class GradientReducer:
         for slot in self.slots:
             slot.accumulate(self.policy.reduce_dtype(slot.buffer.local.dtype))
 
+    def note_left_out(self) -> None:
+        """Other ranks may have kept gradients of a backward that on this one did not come to the unit."""
+        with without_torch_function():
+            self._kept.update([slot for slot in self.slots if slot.sharded.requires_grad])
+
     def has_any(self) -> bool:
         """Whether an unsharded gradient waits for its reduction."""
         return self.slots[0].have_gradients(self.slots)
@@ -105,7 +111,7 @@ class GradientReducer:
         if self.mesh.shard.size > 1:
             return self._was_kept or self.trains()
         with without_torch_function():
-            return self._was_kept or any(slot.sharded.requires_grad for slot in self.slots)
+            return bool(self._kept) or any(slot.sharded.requires_grad for slot in self.slots)
 
     def leaves_partial_sums(self) -> bool:
         """Whether sums over the sharding axis alone would be kept, if gradients were reduced now."""
