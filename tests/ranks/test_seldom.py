@@ -249,6 +249,21 @@ def test_frozen_after_a_micro_batch_in_which_a_unit_was_unused_on_a_rank(preset:
     assert_gradients(model, plain)
 
 
+@on_ranks(2, placements=["ddp", "zero3"], replaced=[True, False])
+def test_a_unit_that_is_left_out_while_it_lacks_a_sharded_parameter(placements: str, replaced: bool) -> None:
+    plain = UsesSome()
+    model: Any = copy.deepcopy(plain)
+    for one in (model.a, model.b, model):
+        shardwise.fully_shard(one, mesh=whole_on_each(placements), placements=placements)
+    backward_of_both(model, plain)
+    own = model.b.weight
+    model.b.weight = nn.Parameter(torch.ones(3, 3)) if replaced else None
+    backward_of_both(model, plain, (False, False))
+    model.b.weight = own
+    backward_of_both(model, plain)
+    assert_gradients(model, plain)
+
+
 @on_ranks(2, placements=["ddp", "zero3"])
 def test_frozen_after_a_micro_batch_in_which_a_rank_left_a_unit_out(placements: str) -> None:
     plain = UsesSome()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Sequence
@@ -135,7 +136,8 @@ class ParamGroup:
         """Let there be unsharded parameters, of those that are registered now, which gradients may come for, though no
         forward needed them here."""
         if self.state is ShardState.SHARDED and not (self.is_gathering or self.shards.is_adopted):
-            self.adopt_for_use()
+            with contextlib.suppress(StateError):  # what cannot be taken over the unit's next forward tells, if it runs
+                self.adopt_for_use()
         if not all(slot.was_unsharded for slot in self.slots):
             self.unshard(lane)
             self.wait_for_unshard()
