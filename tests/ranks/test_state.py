@@ -262,6 +262,102 @@ def load(layer: nn.Linear, value: DTensor) -> None:
     layer.load_state_dict({"weight": value}, assign=True)
 
 
+def small(verb: Any, **options: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    for module in (model[0], model[2], model):
+        verb(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), **options)
+    return model
+
+
+def gradients_after(model: nn.Sequential, between: Any) -> list[torch.Tensor]:
+    """Gradients of a second backward, with ``between`` before it."""
+    x = torch.linspace(-1, 1, 10).view(2, 5) + dist.get_rank()
+    for change in (lambda _: None, between):
+        model.zero_grad()
+        loss = model(x).square().sum()
+        change(model)
+        loss.backward()
+    return [whole(parameter.grad) for parameter in model.parameters()]
+
+
+def load_all(model: nn.Module, factor: float = 1.0) -> None:
+    model.load_state_dict({name: factor * one for name, one in model.state_dict().items()}, assign=True)
+
+
+@on_ranks(1, 2, 3, preset=["ddp", "zero1", "zero2", "zero3"])
+def test_loading_by_assignment_between_forward_and_backward(preset: str) -> None:
+    """Gradients come to what is registered then, and the next step computes with that."""
+    models = [small(shardwise.fully_shard, placements=getattr(Placements, preset)) for _ in range(2)]
+    held = [*models[1].parameters()]
+    before = [parameter.detach().clone() for parameter in held]
+    for own, expected in zip(gradients_after(models[1], load_all), gradients_after(models[0], id), strict=True):
+        assert torch.equal(own, expected)
+    load_all(models[0])
+    load_all(models[1], 2.0)
+    load_all(models[0], 2.0)
+    for model in models:
+        model.zero_grad()
+        model(torch.ones(2, 5)).sum().backward()
+    for own, expected in zip(models[1].parameters(), models[0].parameters(), strict=True):
+        assert torch.equal(whole(own), whole(expected))
+        assert torch.equal(whole(own.grad), whole(expected.grad))
+    for parameter, values in zip(held, before, strict=True):  # which are the user's
+        assert torch.equal(parameter.to_local(), values.to_local())
+        assert parameter.grad is None
+
+
+@on_ranks(2, 3, keeps=[False, True])
+def test_other_values_between_forward_and_backward_count_as_in_torch(keeps: bool) -> None:
+    ours, theirs = (
+        gradients_after(small(verb, reshard_after_forward=not keeps), lambda model: load_all(model, 2.0))
+        for verb in (shardwise.fully_shard, torch_fully_shard)
+    )
+    for own, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(own, expected)
+
+
+@on_ranks(1, 2, preset=["ddp", "zero2", "zero3"])
+def test_conversion_between_forward_and_backward_names_a_parameter(preset: str) -> None:
+    model = small(shardwise.fully_shard, placements=getattr(Placements, preset))
+    with pytest.raises(StateError, match=r"'2.weight' of unit '2' was converted.*between forward and backward"):
+        gradients_after(model, nn.Module.double)
+    model.reset_iter_state()
+    model(torch.ones(2, 5).double()).sum().backward()
+    assert all(parameter.grad.dtype == torch.float64 for parameter in model.parameters())
+
+
+@on_ranks(2)
+def test_conversion_of_what_needs_no_gradient_leaves_backward_alone() -> None:
+    """Of what is whole on each rank, the graph keeps the old values."""
+    model = small(shardwise.fully_shard, placements=Placements.ddp).requires_grad_(False)
+    x = torch.ones(2, 5, requires_grad=True)
+    loss = model(x).sum()
+    model.double()
+    loss.backward()
+    small(lambda module, **_: module)(expected := torch.ones(2, 5, requires_grad=True)).sum().backward()
+    assert torch.equal(x.grad, expected.grad)
+
+
+@on_ranks(2)
+def test_marks_of_what_is_loaded_by_assignment_are_seen_in_forward() -> None:
+    model = small(shardwise.fully_shard)
+    model(torch.ones(2, 5))
+    seen: list[tuple[bool, bool]] = []
+    model[0].register_forward_hook(
+        lambda layer, *_: seen.append((hasattr(layer.weight, "no_decay"), hasattr(layer.weight, "no_grad_clip")))
+    )
+    model[0].weight.no_decay = True
+    load_all(model)
+    model(torch.ones(2, 5))
+    state = model.state_dict()
+    state["0.weight"] = nn.Parameter(state["0.weight"].clone())
+    state["0.weight"].no_grad_clip = True
+    model.load_state_dict(state, assign=True)
+    model(torch.ones(2, 5))
+    assert seen == [(False, False), (False, True)]
+
+
 REPLACING: dict[str, Any] = {one.__name__: one for one in (assign, assign_data, assign_data_cut_otherwise, swap, load)}
 
 

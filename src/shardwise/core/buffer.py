@@ -258,6 +258,21 @@ class ShardedBuffer:
             run = self.full[tensor.full_offset : tensor.full_offset + tensor.numel]
             return run.view(tensor.shape).data
 
+    def takes(self, local: torch.Tensor, layout: Layout, dtype: torch.dtype) -> bool:
+        """Whether shards in ``local``, laid out as ``layout`` and gathered in ``dtype``, can be gathered as its own."""
+        own = self.local
+        is_alike = (local.dtype, local.device, dtype, layout) == (own.dtype, own.device, self.dtype, self.layout)
+        return is_alike and not own.is_meta
+
+    def use_local(self, local: torch.Tensor) -> None:
+        """Have the shards in ``local``, which it `takes`, from now on; what was made of the gathered buffer stays."""
+        self.local, self.local_memory = local, (local,)
+        if self.is_identity:
+            self._full = None
+        for plan in (self._plan, self._staged_plan):
+            if plan is not None:
+                plan.take(local)
+
     def use_name(self, index: int, name: str) -> None:
         """Messages call a tensor ``name`` from now on."""
 

@@ -177,6 +177,9 @@ class ExtendedBuffer(ShardedBuffer):
         assert self._value is not None, "the extension makes it when it was gathered once"
         return self._value
 
+    def takes(self, local: torch.Tensor, layout: Layout, dtype: torch.dtype) -> bool:
+        return False  # what is gathered is made of the parameter itself
+
     def use_name(self, index: int, name: str) -> None:
         self._surroundings = replace(self._surroundings, name=name)
 

@@ -252,6 +252,19 @@ class ParamGroup:
                 "forward, call unshard() after the optimizer's step)"
             )
 
+    def refuse_lost(self) -> None:
+        """
+        Raises:
+            StateError: if unsharded parameters that a graph has are gone, and backward would compute with freed memory,
+                or leave gradients where nobody looks for them.
+        """
+        if (slot := self.shards.lost) is not None and (slot.sharded.requires_grad or not self._keeps_unsharded):
+            raise StateError(
+                f"parameter {slot.name!r} of unit {self.name!r} was converted, moved or replaced by one of another "
+                "dtype between forward and backward, which needs what forward computed with: do that before forward, "
+                "or after backward"
+            )
+
     def join_changed(self, joint: JointGather) -> None:
         """Gather with others, though nothing uses it yet, if it ever was gathered, and has to be again."""
         lane = joint.lane

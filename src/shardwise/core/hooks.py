@@ -711,6 +711,8 @@ class Unit:
         if self._lost_writes is not None:
             self._lost_writes.check()
             self._lost_writes = None
+        for group in self.groups:
+            group.refuse_lost()
         groups = [group for group in self.groups if group.options.unshard_in_backward]
         # Where the pass begins, the last unit's forward and the loss are queued still, and the link is idle.
         self._gather(groups, self._batch_in(backward=True), for_backward=True, ahead=begins)

@@ -125,6 +125,11 @@ class Shards(ABC):
     def agree_on_gradients(self) -> None:
         """Let the unsharded faces, which are registered, require gradients where the sharded ones do now."""
 
+    @property
+    def lost(self) -> Slot | None:
+        """One whose unsharded face, which a forward computed with, is gone."""
+        return next((slot for slot in self.slots if slot.was_unsharded and not slot.faces), None)
+
     def gradients_as_registered(
         self, slots: Sequence[Slot], gradients: Sequence[torch.Tensor | None]
     ) -> Sequence[torch.Tensor | None]:
@@ -468,6 +473,10 @@ class ParameterShards(Shards):
                     return slot.name, now
         return None
 
+    @property
+    def lost(self) -> Slot | None:
+        return None if self._unsharded else super().lost
+
     def agree_on_gradients(self) -> None:
         """See `Shards.agree_on_gradients`; also the other way round, where users froze or thawed unsharded ones."""
         self._note_required()
@@ -589,7 +598,7 @@ class ParameterShards(Shards):
                     mark_replaced(slot.sharded)
                     remember_successor(slot.sharded, self.reference, self.slots.index(slot))
                 adopt_parameter(parameter, None if slot.is_borrowed else self.reference)
-                slot.sharded = parameter
+                slot.use_sharded(parameter)
                 for place in slot.places:  # `assign=True` gives each name of a tied parameter a tensor of its own
                     place.put(parameter)
         self.borrowed = [slot for slot in self.slots if slot.is_borrowed]
@@ -662,18 +671,23 @@ class ParameterShards(Shards):
                         self._move_face(parameter, view)
         if meta and not all(value.is_meta for value in locals_):
             return False
+        if not meta and old.takes(buffer.local, layout, gathered):  # a graph may have what is gathered there
+            old.use_local(buffer.local)
+            buffer = old
         self._replace_buffer(old, buffer, slots, meta=meta)
         return True
 
     def _replace_buffer(self, old: ShardedBuffer, buffer: ShardedBuffer, slots: Sequence[Slot], *, meta: bool) -> None:
-        """Let ``buffer`` take the place of ``old`` and have ``slots``, in that order; on the meta device or not."""
+        """Let ``buffer``, which may be ``old`` itself, take the place of ``old`` and have ``slots``, in that order; on
+        the meta device or not."""
         self.buffers[self.buffers.index(old)] = buffer
-        old.free()
+        if buffer is not old:
+            old.free()
         for index, slot in enumerate(slots):
             slot.index = index
-            slot.buffer, slot.has_values = buffer, slot.has_values or (slot.face_is_meta and not meta)
+            slot.has_values = slot.has_values or (slot.face_is_meta and not meta)
             slot.face_is_meta = slot.face_is_meta and meta
-            slot.forget_unsharded()
+            slot.use_buffer(buffer)
 
 
 def _is_in_place(slot: Slot, registered: nn.Parameter, local: torch.Tensor) -> bool:

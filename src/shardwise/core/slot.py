@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .buffer import ShardedBuffer, chunk_of
-from .device import local_of, not_inference
+from .device import local_of, not_inference, set_data
 from .errors import StateError
 from .gradient import refuse_sparse
 from .layout import TensorLayout
@@ -95,8 +95,7 @@ class Slot:
             if self.parallel is not None:
                 value = self.parallel.face(value)
             self.unsharded = nn.Parameter(value, requires_grad=self.sharded.requires_grad)
-            if type(value) is torch.Tensor:  # others keep what they consist of there
-                self.unsharded.__dict__.update(marks_of(self.sharded))
+            self._take_marks()
             if self.parallel is not None:
                 self.parallel.annotate(self.unsharded)
             if gradients is not None:
@@ -109,6 +108,27 @@ class Slot:
     def faces(self) -> Sequence[nn.Parameter]:
         """All parameters that the unsharded face consists of; none before it was made."""
         return () if self.unsharded is None else (self.unsharded,)
+
+    def use_sharded(self, parameter: nn.Parameter) -> None:
+        """Another one is registered as the sharded face."""
+        self.sharded = parameter
+        self._take_marks()
+
+    def use_buffer(self, buffer: ShardedBuffer) -> None:
+        """Its values are in ``buffer``, which may be that of before with other shards: then a graph that has its
+        unsharded face computes with those."""
+        if buffer is not self.buffer:
+            self.buffer = buffer
+            self.forget_unsharded()
+        elif buffer.is_identity and self.unsharded is not None:
+            set_data(local_of(self.unsharded), buffer.full_view(self.index))
+
+    def _take_marks(self) -> None:
+        """Let the unsharded face have what users left on the sharded one."""
+        if (face := self.unsharded) is not None and type(face.data) is torch.Tensor:  # others keep there what they are
+            for name in marks_of(face):
+                del face.__dict__[name]
+            face.__dict__.update(marks_of(self.sharded))
 
     def forget_unsharded(self) -> None:
         """The buffer is another: the unsharded face is made anew; its gradients still wait for their reduction."""
