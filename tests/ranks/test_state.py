@@ -403,6 +403,20 @@ def test_shards_that_are_replaced_while_parameters_stay_gathered(replaces: Any, 
             torch.testing.assert_close(model(x), before * 0.25)
 
 
+@on_ranks(2)
+def test_shards_that_are_written_while_parameters_stay_gathered_after_backward() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    shardwise.fully_shard(model, reshard_after_forward=True)
+    model.set_reshard_after_backward(False)  # type: ignore[operator]
+    held, x = model.weight, torch.eye(4)
+    for _ in range(2):
+        before = model(x)
+        before.sum().backward()
+        with torch.no_grad():
+            held.to_local().mul_(0.5)  # type: ignore[operator]
+            torch.testing.assert_close(model(x), before * 0.5)
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()

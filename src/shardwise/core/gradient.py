@@ -490,6 +490,3 @@ class Reduction:
         if self.route.hook is not None:
             self.route.hook = functools.partial(_try, self.route.hook)
         self._wait()
-        self._rest = []
-        self._staged = self._added = self._staging = None
-        self.plan.partial = None

@@ -431,7 +431,7 @@ class ParamGroup:
         if gathers:
             if not (self._keeps_unsharded or was_asked_for):
                 # Where parameters do not stay gathered the next use gathers again anyhow, and maybe ahead.
-                keeps = not self.options.reshard_after_forward
+                keeps = not (self.options.reshard_after_forward and self.options.reshard_after_backward)
                 self.shards.note_gathered(keeps=keeps or (self._lane is not None and self._lane.is_stream))
             if self._lease is not None:
                 self._lease.settle()  # staging memory goes with the gathers
