@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -342,3 +343,28 @@ def test_forwards_that_differ_between_ranks(preset: str, differs: str) -> None:
         for name, gradient in gradients_of(reference).items():
             truth.assert_tensors(f"{step} {name}", found[name], gradient, bitwise=False)
         model.zero_grad()
+
+
+@on_ranks(2, 3)
+def test_what_never_runs_may_be_frozen_on_some_ranks() -> None:
+    """Also where others are trained otherwise than before, on which ranks agree."""
+    torch.manual_seed(0)
+    plain = Branches()
+    model: Any = copy.deepcopy(plain)
+    for module in (*model.branches, model):
+        shardwise.fully_shard(module)
+    x = batch(0, dist.get_rank(), 4, WIDTH)
+    model(x, {0, 1}).sum().backward()
+    model.branches[2].weight.requires_grad_(dist.get_rank() == 0)
+    for one in (model, plain):
+        one.branches[0].bias.requires_grad_(False)
+        one.zero_grad()
+    for _ in range(2):
+        model(x, {0, 1}).sum().backward()
+        for rank in range(dist.get_world_size()):
+            (plain(batch(0, rank, 4, WIDTH), {0, 1}).sum() / dist.get_world_size()).backward()
+    for name, expected in plain.named_parameters():
+        gradient = model.get_parameter(name).grad
+        assert (gradient is None) == (expected.grad is None), name
+        if gradient is not None:
+            torch.testing.assert_close(truth.whole(gradient), expected.grad)

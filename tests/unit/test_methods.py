@@ -785,6 +785,25 @@ def test_custom_collectives(fake_mesh: Mesh) -> None:
         model.layers[0].set_allocate_memory_from_process_group_for_comm(True)  # type: ignore[operator]
 
 
+def test_custom_reduction_after_one_that_was_not(fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that are sent from where they are otherwise are staged too."""
+    monkeypatch.setattr("shardwise.core.comm.PACK_BELOW_BYTES", 0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model, mesh=fake_mesh(2))
+    sizes: list[int] = []
+
+    def reduce_scatter(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any) -> None:
+        sizes.append(input_tensor.numel())
+        output_tensor.copy_(input_tensor[: output_tensor.numel()])
+
+    for custom in (None, Staged(reduce_scatter)):
+        if custom is not None:
+            model.set_custom_reduce_scatter(custom)  # type: ignore[operator]
+        model(torch.ones(2, 4)).sum().backward()
+    assert len(sizes) == 1
+    assert sizes[0] >= sum(parameter.numel() for parameter in model.parameters())
+
+
 def test_custom_gather_of_a_unit_that_was_gathered_with_others(
     fake_mesh: Mesh, monkeypatch: pytest.MonkeyPatch, gathers: list[int]
 ) -> None:
