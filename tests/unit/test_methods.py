@@ -1268,3 +1268,18 @@ def test_what_the_user_gathers_stays_registered_until_backward(
         inner.unshard()
         model(torch.ones(2, 4))
     assert is_sharded() == (reshards is not False)
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_the_last_unit_of_a_context_is_its_root_unless_others_join_outside(fake_mesh: Mesh, is_inside: bool) -> None:
+    """A root alone stays gathered after forward."""
+    context, mesh = shardwise.FSDPCommContext("cpu"), fake_mesh(2)
+    outer = nn.Linear(4, 4)
+    outer.inner, outer.late = nn.Linear(4, 4), nn.Linear(4, 4)  # type: ignore[assignment]
+    outer.forward = lambda x: nn.functional.linear(outer.inner(x), outer.weight)  # type: ignore[assignment]
+    late = outer.late if is_inside else nn.Linear(4, 4)
+    for module in (outer.inner, late, outer) if is_inside else (outer.inner, outer, late):
+        fully_shard(module, mesh=mesh, comm_ctx=context)
+    outer(torch.ones(2, 4))
+    assert isinstance(outer.weight, DTensor) is not is_inside
+    assert isinstance(outer.inner.weight, DTensor)

@@ -122,7 +122,6 @@ class FSDPCommContext:
         if unit.reference not in self._units:
             self._units.append(unit.reference)
             self._joined += 1
-            self.outermost = None
             self.order.forget_freed()
 
     def leave(self, unit: Unit) -> None:
