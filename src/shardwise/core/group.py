@@ -156,7 +156,9 @@ class ParamGroup:
     def adopt_registered(self, *, is_loading: bool = False) -> None:
         """`Shards.adopt_registered`, between uses."""
         assert self.state is ShardState.SHARDED
-        self._prepared = self._lease = None
+        self._prepared = None
+        if self._lease is not None:
+            self._lease.settle()  # memory of what is replaced goes, or stays in use
         if self.shards.adopt_registered(is_loading=is_loading):
             self.gradients.forget_plans()
 
