@@ -6,6 +6,7 @@ import contextlib
 import copy
 import datetime
 import errno
+import fcntl
 import functools
 import gc
 import io
@@ -27,6 +28,7 @@ import warnings
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -44,8 +46,8 @@ from torch.utils.data import DataLoader
 
 import shardwise
 from shardwise.checkpoint import CheckpointError, CorruptFileError, latest, load, save, wait
-from shardwise.checkpoint.asynchronous import background, host_copies
-from shardwise.checkpoint.atomic import Draft
+from shardwise.checkpoint.asynchronous import Background, background, host_copies
+from shardwise.checkpoint.atomic import Draft, _locked
 from shardwise.checkpoint.full_state import full_state_dict, load_full_state_dict
 from shardwise.checkpoint.integrity import BLOCK, Manifest, RunningSum, SummingStream, find_damage
 from shardwise.checkpoint.model_state import model_state
@@ -207,6 +209,17 @@ def test_files_are_on_the_disk_before_the_checkpoint_is(tmp_path: Path, monkeypa
     assert {file.stat().st_size for file in directory.iterdir()} <= {*sizes}
 
 
+def test_the_names_of_files_are_on_the_disk_before_that_of_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[Any] = []
+    sync, rename = os.fsync, Path.rename
+    monkeypatch.setattr(os, "fsync", lambda file: (done.append(os.fstat(file).st_ino), sync(file))[1])
+    monkeypatch.setattr(Path, "rename", lambda path, to: (done.append("rename"), rename(path, to))[1])
+    directory = save(tmp_path, model=make())
+    assert done[-3:] == [directory.stat().st_ino, "rename", tmp_path.stat().st_ino]
+
+
 @pytest.mark.parametrize("after", [0, 700, 2000, 5000])
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     model = make()
@@ -248,6 +261,40 @@ def test_the_draft_of_another_run_is_left_alone_until_it_is_dead(tmp_path: Path)
     other.join(30)
     save(tmp_path, model=make())
     assert sorted(os.listdir(tmp_path)) == ["checkpoint-000002", "checkpoint-000003"]
+
+
+def test_saves_of_two_runs_at_a_time_have_numbers_of_their_own(tmp_path: Path) -> None:
+    with ThreadPoolExecutor() as pool:
+        with _locked(tmp_path):
+            others = [pool.submit(Draft, tmp_path, None) for _ in range(2)]
+            time.sleep(0.2)
+            assert not any(tmp_path.iterdir()), "a draft was made while another save looked for a number"
+        drafts = [other.result(60) for other in others]
+    assert sorted(draft.final.name for draft in drafts) == ["checkpoint-000001", "checkpoint-000002"]
+    for draft in drafts:
+        draft.discard()
+
+
+def test_a_process_forked_within_a_save_does_not_hold_up_the_next(tmp_path: Path) -> None:
+    """It has the locked directory open too."""
+    with _locked(tmp_path):
+        other = fork(time.sleep, 60)
+    with ThreadPoolExecutor() as pool:
+        try:
+            next_one = pool.submit(Draft, tmp_path, None).result(20)
+        finally:
+            other.kill()
+            other.join(30)
+    next_one.discard()
+
+
+def test_file_systems_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert [save(tmp_path, extra=number, keep=1).name for number in (1, 2)][-1] == "checkpoint-000002"
+    assert load(tmp_path) == 2
 
 
 def test_extra_may_be_a_tensor_without_values(tmp_path: Path) -> None:
@@ -521,6 +568,17 @@ def test_the_newest_is_the_one_saved_last(tmp_path: Path) -> None:
     assert latest(tmp_path) == paths[2]
     assert load(paths[1]) == 10
     assert load(str(paths[0])) == 9
+    (tmp_path / "file").write_text("")
+    assert latest(tmp_path / "file") is None
+
+
+def test_more_checkpoints_than_names_have_room_for(tmp_path: Path) -> None:
+    for number in (999_998, 999_999):
+        save(tmp_path, extra=number).rename(tmp_path / f"checkpoint-{number}")
+    newest = save(tmp_path, extra=1_000_000, keep=2)
+    assert newest.name == "checkpoint-1000000"
+    assert latest(tmp_path) == newest
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-1000000", "checkpoint-999999"]
 
 
 def test_junk_is_passed_over(tmp_path: Path) -> None:
@@ -536,6 +594,7 @@ def test_junk_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-000009" / "shardwise.json").unlink()  # copied in part, say
     (tmp_path / "checkpoint-000010").write_text("a file")
     (tmp_path / "notes.txt").write_text("")
+    (tmp_path / ".unfinished-000003").symlink_to(tmp_path / "nowhere")
     assert latest(tmp_path) == good
     with pytest.raises(CheckpointError, match="is not a complete checkpoint"):
         load(tmp_path / "checkpoint-000009")
@@ -572,6 +631,24 @@ def test_an_old_checkpoint_that_cannot_be_deleted(tmp_path: Path, monkeypatch: p
     with pytest.warns(UserWarning, match="could not delete the old checkpoint .*checkpoint-000001: not yours"):
         save(tmp_path, extra=2, keep=1)
     assert load(tmp_path) == 2
+
+
+def test_an_old_checkpoint_whose_deletion_ends_half_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no checkpoint any more, whatever is left of it, and the next save deletes the rest."""
+    save(tmp_path, model=make())
+
+    def delete_some(path: Path, **_: Any) -> None:
+        (path / ".metadata").unlink()
+        raise OSError("interrupted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", delete_some)
+        with pytest.warns(UserWarning, match="checkpoint-000001: interrupted"):
+            newest = save(tmp_path, model=make(), keep=1)
+    shutil.rmtree(newest)
+    assert latest(tmp_path) is None
+    newest = save(tmp_path, extra=3)
+    assert [*tmp_path.iterdir()] == [newest]
 
 
 def test_links_to_checkpoints_are_deleted_without_what_they_lead_to(tmp_path: Path) -> None:
@@ -1638,6 +1715,19 @@ def test_a_save_that_failed_keeps_no_copies(tmp_path: Path, monkeypatch: pytest.
         wait()
 
 
+def test_errors_of_each_other_end_a_save_too() -> None:
+    """torch raises one while a file's own is handled, and that is raised from it then."""
+
+    def fail() -> None:
+        own, other = OSError("of the file"), RuntimeError("of the archive")
+        own.__cause__, other.__context__ = other, own
+        raise own
+
+    work = Background()
+    work.start(fail)
+    assert str(work.take_error()) == "of the file"
+
+
 def load_and_leave(root: Path) -> None:
     wait()
     load(root, model=make())
@@ -1683,6 +1773,7 @@ def test_nothing_is_left_open_or_running(tmp_path: Path) -> None:
         load(tmp_path, model=make())
         with contextlib.suppress(CheckpointError):
             save("/proc/nowhere", model=make())
+        (tmp_path / f".unfinished-{index:06d}").mkdir()  # of a save that was killed
     assert len(os.listdir("/proc/self/fd")) == before
 
 
