@@ -18,6 +18,7 @@ import shardwise
 from shardwise.checkpoint import full_state
 from shardwise.checkpoint.full_state import full_state_dict, load_full_state_dict
 from shardwise.checkpoint.safetensors import load_safetensors, save_safetensors
+from shardwise.checkpoint.weights import Weight
 
 from ..models import MLP, MODELS, Transformer, build, inputs_for, wrap
 from .harness import on_ranks
@@ -278,6 +279,21 @@ def test_a_value_that_cannot_be_read_on_one_rank(broadcast: bool) -> None:
     model = shard_plainly(build("mlp", 2))
     action = lambda: load_full_state_dict(model, given, broadcast_from_rank0=broadcast)  # noqa: E731
     assert_raises_alike(ValueError, "the state dict's 'layers.1.weight' cannot be read: ", action)
+    load_full_state_dict(model, state)
+    assert_state(model, state)
+
+
+@on_ranks(3, broadcast=[False, True])
+def test_a_value_that_one_rank_cannot_write(broadcast: bool) -> None:
+    """Its memory may be full when it converts one; the others get their parts of what comes after all the same."""
+    state, model = build("mlp", 1).state_dict(), shard_plainly(build("mlp", 2))
+    given = of_rank_zero(state) if broadcast else state
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            write = Weight.write_rows
+            patch.setattr(Weight, "write_rows", lambda w, *at: fail() if w.shape == (12, 17) else write(w, *at))
+        action = lambda: load_full_state_dict(model, given, broadcast_from_rank0=broadcast)  # noqa: E731
+        assert_raises_alike(ValueError, "the state dict's 'layers.1.weight' cannot be read: no memory", action)
     load_full_state_dict(model, state)
     assert_state(model, state)
 

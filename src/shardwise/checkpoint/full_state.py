@@ -273,4 +273,5 @@ def _spread(
             if value is not None:
                 block.copy_(value.reshape(shape)[start : start + size])
         peers.broadcast(block)
-        weight.write_rows(block, start)
+        with _noting(name, failures):
+            weight.write_rows(block, start)
