@@ -1514,6 +1514,23 @@ def test_the_others_see_a_rank_die(tmp_path: Path) -> None:
     load(tmp_path, model=Net())
 
 
+@on_ranks(4)
+def test_copies_that_ranks_have_in_another_order() -> None:
+    """Ranks share the writing of copies by what each has written so far."""
+    mesh, rank = init_device_mesh("cpu", (2, 2)), dist.get_rank()
+    values = {name: torch.arange(6.0) + 10 * number for number, name in enumerate("abc")}
+    cut = {name: distribute_tensor(value, mesh, [Replicate(), Shard(0)]) for name, value in values.items()}
+    extra = {name: cut[name] for name in ("abc" if rank < 2 else "cab")}
+    with shared_directory() as directory:
+        save(directory, extra=extra)
+        loaded = load(directory)
+        assert loaded.keys() == values.keys()
+        assert all(torch.equal(loaded[name], value) for name, value in values.items())
+        with pytest.raises(ValueError, match=r"not all ranks that hold copies of 'a' give it.*pass it on all ranks"):
+            save(directory, extra={"a": extra["a"]} if rank >= 2 else None)
+        assert len(os.listdir(directory)) == 1
+
+
 @on_ranks(2)
 def test_sharded_tensors_whose_names_join_alike() -> None:
     mesh = init_device_mesh("cpu", (2,))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
+from ..core.errors import listed
 from ..core.extension import with_plain_values
 from .integrity import checksum, is_plain
 from .model_state import model_state
@@ -33,8 +34,8 @@ _SAFE = (bool, int, float, str, type(None))
 @torch.no_grad()
 def contents(
     model: nn.Module | None, optimizers: Sequence[Optimizer], scheduler: Any, extra: Any
-) -> dict[Path, torch.Tensor | Pickled]:
-    """This rank's leaves: its tensors, and objects pickled as they are now.
+) -> tuple[dict[Path, torch.Tensor | Pickled], set[Path]]:
+    """This rank's leaves: its tensors, and objects pickled as they are now; and the paths of what it leaves to others.
 
     A tensor that several ranks replicate is a leaf of one of them only, and they share such tensors among them.
 
@@ -62,7 +63,9 @@ def contents(
     # Last: what the run continues with, whatever was drawn to say what the state of its objects is.
     found.update({(RNG, name): state for name, state in random_states().items()})
     loads: dict[tuple[DeviceMesh, tuple[int, ...]], list[int]] = {}
-    return {path: _leaf(path, value) for path, value in found.items() if _is_own(value, loads)}
+    # In an order that ranks share, whatever that of their dicts is.
+    own = {path for path in sorted(found, key=key_of) if _is_own(found[path], loads)}
+    return {path: _leaf(path, value) for path, value in found.items() if path in own}, found.keys() - own
 
 
 def _captured(name: str, value: Any, sharded: dict[str, DTensor], path: Path = ()) -> Any:
@@ -98,6 +101,29 @@ def _is_own(value: Any, loads: dict[tuple[DeviceMesh, tuple[int, ...]], list[int
     writer = load.index(min(load))
     load[writer] += value.numel() * value.itemsize
     return writer == replica
+
+
+def shares(own: Iterable[Path], left: Iterable[Path]) -> tuple[set[Path], set[Path]]:
+    """Of what this rank saves and of what it leaves to others, that which others may not have been given: sharded
+    tensors of the scheduler and of extra."""
+    saved, expected = ({path for path in paths if path[0] == EXTRA_TENSORS} for paths in (own, left))
+    return saved, expected
+
+
+def refuse_lost(told: Iterable[tuple[set[Path], set[Path]]]) -> None:
+    """
+    Args:
+        told: `shares` of every rank.
+
+    Raises:
+        ValueError: naming what each rank leaves to another one, which does not have it.
+    """
+    saved, expected = (set[Path]().union(*paths) for paths in zip(*told, strict=True))
+    if lost := sorted(key_of(path[1:]) for path in expected - saved):
+        raise ValueError(
+            f"not all ranks that hold copies of {listed(lost)} give it, and those that do left it to one that does "
+            "not: pass it on all ranks of its mesh"
+        )
 
 
 def digests(items: Mapping[Path, torch.Tensor | Pickled], model: nn.Module | None) -> dict[Path, int]:

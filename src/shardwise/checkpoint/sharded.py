@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -19,11 +19,12 @@ from ..core.device import local_of, not_inference, untracked
 from ..core.errors import StateError, is_explained, listed
 from .asynchronous import background, host_copies, tell
 from .atomic import DCP_METADATA, MANIFEST, Draft, checkpoints_in, is_name_of_ours, latest, path_of, prune
-from .contents import apart, contents, digests
+from .contents import apart, contents, digests, refuse_lost, shares
 from .groups import warn_of_groups
 from .integrity import CheckpointError, CorruptFileError, Manifest, find_damage
 from .interrupts import held
 from .model_state import check_fit
+from .objects import Path as LeafPath
 from .objects import Pickled, is_stateful, key_of
 from .optimizer_state import optimizers_in
 from .progress import Progress
@@ -87,11 +88,11 @@ def save(
     with doing("saving a checkpoint to", directory):
         ranks, failed = saving_ranks(), background.take_error()
 
-        def collect() -> Leaves:
+        def collect() -> tuple[Leaves, Collection[LeafPath]]:
             tell(failed)
             _check_settings(async_, step, keep)
-            leaves = contents(_module(model), _optimizers(model, optimizer), _scheduler(scheduler), extra)
-            return host_copies(leaves) if async_ else leaves
+            leaves, left = contents(_module(model), _optimizers(model, optimizer), _scheduler(scheduler), extra)
+            return host_copies(leaves) if async_ else leaves, left
 
         leaves, draft, path, final = _begin(ranks, directory, (step, keep, async_), model, collect)
         work = functools.partial(_write, path, leaves, ranks, draft, keep, shown=not async_)
@@ -114,7 +115,7 @@ def _begin(
     directory: str | os.PathLike[str],
     settings: tuple[int | None, int | None, bool],
     model: nn.Module | None,
-    collect: Callable[[], Leaves],
+    collect: Callable[[], tuple[Leaves, Collection[LeafPath]]],
 ) -> tuple[Leaves, Draft | None, Path, Path]:
     """Collect this rank's leaves and make a draft. Returns the leaves, the draft (None but on the first rank), the path
     of the draft and that of the checkpoint.
@@ -124,13 +125,13 @@ def _begin(
         directory: root of the checkpoint.
         settings: the arguments ``step``, ``keep`` and ``async_``, in which ranks must not differ.
         model: or None.
-        collect: gives the leaves.
+        collect: gives the leaves, and the paths of those that are left to other ranks.
     """
     draft: Draft | None = None
     try:
         with ranks.together():
             root = path_of(directory)
-            leaves = collect()
+            leaves, left = collect()
             own = digests(leaves, model)
             draft = _new_draft(root, settings[0]) if ranks.is_first else None
         warn_of_groups(
@@ -138,12 +139,13 @@ def _begin(
         )
         paths = (draft.path, draft.final) if draft is not None else None
         given = {"directory": root, **dict(zip(("step", "keep", "async_"), settings, strict=True))}
-        exchanged = ranks.exchange_given(given, (own, paths), _TOGETHER)
-        path, final = cast(tuple[Path, Path], exchanged[0][1])
+        exchanged = ranks.exchange_given(given, (own, shares(leaves, left), paths), _TOGETHER)
+        refuse_lost(told for _, told, _ in exchanged)
+        path, final = cast(tuple[Path, Path], exchanged[0][2])
     except BaseException as error:
         _abandon(draft, ranks, error)
         raise
-    leaves = apart(leaves, [found for found, _ in exchanged], ranks.position)
+    leaves = apart(leaves, [found for found, _, _ in exchanged], ranks.position)
     return leaves, draft, path, final
 
 
