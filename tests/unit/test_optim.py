@@ -360,6 +360,18 @@ def test_refuses_what_nobody_knows() -> None:
         flat(torch.optim.SGD, parameters, lr=0.1, differentiable=True)
 
 
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_a_group_that_is_refused_is_not_there_afterwards() -> None:
+    first, second = [nn.Parameter(torch.ones(2))], [nn.Parameter(torch.ones(2))]
+    optimizer = flat(torch.optim.SGD, first, lr=0.1)
+    for wrong in ({"params": second, "differentiable": True}, {"params": second * 2}):
+        with pytest.raises(ValueError, match=r"differentiable=True|twice in one param group"):
+            optimizer.add_param_group(wrong)
+        assert [group["params"] for group in optimizer.param_groups] == [first]
+    optimizer.add_param_group({"params": second})
+    assert [group["params"] for group in optimizer.param_groups] == [first, second]
+
+
 class Factored(Optimizer):
     """Keeps a number for every row."""
 
