@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import datetime
 import errno
 import fcntl
@@ -415,7 +416,9 @@ def test_a_damaged_checkpoint_of_plain_dcp(tmp_path: Path) -> None:
         load(tmp_path / "theirs", model=model)
 
 
-@pytest.mark.parametrize("what", ["file", "place", "length", "chunk", "overlap", "dtype", "entry", "paths", "path"])
+@pytest.mark.parametrize(
+    "what", ["file", "place", "length", "chunk", "same", "overlap", "dtype", "entry", "paths", "path"]
+)
 def test_metadata_that_do_not_describe_their_files(tmp_path: Path, what: str) -> None:
     """Read by torch, these leave values as they were, read other files, or raise errors that name nothing."""
     model, directory = make(), tmp_path / "theirs"
@@ -434,6 +437,13 @@ def test_metadata_that_do_not_describe_their_files(tmp_path: Path, what: str) ->
     elif what == "chunk":
         tensor.chunks.clear()
     elif what == "overlap":
+        rows, shifted = tensor.size[0], torch.Size([1, 0])
+        tensor.chunks[:] = [
+            ChunkStorageMetadata(tensor.chunks[0].offsets, torch.Size([2, tensor.size[1]])),
+            ChunkStorageMetadata(shifted, torch.Size([rows - 2, tensor.size[1]])),
+        ]
+        metadata.storage_data[dataclasses.replace(index, offset=shifted, index=1)] = where
+    elif what == "same":
         half = ChunkStorageMetadata(tensor.chunks[0].offsets, torch.Size([tensor.size[0] // 2, *tensor.size[1:]]))
         tensor.chunks[:] = [half, half]
     elif what == "dtype":

@@ -12,7 +12,7 @@ import operator
 import os
 import pickle
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path as FilePath
@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, cre
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
+    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorStorageMetadata,
@@ -208,7 +209,6 @@ def _problem_of(metadata: Metadata, directory: FilePath) -> str | None:
 
 def _is_covered(tensor: TensorStorageMetadata) -> bool:
     """Whether the chunks lie inside of the tensor, each elsewhere, and have as many elements together as it has."""
-    starts = [tuple(chunk.offsets) for chunk in tensor.chunks if math.prod(chunk.sizes)]
     inside = all(
         len(chunk.offsets) == len(chunk.sizes) == len(tensor.size)
         and all(
@@ -220,9 +220,28 @@ def _is_covered(tensor: TensorStorageMetadata) -> bool:
     return (
         isinstance(tensor.properties.dtype, torch.dtype)
         and inside
-        and len(set(starts)) == len(starts)
         and sum(math.prod(chunk.sizes) for chunk in tensor.chunks) == math.prod(tensor.size)
+        and _are_apart([chunk for chunk in tensor.chunks if math.prod(chunk.sizes)])
     )
+
+
+def _are_apart(chunks: Sequence[ChunkStorageMetadata]) -> bool:
+    """Whether no two of ``chunks`` of one tensor, which all have elements, have any in common."""
+    starts = [{chunk.offsets[dim] for chunk in chunks} for dim in range(len(chunks[0].offsets))] if chunks else []
+    # Along the dim that is cut most often, only few of them begin before another one ends.
+    dim = max(range(len(starts)), key=lambda dim: len(starts[dim]), default=0)
+    begun: list[ChunkStorageMetadata] = []
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[dim : dim + 1]):
+        begun = [other for other in begun if other.offsets[dim] + other.sizes[dim] > chunk.offsets[dim]]
+        if any(_overlap(chunk, other) for other in begun):
+            return False
+        begun.append(chunk)
+    return True
+
+
+def _overlap(one: ChunkStorageMetadata, other: ChunkStorageMetadata) -> bool:
+    boxes = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    return all(a < b + of_b and b < a + of_a for a, of_a, b, of_b in boxes)
 
 
 def _path_below(key: str, path: Path, prefix: str) -> Path:
