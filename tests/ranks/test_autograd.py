@@ -961,6 +961,35 @@ def test_frozen_between_forward_and_backward(reshard: bool) -> None:
     assert_records(ours, truth, "plain training", bitwise=False)
 
 
+@on_ranks(2, reshard=[True, False], registered=[True, False])
+def test_frozen_by_a_hook_during_its_backward(reshard: bool, registered: bool) -> None:
+    """Whether the hook freezes what is registered or the sharded parameter, the gradient that it has is reduced, and
+    does not come back when it is trained again."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        models.append(stack(Layer(), Layer()))
+    wrap(models[0], shardwise.fully_shard, reshard_after_forward=reshard)
+    chosen = [model.layers[0].linear.weight for model in models]
+    for model, parameter in zip(models, chosen, strict=True):
+
+        def freeze(layer: Any, *_: Any, parameter: nn.Parameter = parameter) -> None:
+            (layer.linear.weight if registered else parameter).requires_grad_(False)
+
+        model.layers[0].register_full_backward_hook(freeze)
+
+    def run(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        parameter = chosen[models.index(model)]
+        parameter.requires_grad_(step != 1)
+        loss = model(batch(step, rank, 4, WIDTH)).square().mean()
+        loss.backward()
+        assert not parameter.requires_grad
+        return loss
+
+    ours, truth = train_sharded(models[0], run, 3), train_plain(models[1], run, 3)
+    assert_records(ours, truth, "plain training", bitwise=False)
+
+
 @on_ranks(2)
 def test_unfrozen_after_wrapping_and_first_forward() -> None:
     """FSDP2's root is still gathered then, and what is unfrozen are its unsharded parameters."""

@@ -737,6 +737,7 @@ class Unit:
     def _reduce(self, is_complete: bool) -> None:
         """Reshard; once the unit's backward is complete, reduce or keep its gradients."""
         for group in self.groups:
+            group.gradients.note_frozen()
             self._reshard_after_backward(group)
             if is_complete:
                 self._reduce_group(group)

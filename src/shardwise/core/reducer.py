@@ -90,6 +90,10 @@ class GradientReducer:
         for slot in self.slots:
             slot.accumulate(self.policy.reduce_dtype(slot.buffer.local.dtype))
 
+    def note_frozen(self) -> None:
+        """What hooks have frozen since this backward came to the unit may have gradients of it."""
+        self._kept.update(self.shards.frozen_in_use())
+
     def note_left_out(self) -> None:
         """Other ranks may have kept gradients of a backward that on this one did not come to the unit."""
         with without_torch_function():

@@ -130,6 +130,10 @@ class Shards(ABC):
         """One whose unsharded face, which a forward computed with, is gone."""
         return next((slot for slot in self.slots if slot.was_unsharded and not slot.faces), None)
 
+    def frozen_in_use(self) -> Sequence[Slot]:
+        """Slots that were frozen since `agree_on_gradients`, or since the unsharded faces were registered."""
+        return ()
+
     def gradients_as_registered(
         self, slots: Sequence[Slot], gradients: Sequence[torch.Tensor | None]
     ) -> Sequence[torch.Tensor | None]:
@@ -481,6 +485,14 @@ class ParameterShards(Shards):
         """See `Shards.agree_on_gradients`; also the other way round, where users froze or thawed unsharded ones."""
         self._note_required()
         self._require_gradients()
+
+    def frozen_in_use(self) -> Sequence[Slot]:
+        with without_torch_function():
+            required = [*map(get_requires_grad, self._unsharded)], [*map(get_requires_grad, self._sharded)]
+        if not self._required or required == (self._required, self._required):
+            return ()
+        states = zip(self.slots, self._required, *required, strict=True)
+        return [slot for slot, before, face, sharded in states if before and not (face and sharded)]
 
     def _require_gradients(self) -> None:
         """Let the unsharded faces require gradients where the sharded ones do."""
