@@ -1364,6 +1364,31 @@ def test_custom_forward_method_inside_forward(reshard: bool | None) -> None:
     check(Encoder, run, wrapping=wrapping, against_torch=False)
 
 
+@on_ranks(2, kind=["earlier", "earlier kept", "earlier checkpointed", "inner", "inner kept", "evaluating"])
+def test_backward_inside_a_forward_of_the_same_units(kind: str) -> None:
+    """Of what an earlier forward gave, or one inside of it: the forward that goes on keeps its parameters. (With FSDP2
+    it does not.)"""
+
+    def run(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        x = batch(step, rank, 4, WIDTH)
+        earlier = None if "inner" in kind else model(x / 2).square().mean()
+
+        def go_backward(*_: Any) -> None:
+            handle.remove()
+            (model(x / 2).square().mean() if earlier is None else earlier).backward()
+
+        linear = next(module for module in model.layers[0].modules() if isinstance(module, nn.Linear))
+        handle = linear.register_forward_hook(go_backward)
+        with torch.set_grad_enabled(kind != "evaluating"):
+            loss = model(x).square().mean()
+        if kind != "evaluating":
+            loss.backward()
+        return loss
+
+    make = lambda: Checkpointed(False, layers=2) if "checkpointed" in kind else stack(Layer(), Layer())  # noqa: E731
+    check(make, run, against_torch=False, reshard_after_forward="kept" not in kind)
+
+
 class ModifiesInput(nn.Module):
     """Changes its input in place."""
 

@@ -231,7 +231,8 @@ class Unit:
     @labelled("FSDP::pre_forward ({name})")
     def _enter_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         context, is_first = self.context, self.phase is not Phase.FORWARD
-        self._recomputes = backward_number() != -1
+        if not self.runs_forward:  # or a forward goes on, and it may recompute for an earlier one inside
+            self._recomputes = backward_number() != -1
         if is_first and not self._recomputes and context.forward_root is None:
             args, kwargs = self._enter_pass(args, kwargs)
         if not self._to_run:
@@ -700,7 +701,9 @@ class Unit:
         context.queue_end_of_backward(creates_graph=torch.is_grad_enabled())
         if call is not None:
             self._differentiated.add(call)
-        if self.phase is not Phase.PRE_BACKWARD:
+        if self.runs_forward:  # which keeps its parameters
+            self._computes_backward = self._computes_backward or not torch.is_grad_enabled()
+        elif self.phase is not Phase.PRE_BACKWARD:
             self._enter_backward(begins)
 
     @labelled("FSDP::pre_backward ({name})")
@@ -731,7 +734,8 @@ class Unit:
             self._differentiated.discard(call)
             if self._differentiated:
                 return  # gradients flow into the middle of those calls, which no output announces
-        self.phase = Phase.POST_BACKWARD
+        if not self.runs_forward:
+            self.phase = Phase.POST_BACKWARD
         self._reduce(is_complete=not (creates_graph or goes_on))
 
     def _reduce(self, is_complete: bool) -> None:
@@ -746,7 +750,7 @@ class Unit:
 
     @labelled("FSDP::post_backward_reshard ({name})")
     def _reshard_after_backward(self, group: ParamGroup) -> None:
-        if group.options.reshard_after_backward:
+        if group.options.reshard_after_backward and not self.runs_forward:
             group.reshard_after_use()
 
     def _reduce_group(self, group: ParamGroup) -> None:
@@ -782,8 +786,10 @@ class Unit:
 
     def end_of_backward(self) -> None:
         """Do what no gradient triggered: inputs without gradients, parameters unused, calls that took no part."""
-        if self.runs_forward:
-            return  # backward was called inside this forward
+        if self.runs_forward:  # backward was called inside this forward
+            if self._computes_backward:
+                self._reduce(is_complete=True)
+            return
         took_part = self.phase is Phase.POST_BACKWARD and not self._to_run
         if self._computes_backward or (
             not took_part and any(group.gradients.awaits_reduction() for group in self.groups)
