@@ -1389,6 +1389,34 @@ def test_backward_inside_a_forward_of_the_same_units(kind: str) -> None:
     check(make, run, against_torch=False, reshard_after_forward="kept" not in kind)
 
 
+class KeepsEncoding(Encoder):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(x)
+        self.encoding = self.encode(x)
+        return out
+
+
+@on_ranks(2, reshard=[True, False], together=[True, False])
+def test_what_a_custom_forward_method_gives_inside_forward_and_that_does_not_return(
+    reshard: bool, together: bool
+) -> None:
+    """Backward comes to it first, or alone."""
+
+    def wrapping(model: nn.Module, verb: Verb) -> None:
+        wrap(model, verb, reshard_after_forward=reshard)
+        ours = verb is shardwise.fully_shard
+        (shardwise.register_fsdp_forward_method if ours else torch_register_forward_method)(model, "encode")
+
+    def run(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        loss = model(batch(step, rank, 4, WIDTH)).square().mean()
+        encoding, model.encoding = model.encoding.square().mean(), None
+        for one in [loss + encoding] if together else [encoding, loss]:
+            one.backward()
+        return loss
+
+    check(KeepsEncoding, run, wrapping=wrapping)
+
+
 class ModifiesInput(nn.Module):
     """Changes its input in place."""
 

@@ -483,8 +483,7 @@ class Unit:
         call = self._leave_call(module)
         self._to_run.discard(id(module))
         if self._to_run or self._inside:  # others of the unit's modules have yet to run, or it called itself
-            if self._to_run:
-                output, _ = announce_begin(self, output, call)  # they may not run, or not announce their backward
+            output, _ = announce_begin(self, output, call)  # backward may come to it first, or alone
             return self._cast_output(output)
         context = self.context
         output = self._leave_forward(output, call)
