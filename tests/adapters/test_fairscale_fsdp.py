@@ -1022,6 +1022,7 @@ def test_consolidates_ties_of_every_instance() -> None:
     assert set(whole) == set(model.state_dict())
     for name, value in model.state_dict().items():
         assert torch.equal(whole[name], value)
+    assert set(FSDP.consolidate_shard_weights(list(weights), list(metadata), strict=False)) == set(whole)
     short = {name: value[:-1] for name, value in weights[1].items()}
     with pytest.raises(ValueError, match=r"the shards of '.*flat_param_0' have \d+ elements together, not"):
         FSDP.consolidate_shard_weights([weights[0], short], list(metadata))
@@ -1030,6 +1031,32 @@ def test_consolidates_ties_of_every_instance() -> None:
     assert FSDP.consolidate_shard_weights([{}, {}], list(metadata), strict=False) == {}
     with pytest.raises(ValueError, match="every rank"):
         FSDP.consolidate_shard_weights([], [])
+
+
+@on_ranks(2, flat=FLAT)
+def test_consolidates_experts_of_the_first_rank(flat: bool) -> None:
+    """An instance over one rank has whole parameters on each."""
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    expert = FSDP(nn.Linear(5, 3), alone, flatten_parameters=flat, no_broadcast_optim_state=True)
+    with torch.no_grad():
+        for parameter in expert.parameters():
+            parameter.fill_(dist.get_rank())
+    model = FSDP(nn.Sequential(nn.Linear(4, 5), expert), flatten_parameters=flat)
+    whole, expected = consolidated(model), model.state_dict()
+    assert set(whole) == set(expected)
+    for name, value in whole.items():
+        assert torch.equal(value, torch.zeros_like(value) if name.startswith("1.") else expected[name])
+
+
+@on_ranks(4, flat=FLAT, first=([0, 1], [0, 2]))
+def test_consolidates_instances_over_a_part_of_the_ranks(flat: bool, first: list[int]) -> None:
+    """From the shards of the first rank's group, whichever ranks are in it."""
+    second = [rank for rank in range(4) if rank not in first]
+    groups = dist.new_group(first), dist.new_group(second)
+    own = groups[0] if dist.get_rank() in first else groups[1]
+    inner = FSDP(made(lambda: nn.Linear(5, 3)), own, flatten_parameters=flat)
+    model = FSDP(nn.Sequential(nn.Linear(4, 5), inner), flatten_parameters=flat)
+    torch.testing.assert_close(consolidated(model), dict(model.state_dict()), rtol=0, atol=0)
 
 
 class Casts(nn.Module):

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..core.errors import StateError
@@ -13,6 +14,7 @@ from ..core.flat import AbsentParameter
 from ..sites import under
 from .fsdp_parameters import INNER, Run, clean, own_modules
 from .fsdp_sharing import borrowed, instance_of
+from .ranks import is_stand_in
 
 if TYPE_CHECKING:
     from .fsdp import FullyShardedDataParallel
@@ -167,10 +169,12 @@ def _describe_instance(instance: FullyShardedDataParallel) -> dict[str, Any]:
     for name, slot in borrowed(instance):
         shape = torch.Size(slot.parts[0].shape)
         params[name] = {"names": [name], "shapes": [shape], "numels": [shape.numel()], "padding": slot.padding}
+    group = instance.process_group
     return {
         "params": params,
         "no_broadcast_optim_state": instance.no_broadcast_optim_state,
         "shared_param_info": shared,
+        "ranks": None if is_stand_in(group) else dist.get_process_group_ranks(group),
     }
 
 
@@ -189,11 +193,14 @@ def consolidate(
     whole: dict[str, torch.Tensor] = {}
     for index, instance in enumerate(metadata[0]["param_metadata"]):
         path = instance["fsdp_path"]
+        alike = [one["param_metadata"][index] for one in metadata]
+        # Those of other groups have shards of other copies, or other experts. FairScale does not tell the ranks.
+        members = [rank for rank, other in enumerate(alike) if other.get("ranks") == instance.get("ranks")]
         for name, described in instance["params"].items():
             key = under(path, name)
             if not strict and key not in weights[0]:
                 continue
-            paddings = [one["param_metadata"][index]["params"][name]["padding"] for one in metadata]
+            paddings = {rank: alike[rank]["params"][name]["padding"] for rank in members}
             joined = _join(key, weights, paddings, sum(described["numels"]))
             for part, values, shape in zip(
                 described["names"], joined.split(described["numels"]), described["shapes"], strict=True
@@ -208,10 +215,13 @@ def consolidate(
     return whole
 
 
-def _join(key: str, weights: Sequence[Mapping[str, torch.Tensor]], paddings: Sequence[int], total: int) -> torch.Tensor:
-    """The whole run ``key`` of ``total`` elements; one shard is enough where an instance has a world of its own."""
+def _join(
+    key: str, weights: Sequence[Mapping[str, torch.Tensor]], paddings: Mapping[int, int], total: int
+) -> torch.Tensor:
+    """The whole run ``key`` of ``total`` elements, from the shards of ranks, without their ``paddings``; the first ones
+    are enough where they have all elements."""
     parts: list[torch.Tensor] = []
-    for rank, padding in enumerate(paddings):
+    for rank, padding in paddings.items():
         shard = _entry(weights, rank, key).reshape(-1)
         parts.append(shard[: shard.numel() - padding])
         if sum(part.numel() for part in parts) >= total:
