@@ -1033,6 +1033,44 @@ def test_consolidates_ties_of_every_instance() -> None:
         FSDP.consolidate_shard_weights([], [])
 
 
+class Notes(SGD):
+    """Has state of other forms than tensors, as older optimizers count their steps."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] = {"step": 3, "norm": 0.5, "name": "x", "later": None, "factors": [1.0, 2.0]}
+        return super().step(closure)
+
+
+@on_ranks(1, 2, flat=FLAT)
+def test_gathers_state_of_other_forms_than_tensors(flat: bool) -> None:
+    model = wrapped(made(MLP), flatten_parameters=flat)
+    optimizer, plain = Notes(model.parameters(), lr=0.1), made(MLP)
+    expected = Notes(plain.parameters(), lr=0.1)
+    optimizer.step()
+    expected.step()
+    full = model.gather_full_optim_state_dict(optimizer, recipient_rank=None)
+    assert full == expected.state_dict()
+    assert model.get_shard_from_optim_state_dict(full) == optimizer.state_dict()
+    first = next(iter(model.parameters()))
+    optimizer.state[first]["factors"] = [torch.zeros_like(first)]
+    with pytest.raises(ValueError, match=r"'factors'.* with tensors of this rank's elements"):
+        model.gather_full_optim_state_dict(optimizer)
+
+
+@on_ranks(2, flat=FLAT)
+def test_loads_inside_of_summon_without_the_other_ranks(flat: bool) -> None:
+    model, rank = wrapped(made(MLP), flatten_parameters=flat), dist.get_rank()
+    before = [parameter.clone() for parameter in model.parameters()]
+    ones = {name: torch.ones_like(value) for name, value in model.state_dict().items()}
+    with model.summon_full_params():
+        if rank == 1:
+            model.load_state_dict(ones)
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        own = parameter[parameter != 0] if rank == 1 else parameter  # but for the padding
+        assert own.eq(1).all() if rank == 1 else torch.equal(own, old)
+
+
 @on_ranks(2, flat=FLAT)
 def test_consolidates_experts_of_the_first_rank(flat: bool) -> None:
     """An instance over one rank has whole parameters on each."""

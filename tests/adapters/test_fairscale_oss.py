@@ -194,6 +194,22 @@ def test_closures_are_passed_by_name() -> None:
     assert_same(mine.parameters(), plain.parameters())
 
 
+class WithoutClosure(SGD):
+    """Takes none."""
+
+    def step(self) -> Any:  # type: ignore[override]
+        return super().step()
+
+
+@on_ranks(2)
+def test_no_closure_is_passed_where_there_is_none() -> None:
+    mine, oss, plain, optimizer = pair(WithoutClosure, {"lr": 0.1})
+    for model, stepped in ((mine, oss), (plain, optimizer)):
+        give_gradients(model.parameters(), 1)
+        stepped.step()
+    assert_same(mine.parameters(), plain.parameters())
+
+
 class Counting(SGD):
     """Takes an argument of its own and keeps a number in its param groups."""
 

@@ -323,6 +323,27 @@ def test_no_sync_keeps_gradients_where_they_are() -> None:
 
 
 @on_ranks(2)
+def test_no_sync_goes_on_after_one_inside() -> None:
+    """Also for what is prepared anew: with buffers that a rank has by itself, and as many passes as it likes."""
+    rank, model = dist.get_rank(), model_of()
+    model.register_buffer("own", torch.full((3,), float(rank)))
+    sharded, _ = shard(model)
+    plain = model_of()
+    with sharded.no_sync():
+        with sharded.no_sync():
+            backward(sharded, 0)
+        sharded.refresh_trainable()
+        model.own.fill_(rank)
+        for step in range(1, 2 + rank):
+            backward(sharded, step)
+    for step in range(2 + rank):
+        backward(plain, step)
+    for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_same("local gradient", parameter.grad, expected.grad)
+    assert torch.equal(model.own, torch.full((3,), float(rank)))
+
+
+@on_ranks(2)
 def test_no_sync_ends_with_an_exception() -> None:
     """FairScale goes on without synchronization."""
     sharded, oss = shard(model_of())
@@ -1128,6 +1149,31 @@ def test_wrapped_again_while_the_old_wrapper_is_still_there(size: int, order: st
 
 
 @on_ranks(2)
+def test_reduces_again_when_a_later_wrapper_is_gone() -> None:
+    sharded, oss = shard(model_of())
+    later = ShardedDDP(sharded.module, oss)
+    backward(later, 0)
+    del later
+    ddp = DistributedDataParallel(model_of())
+    for step in range(2):
+        oss.zero_grad()
+        ddp.zero_grad()
+        backward(sharded, step)
+        backward(ddp, step)
+        assert_gradients(sharded, oss, ddp)
+
+
+@on_ranks(2)
+def test_preparing_anew_leaves_no_hooks_behind() -> None:
+    sharded, _ = shard(model_of())
+    parameter = next(iter(sharded.module.parameters()))
+    before = dict(parameter._post_accumulate_grad_hooks)  # type: ignore[arg-type]
+    for _ in range(3):
+        sharded.refresh_trainable()
+    assert len(parameter._post_accumulate_grad_hooks) == len(before)  # type: ignore[arg-type]
+
+
+@on_ranks(2)
 def test_wrappers_of_overlapping_models_in_one_backward() -> None:
     """Each reduces what the other does not have."""
 
@@ -1184,7 +1230,9 @@ def test_reduces_what_the_optimizer_has_outside_of_the_module(size: int) -> None
         if step == 2:
             oss.add_param_group({"params": [head.later]})
             plain[1].later.requires_grad_(True)
+        had = head.scale.grad is not None
         sharded.zero_grad(set_to_none=step == 1)
+        assert (head.scale.grad is not None) == (had and step != 1)
         optimizer.zero_grad()
         if step == 3:
             with sharded.no_sync():
