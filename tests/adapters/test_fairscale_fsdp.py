@@ -980,6 +980,48 @@ def test_shares_parameters_between_instances() -> None:
         FSDP(flattened)
 
 
+class SharingBiases(Sharing):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last.weight = nn.Parameter(self.first.weight.detach().clone())
+        self.last.bias = self.first.bias
+
+
+@on_ranks(1, 2)
+def test_shares_another_parameter_than_the_first() -> None:
+    expected = DistributedDataParallel(made(SharingBiases))
+    model = made(SharingBiases)
+    model.first = FSDP(model.first, flatten_parameters=False)
+    model.last = FSDP(model.last, flatten_parameters=False)
+    model.last.append_shared_param(model.first.module.bias)
+    model = FSDP(model)
+    train_both(expected, model)
+    torch.testing.assert_close(dict(model.state_dict()), dict(expected.module.state_dict()))
+
+
+class Versioned(nn.Linear):
+    """Remembers of which version what it loads is."""
+
+    _version = 3
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
+        self.loaded = metadata.get("version")
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+@on_ranks(2, flat=FLAT)
+def test_modules_are_told_the_version_of_what_they_load(flat: bool) -> None:
+    model = FSDP(
+        nn.Sequential(Versioned(4, 4), FSDP(Versioned(4, 4), flatten_parameters=flat)), flatten_parameters=flat
+    )
+    for state in (model.state_dict(), nn.Sequential(Versioned(4, 4), Versioned(4, 4)).state_dict()):
+        found = [module for module in model.modules() if isinstance(module, Versioned)]
+        for module in found:
+            module.loaded = None
+        model.load_state_dict(state)
+        assert [module.loaded for module in found] == [3, 3]
+
+
 class Projected(nn.Module):
     """Computes with the weight of a module that it has not registered."""
 

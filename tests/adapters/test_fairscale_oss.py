@@ -359,6 +359,32 @@ def test_frozen_parameters_of_an_optimizer_that_drops_gradients(kind: type[SGD])
 
 
 @on_ranks(2)
+def test_frozen_parameters_whose_gradients_are_there_inside_of_the_step_only() -> None:
+    parameters = [nn.Parameter(torch.ones(2), requires_grad=False) for _ in range(3)]
+    oss = OSS(parameters, optim=ClearingSGD, lr=1.0)
+
+    def closure() -> float:
+        for parameter in parameters:
+            parameter.grad = torch.ones(2)
+        return 0.0
+
+    for expected in (0.0, -1.0):
+        oss.step(closure)
+        oss.zero_grad()
+        assert all(torch.equal(parameter, torch.full((2,), expected)) for parameter in parameters)
+
+
+@on_ranks(1, 2)
+def test_saving_and_loading_leave_no_hooks_behind() -> None:
+    oss = OSS(model_of().parameters(), optim=AdamW, lr=0.1)
+    kinds = ("state_dict_post_hooks", "load_state_dict_pre_hooks", "load_state_dict_post_hooks")
+    before = [len(getattr(oss, f"_optimizer_{kind}")) for kind in kinds]
+    for _ in range(2):
+        oss.load_state_dict(oss.state_dict(all_ranks=True))
+    assert [len(getattr(oss, f"_optimizer_{kind}")) for kind in kinds] == before
+
+
+@on_ranks(2)
 def test_ranks_that_freeze_other_parameters_are_told() -> None:
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(4)]
     oss = OSS(parameters, optim=SGD, lr=1.0)
