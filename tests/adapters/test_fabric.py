@@ -1013,6 +1013,12 @@ def precisions(directory: Path) -> None:
     used.backward(F.mse_loss(model(inputs), targets) * (float("inf") if used.global_rank else 1.0))
     optimizer.step()
     assert_whole(model, before)
+    optimizer.zero_grad()
+    used.backward(F.mse_loss(model(inputs), targets))
+    expected = [parameter.grad / plugin.scaler.get_scale() for parameter in model.parameters()]
+    used.clip_gradients(model, optimizer, clip_val=1.0)
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad.to_local(), gradient.to_local().clamp(-1.0, 1.0))
 
 
 def other_world_size(directory: Path) -> None:
