@@ -169,13 +169,15 @@ def _describe_instance(instance: FullyShardedDataParallel) -> dict[str, Any]:
     for name, slot in borrowed(instance):
         shape = torch.Size(slot.parts[0].shape)
         params[name] = {"names": [name], "shapes": [shape], "numels": [shape.numel()], "padding": slot.padding}
-    group = instance.process_group
-    return {
+    described = {
         "params": params,
         "no_broadcast_optim_state": instance.no_broadcast_optim_state,
         "shared_param_info": shared,
-        "ranks": None if is_stand_in(group) else dist.get_process_group_ranks(group),
     }
+    group = instance.process_group
+    if not is_stand_in(group) and 1 < group.size() < dist.get_world_size():  # otherwise as FairScale has it
+        described["ranks"] = dist.get_process_group_ranks(group)
+    return described
 
 
 def consolidate(
