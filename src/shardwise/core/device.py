@@ -186,7 +186,9 @@ class RowSplitter:
         self._sizes = [target.shape[1] for target in targets]
         self._alike = [_joined(run) for run in _evenly_spaced(targets)]
         """Those that lie at equal distances, as one (pieces x rows x elements): each copy costs a call."""
+        self._rows = targets[0].shape[0] if targets else 0
         self._cuts = [(len(run), run.shape[2]) for run in self._alike]
+        self._key = self._rows, self._cuts
 
     def __call__(self, staging: torch.Tensor, *, is_own: bool, start: int = 0) -> None:
         """Copy everything.
@@ -196,24 +198,25 @@ class RowSplitter:
             is_own: whether it is a `Lane`'s; others may free its memory, or let it have another.
             start: element of each row at which the first piece begins.
         """
-        if staging.device.type != "cpu" and len(self._cuts) <= MOST_COPIES:
+        is_on_host = staging.is_cpu
+        if not is_on_host and len(self._cuts) <= MOST_COPIES:
             torch._foreach_copy_(self._alike, self._pieces(staging, start))
             return
-        if staging.device.type != "cpu" or not is_own:
-            rows = staging.view(len(self._targets[0]), -1).narrow(1, start, sum(self._sizes))
+        if not (is_on_host and is_own):
+            rows = staging.view(self._rows, -1).narrow(1, start, sum(self._sizes))
             torch.split_with_sizes_copy(rows, self._sizes, dim=1, out=self._targets)
             return
         # To make the views takes as long as to copy them: memory that is used again keeps those of its last cuts.
-        kept, cuts = staging.__dict__.setdefault("_shardwise_pieces", {}), (len(self._targets[0]), self._cuts)
-        before, views = kept.get(start, (None, ()))
-        if before != cuts:
+        kept = staging.__dict__.setdefault("_shardwise_pieces", {})
+        key, views = kept.get(start, (None, ()))
+        if key != self._key:
             views = self._pieces(staging, start)
-            kept[start] = cuts, views
+            kept[start] = self._key, views
         torch._foreach_copy_(self._alike, views)
 
     def _pieces(self, staging: torch.Tensor, start: int) -> list[torch.Tensor]:
         # Not views of ``staging`` itself, which they would keep alive.
-        memory, rows, pieces = staging.data, len(self._targets[0]), []
+        memory, rows, pieces = staging.data, self._rows, []
         for count, size in self._cuts:
             where = staging.storage_offset() + start
             pieces.append(memory.as_strided((count, rows, size), (size, memory.numel() // rows, 1), where))
