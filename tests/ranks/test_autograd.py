@@ -1396,6 +1396,31 @@ class KeepsEncoding(Encoder):
         return out
 
 
+class GivesItsWeight(Encoder):
+    def encode(self, x: torch.Tensor) -> Any:
+        return self.head.weight, super().encode(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, encoding = self.encode(x)
+        assert weight is self.head.weight
+        return F.linear(encoding, weight)
+
+
+@on_ranks(2, reshard=[True, False])
+def test_a_parameter_that_a_custom_forward_method_gives_inside_forward(reshard: bool) -> None:
+    model: Any = GivesItsWeight()
+    plain = copy.deepcopy(model)
+    shardwise.fully_shard(model, reshard_after_forward=reshard)
+    shardwise.register_fsdp_forward_method(model, "encode")
+    x = batch(0, 0, 4, WIDTH)
+    for one in (model, plain):
+        one(x).square().mean().backward()
+    for name, expected in plain.named_parameters():
+        gradient = model.get_parameter(name).grad
+        if expected.grad is not None:
+            torch.testing.assert_close(whole(gradient), expected.grad)
+
+
 @on_ranks(2, reshard=[True, False], together=[True, False])
 def test_what_a_custom_forward_method_gives_inside_forward_and_that_does_not_return(
     reshard: bool, together: bool

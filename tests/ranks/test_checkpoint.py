@@ -1532,6 +1532,26 @@ def test_copies_that_ranks_have_in_another_order() -> None:
 
 
 @on_ranks(2)
+def test_copies_that_one_rank_has_do_not_take_the_place_of_the_models() -> None:
+    """What one rank alone has is saved by it, or refused, and all else is saved."""
+    mesh, rank, refused = init_device_mesh("cpu", (2,)), dist.get_rank(), list[str]()
+    models = [shardwise.fully_shard(nn.Linear(5, 3), mesh=mesh, placements=Placements.ddp) for _ in range(2)]
+    value = distribute_tensor(torch.arange(6.0), mesh, [Replicate()])
+    for has in range(2):
+        with shared_directory() as directory:
+            try:
+                save(directory, model=models[0], extra={"a": value} if rank == has else None)
+            except ValueError as error:
+                refused.append(str(error))
+                continue
+            load(directory, model=models[1])
+            for one, other in zip(*(model.parameters() for model in models), strict=True):
+                assert torch.equal(one, other)
+    assert len(refused) == 1
+    assert "copies of 'a'" in refused[0]
+
+
+@on_ranks(2)
 def test_sharded_tensors_whose_names_join_alike() -> None:
     mesh = init_device_mesh("cpu", (2,))
 

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise import Placements
@@ -337,6 +338,34 @@ def test_conversion_of_what_needs_no_gradient_leaves_backward_alone() -> None:
     loss.backward()
     small(lambda module, **_: module)(expected := torch.ones(2, 5, requires_grad=True)).sum().backward()
     assert torch.equal(x.grad, expected.grad)
+
+
+class Recomputed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given: torch.Tensor = checkpoint(self.inner, x, use_reentrant=True)
+        return given
+
+
+@on_ranks(1, 2, preset=["ddp", "zero2", "zero3"])
+def test_conversion_before_a_backward_that_recomputes_all(preset: str) -> None:
+    """No graph has what forward computed with."""
+    gradients = []
+    for converts in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(Recomputed(), nn.Linear(5, 5))
+        for module in (model[0], model):
+            shardwise.fully_shard(module, placements=getattr(Placements, preset))
+        given = model[0](torch.linspace(-1, 1, 10).view(2, 5).requires_grad_())
+        if converts:
+            model[0].double().float()
+        given.square().sum().backward()
+        gradients.append([whole(parameter.grad) for parameter in model[0].parameters()])
+    for ours, expected in zip(*gradients, strict=True):
+        assert torch.equal(ours, expected)
 
 
 @on_ranks(2)

@@ -63,8 +63,9 @@ def contents(
     # Last: what the run continues with, whatever was drawn to say what the state of its objects is.
     found.update({(RNG, name): state for name, state in random_states().items()})
     loads: dict[tuple[DeviceMesh, tuple[int, ...]], list[int]] = {}
-    # In an order that ranks share, whatever that of their dicts is.
-    own = {path for path in sorted(found, key=key_of) if _is_own(found[path], loads)}
+    # In an order that ranks share, whatever that of their dicts is; last what only some of them may have.
+    in_order = sorted(found, key=lambda path: (path[0] == EXTRA_TENSORS, key_of(path)))
+    own = {path for path in in_order if _is_own(found[path], loads)}
     return {path: _leaf(path, value) for path, value in found.items() if path in own}, found.keys() - own
 
 

@@ -129,10 +129,15 @@ class Call:
 
 
 def announce_begin(
-    unit: Unit, output: Any, call: Call | None = None, hidden: Sequence[torch.Tensor] = ()
+    unit: Unit,
+    output: Any,
+    call: Call | None = None,
+    hidden: Sequence[torch.Tensor] = (),
+    *,
+    marks_leaves: bool = True,
 ) -> tuple[Any, bool]:
     """``output``, of ``call``, that tells ``unit`` when backward comes to it, and whether any of its tensors will, or
-    any of those ``hidden`` in it, if it shows none."""
+    any of those ``hidden`` in it, if it shows none. Leaves in it are others then, unless that is not asked for."""
     tensors, takes_all = tensors_requiring_grad(output), not (in_transforms() or in_forward_mode())
     tensors = tensors or [*hidden]
     if not torch.is_grad_enabled():
@@ -141,7 +146,7 @@ def announce_begin(
         takes_all = True
     for tensor in tensors:
         if tensor.is_leaf:
-            takes_all = False
+            takes_all = takes_all and not marks_leaves
             continue
         tensor.register_hook(unit.pre_backward_hook)
         # A hook on a view is lost when that, or what it is a view of, is modified in place.

@@ -259,6 +259,7 @@ class FlatSlot(Slot):
         return self._faces
 
     def forget_unsharded(self) -> None:
+        self._note_forgotten()
         dtypes = {face.dtype for face in self._faces}
         self._faces = []
         if self.accumulated is not None and self.accumulated.dtype in dtypes:

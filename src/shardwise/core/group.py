@@ -262,9 +262,9 @@ class ParamGroup:
         """
         if (slot := self.shards.lost) is not None and (slot.sharded.requires_grad or not self._keeps_unsharded):
             raise StateError(
-                f"parameter {slot.name!r} of unit {self.name!r} was converted, moved or replaced by one of another "
-                "dtype between forward and backward, which needs what forward computed with: do that before forward, "
-                "or after backward"
+                f"parameter {slot.name!r} of unit {self.name!r} was converted or moved, or replaced by one that is "
+                "gathered otherwise, between forward and backward, which needs what forward computed with: do that "
+                "before forward, or after backward"
             )
 
     def join_changed(self, joint: JointGather) -> None:

@@ -483,7 +483,8 @@ class Unit:
         call = self._leave_call(module)
         self._to_run.discard(id(module))
         if self._to_run or self._inside:  # others of the unit's modules have yet to run, or it called itself
-            output, _ = announce_begin(self, output, call)  # backward may come to it first, or alone
+            # Backward may come to it first, or alone; and the other modules may not run, or not announce theirs.
+            output, _ = announce_begin(self, output, call, marks_leaves=bool(self._to_run))
             return self._cast_output(output)
         context = self.context
         output = self._leave_forward(output, call)

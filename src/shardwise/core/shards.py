@@ -127,8 +127,8 @@ class Shards(ABC):
 
     @property
     def lost(self) -> Slot | None:
-        """One whose unsharded face, which a forward computed with, is gone."""
-        return next((slot for slot in self.slots if slot.was_unsharded and not slot.faces), None)
+        """One that `Slot.is_lost`, if no forward has made others since."""
+        return next((slot for slot in self.slots if slot.is_lost), None)
 
     def frozen_in_use(self) -> Sequence[Slot]:
         """Slots that were frozen since `agree_on_gradients`, or since the unsharded faces were registered."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -60,6 +61,8 @@ class Slot:
     unsharded: nn.Parameter | None = None
     was_unsharded: bool = False
     """Whether there is or was an unsharded face, which gradients may come for."""
+    forgotten: Sequence[weakref.ref[torch.Tensor]] = ()
+    """What the unsharded face consisted of before the buffer was another, as graphs may have it still."""
     accumulated: torch.Tensor | None = None
     """Unsharded gradient in the reduction's dtype, summed over backward passes without synchronization."""
     is_borrowed: bool = False
@@ -132,11 +135,21 @@ class Slot:
 
     def forget_unsharded(self) -> None:
         """The buffer is another: the unsharded face is made anew; its gradients still wait for their reduction."""
+        self._note_forgotten()
         face, self.unsharded = self.unsharded, None
         if face is not None and face.grad is not None:
             self.accumulated = face.grad if self.accumulated is None else self.accumulated.add_(face.grad)
         if face is not None and self.accumulated is not None and self.accumulated.dtype == face.dtype:
             self.accumulated = self.accumulated.to(self.buffer.dtype)
+
+    def _note_forgotten(self) -> None:
+        if self.faces:
+            self.forgotten = [weakref.ref(face) for face in self.faces]
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the unsharded face is gone, of which a graph has what it consisted of."""
+        return not self.faces and any(reference() is not None for reference in self.forgotten)
 
     # -- Unsharded gradients
 
