@@ -244,6 +244,7 @@ class ByDetached(torch.optim.SGD):
                     add(detached, parameter.grad)
 
 
+@needs_results
 def test_detached_parameters_may_be_copied_and_traced_in_a_step(fake_mesh: Mesh) -> None:
     """Of all but the first of a unit neither was possible; with FSDP2 both are."""
     model = build(fake_mesh(2))
