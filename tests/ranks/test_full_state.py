@@ -241,6 +241,50 @@ def test_ranks_whose_state_dicts_have_other_tensors(moves: bool) -> None:
     assert_raises_alike(ValueError, f"ranks 0 and 2 do not have the same {what}", lambda: full_state_dict(model))
 
 
+class Branches(nn.ModuleDict):
+    """Of a unit each, which ranks have in opposite orders."""
+
+    def __init__(self, **dtypes: torch.dtype):
+        names = sorted(dtypes, reverse=dist.get_rank() % 2 == 1)
+        super().__init__({name: nn.Linear(4, 3, dtype=dtypes[name]) for name in names})
+        self.truth = {}
+        for number, name in enumerate(sorted(dtypes), 1):
+            for key in ("weight", "bias"):
+                value = torch.full_like(getattr(self[name], key), 2 * number + (key == "bias"), requires_grad=False)
+                self.truth[f"{name}.{key}"] = value
+
+    def shard(self, mesh: DeviceMesh) -> Branches:
+        for name in sorted(self):
+            shardwise.fully_shard(self[name], mesh=mesh)
+        return self
+
+
+@on_ranks(2, 3, broadcast=[True, False])
+def test_loads_by_name_where_ranks_have_units_in_another_order(broadcast: bool) -> None:
+    model = Branches(a=torch.float32, b=torch.float32, c=torch.float32).shard(mesh_of_all())
+    given = of_rank_zero(model.truth) if broadcast else model.truth
+    load_full_state_dict(model, given, broadcast_from_rank0=broadcast)
+    assert_state(model, model.truth)
+
+
+@on_ranks(2)
+def test_models_that_differ_between_ranks_do_not_get_each_others_values() -> None:
+    for dtype, tied, what in (
+        (torch.float64, False, "'1.bias', '1.weight'|'1.weight', '1.bias'"),
+        (torch.float32, True, "ties between parameters"),
+    ):
+        differs = dist.get_rank() == 1
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, dtype=dtype if differs else torch.float32))
+        if tied and differs:
+            model[1].weight = model[0].weight
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        state = {name: torch.ones_like(value) for name, value in before.items()}
+        assert_raises_alike(
+            ValueError, f"ranks 0 and 1 do not have the same ({what})", lambda: load_full_state_dict(model, state)
+        )
+        assert_equal(dict(model.state_dict()), before)
+
+
 @on_ranks(2)
 def test_converts_dtypes() -> None:
     state = {name: value.double() for name, value in build("mlp", 1).state_dict().items()}

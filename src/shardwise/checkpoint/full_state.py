@@ -144,6 +144,8 @@ def load_weights(
         matches, _ = match(loading, described, "the state dict", objects=objects, problems=problems)
         if has_values:
             refuse_untied(matches, tensors)
+    if broadcast_from_rank0:
+        matches = _in_one_order(matches, list(described), peers)
     with peers.together():
         for found in matches:
             found.weight.prepare_memory(loading.device)
@@ -152,6 +154,25 @@ def load_weights(
         for found in matches:
             found.weight.accept_values()
         loading.set_extra_state(objects)
+
+
+def _in_one_order(matches: Iterable[Match], names: Sequence[str], peers: Peers) -> list[Match]:
+    """``matches`` as all ranks order them, whatever the order of each one's modules. A collective.
+
+    Args:
+        matches: of this rank.
+        names: of all that is stored, in an order that ranks share.
+        peers: that are about to broadcast what is stored, one after the other.
+
+    Raises:
+        ValueError: on all ranks, naming tensors that they do not have alike.
+    """
+    position = {name: number for number, name in enumerate(names)}
+    ordered = sorted(matches, key=lambda found: min(position[name] for name in found.stored))
+    tensors = {name: (found.weight.dtype, found.weight.shape) for found in ordered for name in found.stored}
+    plan = [(sorted(found.stored), found.weight.dtype) for found in ordered]
+    peers.refuse_unlike("loading a full state dict", tensors, plan, otherwise="ties between parameters")
+    return ordered
 
 
 def sort_state(
