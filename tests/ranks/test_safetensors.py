@@ -567,7 +567,7 @@ def test_ranks_that_would_write_other_files(apart: bool) -> None:
     sizes = 100 if dist.get_rank() == 2 else 1000
     with shared_directory() as directory, other_hosts() if apart else nullcontext():
         for model, size, what in (
-            (alike, sizes, "ranks 0 and 2 do not have the same max_shard_size"),
+            (alike, sizes, "ranks 0 and 2 do not have the same max_shard_size or order of tensors"),
             (other, 1000, "ranks 0 and 2 do not have the same 'before', 'after.last'"),
         ):
             shardwise.fully_shard(model, mesh=mesh_of_all())
@@ -577,6 +577,21 @@ def test_ranks_that_would_write_other_files(apart: bool) -> None:
         action = lambda: save_safetensors(alike, own)  # noqa: E731
         assert_raises_alike(ValueError, "directory is .* on rank 0 and .*/own on rank 2: all ranks that hold", action)
         assert list(directory.iterdir()) == []
+
+
+@on_ranks(2, 4)
+def test_replicas_that_have_units_in_another_order_share_all_of_them() -> None:
+    replicas = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    names = ["wide", "narrow"] if replicas.get_local_rank("replicate") else ["narrow", "wide"]
+    dtypes = {"wide": torch.float32, "narrow": torch.bfloat16}  # a file has the wider ones first, in either order
+    model = nn.ModuleDict({name: nn.Linear(4, 4, bias=False, dtype=dtypes[name]) for name in names})
+    for name, dtype in dtypes.items():
+        nn.init.ones_(model[name].weight)
+        shardwise.fully_shard(model[name], mesh=replicas)
+    with shared_directory() as directory:
+        save_safetensors(model, directory)
+        assert_equal(read(directory), {f"{name}.weight": torch.ones(4, 4, dtype=dtypes[name]) for name in names})
+        dist.barrier()
 
 
 @on_ranks(2)

@@ -43,6 +43,9 @@ from .weights import ModelWeights, Region, Weight, peers_of, weights_of
 ABANDONED_AFTER = 86400.0
 """Seconds without a write, after which an unfinished file is taken for that of a save that was killed."""
 
+_ALSO_PLANNED = "max_shard_size or order of tensors"
+"""What else the files follow from than the tensors: in which ranks may differ that have the same ones."""
+
 Rename = Mapping[str, str] | Callable[[str], str | None]
 
 
@@ -216,7 +219,7 @@ def save_safetensors(model: nn.Module, directory: str | os.PathLike[str], *, max
         files = plan_files(tensors, _parse_size(max_shard_size), _metadata(names))
     warn_of_groups("save_safetensors", peers, saving.tensors)
     # Each writes where its own plan says.
-    peers.refuse_unlike("save_safetensors", tensors, [file.header for file in files], otherwise="max_shard_size")
+    peers.refuse_unlike("save_safetensors", tensors, [file.header for file in files], otherwise=_ALSO_PLANNED)
     given, rule = {"directory": path.resolve()}, "all ranks that hold the model save it together"
     target = _Target(path, files, token=peers.exchange_given(given, secrets.token_hex(4), rule)[0])
     try:
@@ -391,7 +394,8 @@ def _host() -> str:
 
 def _write_regions(names: Mapping[str, Weight], files: Sequence[PlannedFile], target: _Target, peers: Peers) -> None:
     own = set()
-    for number, (name, weight) in enumerate(names.items()):
+    # In an order that ranks share, whatever that of their modules is.
+    for number, (name, weight) in enumerate(sorted(names.items())):
         if weight.replica is None:  # buffers may differ: all are the first rank's
             writes = peers.is_first
         else:  # of the regions that several ranks hold, each writes some
