@@ -759,6 +759,23 @@ def test_extra_state() -> None:
         assert_raises_alike(ValueError, "'0.weight'.*complex128", lambda: save_safetensors(model, directory / "b"))
 
 
+class CountedElsewhere(Counted):
+    """Takes its extra state on the first rank alone."""
+
+    def set_extra_state(self, state: Any) -> None:
+        if dist.get_rank():
+            raise RuntimeError("no place for a count")
+        super().set_extra_state(state)
+
+
+@on_ranks(2)
+def test_extra_state_that_one_rank_does_not_take_raises_on_all() -> None:
+    with shared_directory() as directory:
+        save_safetensors(shard_plainly(nn.Sequential(Counted(torch.ones(2)))), directory)
+        target = shard_plainly(nn.Sequential(CountedElsewhere(torch.zeros(2))))
+        assert_raises_alike(RuntimeError, "no place for a count", lambda: load_safetensors(target, directory))
+
+
 @on_ranks(2)
 def test_abandoned_files_are_removed() -> None:
     with shared_directory() as directory:

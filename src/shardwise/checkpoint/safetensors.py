@@ -109,8 +109,9 @@ def load_safetensors(
             found.weight.prepare_memory(loading.device)
     with peers.together(), _Files() as files:
         _read(matches, stored, files, shown=peers.is_first)
-    for found in matches:
-        found.weight.accept_values()
+    with peers.together():  # extra state goes to code of the modules
+        for found in matches:
+            found.weight.accept_values()
     return keys
 
 
