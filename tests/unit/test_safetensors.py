@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -489,6 +491,36 @@ def test_progress(monkeypatch: pytest.MonkeyPatch, shown: bool, patience: float,
         for _ in range(3):
             progress.advance(100)
     assert ("loading" in terminal.text) == appears
+
+
+class HungUp(Terminal):
+    """An stderr whose terminal goes away."""
+
+    def __init__(self, writes: int):
+        super().__init__()
+        self.left = writes
+
+    def write(self, text: str) -> int:
+        self.left -= 1
+        if self.left < 0:
+            raise OSError(errno.EIO, "Input/output error")
+        return super().write(text)
+
+
+@pytest.mark.parametrize("writes", [None, 0, 1, 3])
+def test_what_cannot_show_progress_does_not_end_what_it_shows(
+    monkeypatch: pytest.MonkeyPatch, writes: int | None
+) -> None:
+    stream = None if writes is None else HungUp(writes)  # None is what Python has where the descriptor is closed
+    monkeypatch.setattr("sys.stderr", stream)
+    monkeypatch.setattr("shardwise.checkpoint.progress.PATIENCE", 0.0)
+    done = 0
+    with Progress("loading", 300, shown=True) as progress:
+        for _ in range(3):
+            progress.advance(100)
+            done += 1
+    assert done == 3
+    assert sys.stderr is stream
 
 
 def test_a_dtype_that_torch_does_not_have(tmp_path: Path) -> None:

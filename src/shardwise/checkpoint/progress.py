@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 PATIENCE = 1.0
@@ -12,7 +12,8 @@ PATIENCE = 1.0
 
 
 class Progress(ExitStack):
-    """A context whose bar on stderr shows how many of ``total`` bytes are done, if stderr is a terminal.
+    """A context whose bar on stderr shows how many of ``total`` bytes are done, if stderr is a terminal. Where none can
+    be shown, as on a terminal that has hung up, none is: the other ranks would wait for the one that shows it.
 
     Args:
         label: what is done.
@@ -25,17 +26,34 @@ class Progress(ExitStack):
         self.label, self.total = label, total
         self._done = 0
         self._starts_at = time.monotonic() + PATIENCE
-        self._shown = shown and sys.stderr.isatty()
+        self._shown = shown and _is_terminal(sys.stderr)
         self._bar: Any = None
 
     def advance(self, count: int) -> None:
         """``count`` more bytes are done."""
         self._done += count
-        if self._shown and self._bar is None and time.monotonic() > self._starts_at:
-            self._bar = self.enter_context(_make_bar())
-            self._bar.add_task(self.label, total=self.total)
-        if self._bar is not None:
+        if not self._shown or time.monotonic() <= self._starts_at:
+            return
+        try:
+            if self._bar is None:
+                self._bar = _make_bar()
+                self.callback(_stop, self._bar)
+                self._bar.start()
+                self._bar.add_task(self.label, total=self.total)
             self._bar.update(self._bar.task_ids[0], completed=self._done)
+        except Exception:
+            self._shown = False
+
+
+def _is_terminal(stream: Any) -> bool:
+    with suppress(Exception):  # it may be closed, or None, or whatever a program has put there
+        return bool(stream.isatty())
+    return False
+
+
+def _stop(bar: Any) -> None:
+    with suppress(Exception):
+        bar.stop()
 
 
 def _make_bar() -> Any:
