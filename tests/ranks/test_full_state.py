@@ -279,9 +279,8 @@ def test_models_that_differ_between_ranks_do_not_get_each_others_values() -> Non
             model[1].weight = model[0].weight
         before = {name: value.clone() for name, value in model.state_dict().items()}
         state = {name: torch.ones_like(value) for name, value in before.items()}
-        assert_raises_alike(
-            ValueError, f"ranks 0 and 1 do not have the same ({what})", lambda: load_full_state_dict(model, state)
-        )
+        action = lambda model=model, state=state: load_full_state_dict(model, state)  # noqa: E731
+        assert_raises_alike(ValueError, f"ranks 0 and 1 do not have the same ({what})", action)
         assert_equal(dict(model.state_dict()), before)
 
 

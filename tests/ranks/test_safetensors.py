@@ -585,7 +585,7 @@ def test_replicas_that_have_units_in_another_order_share_all_of_them() -> None:
     names = ["wide", "narrow"] if replicas.get_local_rank("replicate") else ["narrow", "wide"]
     dtypes = {"wide": torch.float32, "narrow": torch.bfloat16}  # a file has the wider ones first, in either order
     model = nn.ModuleDict({name: nn.Linear(4, 4, bias=False, dtype=dtypes[name]) for name in names})
-    for name, dtype in dtypes.items():
+    for name in dtypes:
         nn.init.ones_(model[name].weight)
         shardwise.fully_shard(model[name], mesh=replicas)
     with shared_directory() as directory:
