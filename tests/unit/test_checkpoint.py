@@ -459,6 +459,31 @@ def test_metadata_that_do_not_describe_their_files(tmp_path: Path, what: str) ->
         load(directory, model=model)
 
 
+def test_files_that_hold_something_else_than_metadata_tell(tmp_path: Path) -> None:
+    """Of these torch takes a part, drops fractions and imaginary parts, or raises errors that name nothing."""
+    for number, (stored, told) in enumerate(
+        (
+            (torch.ones(8, 3), torch.zeros(4, 3)),
+            (torch.ones(4, 3, dtype=torch.complex64), torch.zeros(4, 3)),
+            (torch.ones(4, 3) / 2, torch.zeros(4, 3, dtype=torch.int64)),
+            ("no tensor", torch.zeros(4, 3)),
+        )
+    ):
+        directory, others = tmp_path / str(number), tmp_path / f"{number}-told"
+        dcp.save({"model": {"weight": told}}, checkpoint_id=others)
+        dcp.save({"model": {"weight": stored}}, checkpoint_id=directory)
+        metadata, there = (pickle.loads((path / ".metadata").read_bytes()) for path in (others, directory))
+        (index,), (where,) = metadata.storage_data, there.storage_data.values()
+        metadata.storage_data[index] = where
+        (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+        model = nn.Module()
+        model.register_buffer("weight", torch.full_like(told, 7))
+        what = f"of shape {tuple(stored.shape)} in {stored.dtype}" if isinstance(stored, torch.Tensor) else "has str"
+        with pytest.raises(CorruptFileError, match=f"{re.escape(what)} for 'model.weight'.* shape .4, 3. in"):
+            load(directory, model=model)
+        assert (model.weight == 7).all()
+
+
 def test_a_pipe_in_the_place_of_a_file(tmp_path: Path) -> None:
     path = save(tmp_path, model=make())
     (path / "__0_0.distcp").unlink()

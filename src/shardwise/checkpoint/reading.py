@@ -159,7 +159,7 @@ class StoredData:
         """Fill ``values``, by key: tensors get this rank's part of what is stored, other values are replaced."""
         planner = _LoadPlanner(self.weights_only)
         planner.set_up_planner(values, self.metadata, True)
-        reader: StorageReader = FileSystemReader(self.directory)
+        reader: StorageReader = _CheckingReader(self.directory, self.kinds)
         if self.manifest is not None:
             reader = _DirectReader(self.directory, self.kinds, frozenset(self.manifest.unusual), advance)
         reader.set_up_storage_reader(self.metadata, True)
@@ -253,7 +253,58 @@ def _path_below(key: str, path: Path, prefix: str) -> Path:
     return path
 
 
-class _DirectReader(FileSystemReader):
+class _CheckingReader(FileSystemReader):
+    """Reads what any program wrote. torch would take a part of a larger tensor for the one that the metadata tell of,
+    and convert any dtype.
+
+    Args:
+        directory: of the checkpoint.
+        kinds: the metadata of everything stored, by key.
+    """
+
+    def __init__(self, directory: FilePath, kinds: Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
+        super().__init__(directory)
+        self._directory, self._kinds = directory, kinds
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in by_file.items():
+            with open(self._directory / name, "rb") as file:
+                for item in items:
+                    self._load_item(file, item, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _load_item(self, file: BinaryIO, item: ReadItem, planner: LoadPlanner) -> None:
+        where = self.storage_data[item.storage_index]
+        view = self._slice_file(file, where)
+        stream = self.transforms.transform_load_stream(item, where.transform_descriptors or (), view)
+        if item.type == LoadItemType.BYTE_IO:
+            planner.load_bytes(item, io.BytesIO(stream.read(-1)))
+            return
+        seekable = stream if stream.seekable() else io.BytesIO(stream.read(-1))
+        stored, chunk = torch.load(seekable, map_location="cpu", weights_only=True), self._chunk_of(item)
+        found = _Chunk(tuple(stored.shape), stored.dtype) if isinstance(stored, torch.Tensor) else type(stored).__name__
+        if found != chunk:
+            key = item.storage_index.fqn
+            raise CorruptFileError(f"{file.name} has {found} for {key!r}, and the metadata beside it tell of {chunk}")
+        for dim, (start, count) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            stored = stored.narrow(dim, start, count)
+        target = planner.resolve_tensor(item).detach()
+        target.copy_(stored)
+        planner.commit_tensor(item, target)
+
+    def _chunk_of(self, item: ReadItem) -> _Chunk:
+        """The stored chunk that ``item`` is in."""
+        stored = self._kinds[item.storage_index.fqn]
+        assert isinstance(stored, TensorStorageMetadata)
+        return _Chunk(tuple(stored.chunks[item.storage_index.index or 0].sizes), stored.properties.dtype)
+
+
+class _DirectReader(_CheckingReader):
     """Reads what `shardwise.save` wrote: each tensor is one contiguous run of bytes somewhere in its item.
 
     Args:
@@ -270,8 +321,8 @@ class _DirectReader(FileSystemReader):
         unusual: frozenset[str],
         advance: Callable[[int], None],
     ):
-        super().__init__(directory)
-        self._directory, self._kinds, self._unusual, self._advance = directory, kinds, unusual, advance
+        super().__init__(directory, kinds)
+        self._unusual, self._advance = unusual, advance
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         by_file: dict[str, list[ReadItem]] = {}
@@ -299,12 +350,6 @@ class _DirectReader(FileSystemReader):
         self._advance(target.nbytes)
         planner.commit_tensor(item, target)
 
-    def _chunk_of(self, item: ReadItem) -> _Chunk:
-        """The stored chunk that ``item`` is in."""
-        stored = self._kinds[item.storage_index.fqn]
-        assert isinstance(stored, TensorStorageMetadata)
-        return _Chunk(tuple(stored.chunks[item.storage_index.index or 0].sizes), stored.properties.dtype)
-
 
 @dataclass(frozen=True)
 class _Chunk:
@@ -312,6 +357,9 @@ class _Chunk:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"a tensor of shape {self.shape} in {self.dtype}"
 
     @property
     def nbytes(self) -> int:
