@@ -391,6 +391,19 @@ def test_ranks_that_lack_different_values_are_told() -> None:
     assert not whole_model.weight.is_meta
 
 
+@on_ranks(2, preset=["ddp", "zero3"], seed=[None, 3])
+def test_modules_that_ranks_make_in_another_order_are_told(preset: str, seed: int | None) -> None:
+    """All ranks draw the same, but not for the same parameters: replicas would differ."""
+    names = ["one", "other"][:: -1 if dist.get_rank() else 1]
+    with init_on_meta():
+        model = nn.ModuleDict({name: nn.Linear(4, 4) for name in names})
+    for name in sorted(names):
+        fully_shard(model[name], mesh=world_mesh(), placements=preset)
+    with pytest.raises(RuntimeError, match="did different things on them, as in another order"):
+        materialize(model, seed=seed)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
 @on_ranks(2)
 def test_ranks_of_one_mesh_agree_in_few_messages() -> None:
     """Before they make values, on what they make, and after."""

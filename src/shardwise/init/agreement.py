@@ -17,7 +17,7 @@ from .streams import Position
 
 def require_same(
     peers: Sequence[Peers],
-    lacking: Sequence[tuple[str, DeviceMesh | None]],
+    lacking: Sequence[tuple[str, DeviceMesh | None, object]],
     records: Sequence[Record],
     asked: object,
 ) -> None:
@@ -25,7 +25,7 @@ def require_same(
     Args:
         peers: all ranks that must agree, of each mesh. Collectives on each.
         lacking: names of the tensors without values here, with the mesh of each that is sharded, whose ranks must all
-            lack the values.
+            lack the values, and what in ``records`` gives it values, compared by its representation.
         records: that are about to be replayed.
         asked: what this rank asked for; compared by its representation.
 
@@ -35,13 +35,14 @@ def require_same(
     plan = (asked, [record.digest() for record in records]) if lacking else None
     lack_alike, plan_alike = True, True
     for one in peers:
-        names, planned = one.positions_unlike(sorted(name for name, mesh in lacking if mesh == one.mesh), plan)
+        own = sorted((name, repr(origin)) for name, mesh, origin in lacking if mesh == one.mesh)
+        names, planned = one.positions_unlike([name for name, _ in own], (plan, own))
         lack_alike, plan_alike = lack_alike and names is None, plan_alike and planned is None
     if len(peers) < 2 and lack_alike and plan_alike:
         return  # on all ranks
     with failing_together(peers):
         if not lack_alike:
-            shown = ", ".join([repr(name) for name, _ in lacking[:3]] + (["..."] if len(lacking) > 3 else []))
+            shown = ", ".join([repr(name) for name, *_ in lacking[:3]] + (["..."] if len(lacking) > 3 else []))
             raise StateError(
                 "materialize: ranks have different parameters on the meta device: "
                 f"{f'{len(lacking)} of them ({shown})' if lacking else 'none'} on rank {dist.get_rank()}, others on "
@@ -50,9 +51,10 @@ def require_same(
         if not plan_alike:
             raise StateError(
                 "materialize would give each rank parts of another model: the ranks passed different seeds, have "
-                "different tensors on the meta device, the constructor did different things on them, or some of them "
-                "seeded or drew between two init_on_meta contexts. Pass one seed, do the same between contexts on all "
-                "ranks, and let nothing in the constructor depend on the rank or on random numbers other than torch's"
+                "different tensors on the meta device, the constructor did different things on them, as in another "
+                "order, or some of them seeded or drew between two init_on_meta contexts. Pass one seed, do the same "
+                "between contexts on all ranks, and let nothing in the constructor depend on the rank or on random "
+                "numbers other than torch's"
             )
 
 

@@ -131,7 +131,12 @@ def _work(names: Mapping[nn.Module, str], targets: Sequence[Target], init_fn: In
 
 def _states(work: Work, peers: Sequence[Peers], seed: int | None, fast: bool) -> States:
     """The states of the program's generators from which the constructors are replayed, the same on all ranks."""
-    records, lacking = list(work), [(target.name, target.mesh) for members in work.values() for target, _ in members]
+    records = list(work)
+    lacking = [
+        (target.name, target.mesh, (number, view))
+        for number, members in enumerate(work.values())
+        for target, view in members
+    ]
     origins = _origins(records)
     drawn = [(record, origins[position]) for record in records for position in record.positions]
     own = [origin for origin in dict.fromkeys(origin for _, origin in drawn) if origin.is_of_program]
