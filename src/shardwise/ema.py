@@ -206,7 +206,8 @@ class EMA:
             with not_inference():
                 for name in (name for name in given if name in others):
                     self._averages[name] = self._first_average(name, others[name])
-        for name, average in self._averages.items():
+        # In an order that ranks share, whatever that of their modules is.
+        for name, average in sorted(self._averages.items()):
             value = given[name]
             if isinstance(value, DTensor) and not _is_cut_alike(value, average):
                 value = value.full_tensor()  # torch redistributes within a mesh only

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardwise
@@ -187,6 +187,25 @@ def test_in_checkpoints(strategy: str) -> None:
     elsewhere = EMA(sharded(4, init_device_mesh("cpu", (1, dist.get_world_size()))), 0.5)
     elsewhere.load_state_dict(ema.state_dict())  # torch redistributes within a mesh only
     assert all(torch.equal(whole(value), truth[name]) for name, value in elsewhere.state_dict()["averages"].items())
+
+
+def in_own_order(value: float, dim: int) -> nn.ModuleDict:
+    """Units of one size, which every other rank has in the opposite order, cut on ``dim``."""
+    names = ["one", "other", "third"]
+    model = nn.ModuleDict({name: nn.Linear(6, 6, bias=False) for name in names[:: 1 - 2 * (dist.get_rank() % 2)]})
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for number, name in enumerate(names, 1):
+        nn.init.constant_(model[name].weight, number * value)
+        shardwise.fully_shard(model[name], mesh=mesh, shard_placement_fn=lambda _: Shard(dim))
+    return model
+
+
+@on_ranks(2, 3)
+def test_an_average_that_was_cut_otherwise_is_loaded_by_name() -> None:
+    source, average = EMA(in_own_order(1.0, 0)), EMA(in_own_order(0.0, 1))
+    average.load_state_dict(source.state_dict())
+    for number, name in enumerate(("one", "other", "third"), 1):
+        assert (average.state_dict()["averages"][f"{name}.weight"].to_local() == number).all()
 
 
 @on_ranks(1, 2)
