@@ -1558,6 +1558,40 @@ def test_state_between_forward_and_backward(flat: bool) -> None:
     assert not torch.equal(model.state_dict()["layers.0.weight"], copied.state_dict()["layers.0.weight"])
 
 
+@on_ranks(2, flat=FLAT)
+def test_one_rank_uses_its_shards_during_a_step(flat: bool) -> None:
+    """Whole parameters stay where they are, so the other rank is not asked for them again."""
+    model, plain = wrapped(made(MLP), flatten_parameters=flat), made(MLP)
+    shards = {name: value.clone() for name, value in model.local_state_dict().items()}
+    torch.manual_seed(1)
+    inputs = torch.randn(3, 9)
+    found: list[bool] = []
+
+    def use(*_: Any) -> None:
+        for one in (model, copy.deepcopy(model)):
+            again = one.local_state_dict()
+            found.append(list(again) == list(shards) and all(torch.equal(again[name], shards[name]) for name in shards))
+
+    def load(*_: Any) -> None:
+        with pytest.raises(ValueError, match=r"MLP\).* states .*IDLE.* current state is .*(FORWARD|BACKWARD)"):
+            model.load_local_state_dict(shards)
+
+    layers = [layer.module for layer in model.module.layers] if dist.get_rank() == 0 else []
+    handles = [layer.register_forward_hook(hook) for layer in layers for hook in (use, load)]
+    handles += [layer.register_full_backward_hook(hook) for layer in layers for hook in (use, load)]
+    loss = loss_of(model, inputs)
+    if layers:
+        use()
+    loss.backward()
+    for handle in handles:
+        handle.remove()
+    assert found == [True] * (len(handles) + 2 if layers else 0)
+    loss_of(plain, inputs).backward()
+    for each in (model, plain):
+        SGD(each.parameters(), lr=0.1).step()
+    trains_alike(model, plain, inputs)
+
+
 @on_ranks(2, 3)
 def test_experts_of_one_rank() -> None:
     """An instance over a group of its own: other parameters on each rank, which count in the norm."""

@@ -479,23 +479,18 @@ class FullyShardedDataParallel(Settings):
         if opened is not None:
             self._dismiss(opened, volatile=False)
 
-    @contextlib.contextmanager
-    def _locally(self) -> Iterator[None]:
-        instances = get_fsdp_instances(self)
-        for instance in instances:
-            instance._check_local()
-            instance._leave_failed_backward()
-            for group in instance._unit.groups:
-                group.reshard()
-        with changing(instances, "_gives_local", True):
-            yield
+    def _locally(self) -> contextlib.AbstractContextManager[None]:
+        return changing(get_fsdp_instances(self), "_gives_local", True)
 
     def local_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """This rank's shards, padded to equal sizes, and all buffers; loads at the same world size only.
+        """This rank's shards, padded to equal sizes, and all buffers; loads at the same world size only. Forward and
+        backward may run meanwhile.
 
         Raises:
             ValueError: inside `summon_full_params`.
         """
+        for instance in get_fsdp_instances(self):
+            instance._check_local()
         with self._locally():  # a subclass may have made its `state_dict` this method
             return FullyShardedDataParallel.state_dict(self, *args, **kwargs)
 
@@ -503,9 +498,15 @@ class FullyShardedDataParallel(Settings):
         """Load what `local_state_dict` of the same rank gave.
 
         Raises:
-            ValueError: inside `summon_full_params`.
+            ValueError: if an instance is not idle.
             RuntimeError: for names or shapes that do not fit.
         """
+        instances = get_fsdp_instances(self)
+        for instance in instances:
+            instance._check_local()
+            instance._check_idle()
+        for group in (group for instance in instances for group in instance._unit.groups):
+            group.reshard()
         with self._locally():
             return FullyShardedDataParallel.load_state_dict(self, state_dict, strict)
 
@@ -695,8 +696,6 @@ class FullyShardedDataParallel(Settings):
         self._check_local()
         if self._appended:
             raise TypeError(f"{self._title()} uses a parameter of another instance, so it cannot be pickled")
-        if self._own is not None:
-            self._own.reshard()
         state = {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_PROCESS}
         if isinstance(self._reduce_group, str):
             state["_reduce_group"] = self._reduce_group

@@ -11,6 +11,8 @@ from torch import nn
 
 from ..core.errors import StateError
 from ..core.flat import AbsentParameter
+from ..core.parameter import owner_of
+from ..core.replaced import successor_of
 from ..sites import under
 from .fsdp_parameters import INNER, Run, clean, own_modules
 from .fsdp_sharing import borrowed, instance_of
@@ -73,7 +75,7 @@ def refuse_joined(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         StateError: unless they are whole, or those of each rank are what is wanted.
     """
     for name, value in vars(module).items():
-        if isinstance(value, nn.Parameter) or (isinstance(value, AbsentParameter) and not _gives_local(value)):
+        if isinstance(value, (nn.Parameter, AbsentParameter)) and not _gives_local(value):
             raise StateError(
                 f"state_dict of {type(module).__name__}: FullyShardedDataParallel has joined its parameter {name!r} to "
                 "others, outside of this module: call state_dict of what is wrapped, or this one inside "
@@ -81,8 +83,14 @@ def refuse_joined(module: nn.Module, prefix: str, keep_vars: bool) -> None:
             )
 
 
-def _gives_local(absent: AbsentParameter) -> bool:
-    instance = instance_of(absent.owner() if absent.owner is not None else None)
+def _gives_local(given: nn.Parameter | AbsentParameter) -> bool:
+    """Whether the instance that has joined what a name gives, whole or absent, gives shards now."""
+    if isinstance(given, AbsentParameter):
+        shards = given.owner() if given.owner is not None else None
+    else:
+        sharded = successor_of(given)
+        shards = owner_of(sharded) if sharded is not None else None
+    instance = instance_of(shards)
     return instance is not None and instance._gives_local
 
 
