@@ -35,6 +35,7 @@ from shardwise.core.errors import StateError
 from shardwise.core.root import unit_of
 from shardwise.grad_scaler import ShardedGradScaler
 from shardwise.mmengine import MMFullyShardedDataParallel
+from shardwise.mmengine.whole import whole_parameters
 from shardwise.optim import FlatOptimizer
 from tests.adapters.mmengine_runs import (
     LINEAR,
@@ -233,6 +234,34 @@ def initializes_after_a_failure(directory: Path) -> None:
     dist.barrier()
     model.init_weights()
     assert all(torch.equal(value, given[name]) for name, value in full(model).items())
+
+
+class Unordered(BaseModel):
+    """Whose parts ranks have in opposite orders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        names = sorted("abc", reverse=dist.get_rank() % 2 == 1)
+        self.parts = nn.ModuleDict({name: nn.Linear(4, 4) for name in names})
+        self.init_weights()
+
+    def forward(self, *_: Any, **__: Any) -> None: ...
+
+    def init_weights(self, first: int = 0) -> None:
+        for number, name in enumerate("abc", first):
+            for parameter in self.parts[name].parameters():
+                nn.init.constant_(parameter, number)
+
+
+def initializes_parts_that_ranks_have_in_another_order(directory: Path) -> None:
+    model = MMFullyShardedDataParallel(Unordered(), auto_wrap_policy=LINEAR).module
+    with whole_parameters(model):
+        for number, name in enumerate("abc"):
+            assert all(bool((parameter == number).all()) for parameter in model.parts[name].parameters())
+    for first in (0, 5):
+        for number, name in enumerate("abc", first):
+            assert all(bool((one.full_tensor() == number).all()) for one in model.parts[name].parameters())
+        model.init_weights(5)
 
 
 class Outer(BaseModel):
@@ -852,6 +881,7 @@ TWO = (
     freezes_when_initialized,
     keeps_its_structure_when_initialized,
     initializes_after_a_failure,
+    initializes_parts_that_ranks_have_in_another_order,
     *((initializes_as_a_part,) if IS_NEWER else ()),  # MMEngine compares DTensors, which those of torch 2.11 cannot
     compiles,
     frozen_units,

@@ -6,6 +6,7 @@ import itertools
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -96,7 +97,8 @@ def share_values(
     peers = Peers(mesh)
     names = {item: name for name, item in (*model.named_modules(), *model.named_parameters())}
     choices = {by: dict.fromkeys(names[item] for item in items) for by, items in chosen.items()}
-    named = [(name, t) for name, t in (*model.named_parameters(), *model.named_buffers()) if not is_lazy(t)]
+    everything = sorted((*model.named_parameters(), *model.named_buffers()), key=itemgetter(0))  # on all ranks
+    named = [(name, tensor) for name, tensor in everything if not is_lazy(tensor)]
     described = {name: describe(tensor) for name, tensor in named}
     _refuse_unlike(peers, described, choices, {name: str(value) for name, value in settings.items()})
     sent = [tensor for _, tensor in named if not isinstance(tensor, DTensor) and LOADED not in tensor.__dict__]

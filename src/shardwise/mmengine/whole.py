@@ -48,13 +48,14 @@ def whole_parameters(model: nn.Module) -> Iterator[None]:
     peers, weights = peers_of(model), weights_of(model, state_of=_registered)
     weights.check_values()
     sharded = [weight for weight in weights.weights if isinstance(weight.tensor, DTensor) and weight.sites]
-    with _without_own_hooks(model), _without_notes(model), before_sharding(model.modules(), _gathered(sharded)):
+    in_order = sorted(sharded, key=lambda weight: min(weight.names))  # ranks may have modules in another one
+    with _without_own_hooks(model), _without_notes(model), before_sharding(model.modules(), _gathered(in_order)):
         with peers.together():
             yield
             given = {name: tensor.detach() for name, tensor in _registered(model).items()}
             _refuse_moved(model, weights, sharded, given)
-        trained = peers.exchange([weight.sites[0].get().requires_grad for weight in sharded])[0]
-    for weight, is_trained in zip(sharded, trained, strict=True):
+        trained = peers.exchange([weight.sites[0].get().requires_grad for weight in in_order])[0]
+    for weight, is_trained in zip(in_order, trained, strict=True):
         weight.tensor.requires_grad_(is_trained)
     load_weights(weights_of(model, state_of=_registered), peers, given)
 
