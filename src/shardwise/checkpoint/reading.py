@@ -253,6 +253,30 @@ def _path_below(key: str, path: Path, prefix: str) -> Path:
     return path
 
 
+class _Slice(io.RawIOBase):
+    """``length`` bytes of ``file`` from ``start`` on."""
+
+    def __init__(self, file: io.BufferedReader, start: int, length: int):
+        super().__init__()
+        self._file, self._start, self._length, self._position = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = offset + (0, self._position, self._length)[whence]
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        self._file.seek(self._start + self._position)
+        count = self._file.readinto(memoryview(buffer)[: max(self._length - self._position, 0)])
+        self._position += count
+        return count
+
+
 class _CheckingReader(FileSystemReader):
     """Reads what any program wrote. torch would take a part of a larger tensor for the one that the metadata tell of,
     and convert any dtype.
@@ -278,10 +302,10 @@ class _CheckingReader(FileSystemReader):
         done.set_result(None)
         return done
 
-    def _load_item(self, file: BinaryIO, item: ReadItem, planner: LoadPlanner) -> None:
+    def _load_item(self, file: io.BufferedReader, item: ReadItem, planner: LoadPlanner) -> None:
         where = self.storage_data[item.storage_index]
-        view = self._slice_file(file, where)
-        stream = self.transforms.transform_load_stream(item, where.transform_descriptors or (), view)
+        stored_bytes = io.BufferedReader(_Slice(file, where.offset, where.length))
+        stream = self.transforms.transform_load_stream(item, where.transform_descriptors or (), stored_bytes)
         if item.type == LoadItemType.BYTE_IO:
             planner.load_bytes(item, io.BytesIO(stream.read(-1)))
             return
