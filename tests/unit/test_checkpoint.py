@@ -484,6 +484,22 @@ def test_files_that_hold_something_else_than_metadata_tell(tmp_path: Path) -> No
         assert (model.weight == 7).all()
 
 
+class Halving(dcp.DefaultSavePlanner):
+    """Stores less than the metadata tell, as planners may."""
+
+    def resolve_data(self, write_item: Any) -> Any:
+        value = super().resolve_data(write_item)
+        return value.bfloat16() if isinstance(value, torch.Tensor) else value
+
+
+def test_files_whose_planner_stores_another_dtype(tmp_path: Path) -> None:
+    saved, loaded = nn.Linear(4, 3), nn.Linear(4, 3)
+    dcp.save({"model": saved.state_dict()}, checkpoint_id=tmp_path, planner=Halving())
+    load(tmp_path, model=loaded)
+    for one, other in zip(saved.parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(one.bfloat16().float(), other)
+
+
 def test_a_pipe_in_the_place_of_a_file(tmp_path: Path) -> None:
     path = save(tmp_path, model=make())
     (path / "__0_0.distcp").unlink()

@@ -1,7 +1,7 @@
 """Reads leaves from files in the format of `torch.distributed.checkpoint`, with its planner.
 
 What `shardwise.save` wrote is read straight into its destination; torch would first unpickle a copy of each chunk. What
-other programs wrote is read by torch.
+other programs wrote is unpickled, and compared with the metadata beside it.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from ..core.device import HOST
 from ..core.errors import listed
 from .atomic import DCP_METADATA
 from .integrity import CheckpointError, CorruptFileError, Manifest, is_plain, raw, read_all
+from .matching import convertible
 from .objects import Path, UnsafeObjectError, key_of, unpickled
 
 
@@ -279,7 +280,7 @@ class _Slice(io.RawIOBase):
 
 class _CheckingReader(FileSystemReader):
     """Reads what any program wrote. torch would take a part of a larger tensor for the one that the metadata tell of,
-    and convert any dtype.
+    and drop fractions and imaginary parts.
 
     Args:
         directory: of the checkpoint.
@@ -312,7 +313,8 @@ class _CheckingReader(FileSystemReader):
         seekable = stream if stream.seekable() else io.BytesIO(stream.read(-1))
         stored, chunk = torch.load(seekable, map_location="cpu", weights_only=True), self._chunk_of(item)
         found = _Chunk(tuple(stored.shape), stored.dtype) if isinstance(stored, torch.Tensor) else type(stored).__name__
-        if found != chunk:
+        # Those who save may store another dtype than the metadata tell of.
+        if isinstance(found, str) or found.shape != chunk.shape or not convertible(found.dtype, chunk.dtype):
             key = item.storage_index.fqn
             raise CorruptFileError(f"{file.name} has {found} for {key!r}, and the metadata beside it tell of {chunk}")
         for dim, (start, count) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
@@ -335,7 +337,7 @@ class _DirectReader(_CheckingReader):
     Args:
         directory: of the checkpoint.
         kinds: the metadata of everything stored, by key.
-        unusual: keys of tensors that are stored otherwise; torch reads them.
+        unusual: keys of tensors that are stored otherwise, which are unpickled.
         advance: called with the number of bytes loaded.
     """
 

@@ -687,7 +687,8 @@ class FullyShardedDataParallel(Settings):
         return ", ".join(f"{name}={getattr(self, name)}" for name in names)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but process groups, and what belongs to this process.
+        """Everything but process groups, and what belongs to this process. Whole parameters, as between forward and
+        backward, go along, and are dropped where it is loaded.
 
         Raises:
             TypeError: for an instance that uses a parameter of another one.
