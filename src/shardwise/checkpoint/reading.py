@@ -297,13 +297,13 @@ class _CheckingReader(FileSystemReader):
             by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
         for name, items in by_file.items():
             with open(self._directory / name, "rb") as file:
-                for item in items:
-                    self._load_item(file, item, planner)
+                for item in sorted(items, key=lambda item: int(self.storage_data[item.storage_index].offset)):
+                    self._read_item(file, item, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _load_item(self, file: io.BufferedReader, item: ReadItem, planner: LoadPlanner) -> None:
+    def _read_item(self, file: io.BufferedReader, item: ReadItem, planner: LoadPlanner) -> None:
         where = self.storage_data[item.storage_index]
         stored_bytes = io.BufferedReader(_Slice(file, where.offset, where.length))
         stream = self.transforms.transform_load_stream(item, where.transform_descriptors or (), stored_bytes)
@@ -351,26 +351,11 @@ class _DirectReader(_CheckingReader):
         super().__init__(directory, kinds)
         self._unusual, self._advance = unusual, advance
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_file: dict[str, list[ReadItem]] = {}
-        for item in plan.items:
-            if item.storage_index.fqn in self._unusual:
-                continue
-            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
-        for name, items in by_file.items():
-            with open(self._directory / name, "rb") as file:
-                for item in sorted(items, key=lambda item: int(self.storage_data[item.storage_index].offset)):
-                    self._read_item(file, item, planner)
-        return super().read_data(
-            LoadPlan([item for item in plan.items if item.storage_index.fqn in self._unusual]), planner
-        )
-
-    def _read_item(self, file: BinaryIO, item: ReadItem, planner: LoadPlanner) -> None:
-        where = self.storage_data[item.storage_index]
-        if item.type == LoadItemType.BYTE_IO:
-            file.seek(where.offset)
-            planner.load_bytes(item, io.BytesIO(file.read(where.length)))
+    def _read_item(self, file: io.BufferedReader, item: ReadItem, planner: LoadPlanner) -> None:
+        if item.type == LoadItemType.BYTE_IO or item.storage_index.fqn in self._unusual:
+            super()._read_item(file, item, planner)
             return
+        where = self.storage_data[item.storage_index]
         target, chunk = planner.resolve_tensor(item).detach(), self._chunk_of(item)
         payload = _payload(file, where.offset, where.length, chunk)
         _read_box(file, payload, chunk, item, target)
