@@ -242,15 +242,26 @@ def capture(value: Any, sharded: dict[str, DTensor], path: Path = ()) -> Any:
         sharded: receives the sharded tensors, by the names in their marks.
         path: of ``value`` in the whole tree.
     """
+    marks: list[tuple[Path, dict[str, str], DTensor]] = []
+    captured = _mark(value, marks, path)
+    # Not as they come: where keys have dots, paths have names in common, and ranks have dicts in other orders.
+    for where, mark, tensor in sorted(marks, key=lambda one: [(str(key), type(key).__name__) for key in one[0]]):
+        name = key_of(where)
+        while name in sharded:
+            name += "_"
+        sharded[name], mark[SHARDED] = tensor, name
+    return captured
+
+
+def _mark(value: Any, marks: list[tuple[Path, dict[str, str], DTensor]], path: Path) -> Any:
+    """As `capture`; ``marks`` receives the sharded tensors with their paths and marks, which have no names yet."""
     if is_stateful(value):
         value = value.state_dict()
     if isinstance(value, DTensor):
-        name = key_of(path)
-        while name in sharded:
-            name += "_"
-        sharded[name] = value
-        return {SHARDED: name}
-    return _map_items(value, lambda key, item: capture(item, sharded, (*path, key)))
+        mark: dict[str, str] = {}
+        marks.append((path, mark, value))
+        return mark
+    return _map_items(value, lambda key, item: _mark(item, marks, (*path, key)))
 
 
 def release(value: Any, sharded: Mapping[str, torch.Tensor]) -> Any:

@@ -158,8 +158,8 @@ class Restoring:
             targets.update(self._optimizer.targets(self._model.device))
         # What the caller's objects hold now says how the new values are sharded.
         held: dict[str, DTensor] = {}
-        capture(self._wanted.extra, held)
         capture(self._wanted.scheduler, held, (SCHEDULER,))
+        capture(self._wanted.extra, held)
         tensors = self._stored.tensors()
         for prefix in (f"{EXTRA_TENSORS}.", f"{EXTRA}.", f"{SCHEDULER}."):
             for key in self._stored.below(prefix):
