@@ -1574,8 +1574,10 @@ def test_sharded_tensors_whose_names_join_alike() -> None:
 
     one, two, model = Own(1), Own(0), wrap(MLP((8, 16, 4)), shardwise.fully_shard, mesh=mesh)
     with shared_directory() as directory:
-        save(directory, model=model, extra={"own": one})
+        stored = {"extra_tensors.own.a.b": torch.empty(4), "extra_tensors.own.a.b_": torch.empty(4)}
+        dcp.load(stored, checkpoint_id=save(directory, model=model, extra={"own": one}))
         load(directory, model=model, extra={"own": two})
+    assert [*map(torch.Tensor.tolist, stored.values())] == [[10, 11, 12, 13], [0, 1, 2, 3]]
     assert torch.equal(two.values["a.b"].full_tensor(), torch.arange(4.0))
     assert torch.equal(two.values["a"]["b"].full_tensor(), torch.arange(4.0) + 10)
 
