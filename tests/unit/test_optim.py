@@ -499,6 +499,23 @@ def test_state_that_users_write_or_replace(fake_mesh: MakeMesh) -> None:
     pair.check()
 
 
+def test_state_that_users_drop_or_add(fake_mesh: MakeMesh) -> None:
+    """Where some parameters have none."""
+    pair = Pair(sharded(fake_mesh(2)), torch.optim.SGD, lr=0.1, momentum=0.9)
+    for optimizer, parameters in ((pair.optimizer, pair.parameters), (pair.truth, pair.copies)):
+        optimizer.param_groups[0]["params"] = parameters[:4]
+        optimizer.add_param_group({"params": parameters[4:], "momentum": 0.0})
+    pair.step()
+    for optimizer, parameters in ((pair.optimizer, pair.parameters), (pair.truth, pair.copies)):
+        del optimizer.state[parameters[1]]["momentum_buffer"]
+    pair.step()
+    pair.check()
+    for optimizer, parameters in ((pair.optimizer, pair.parameters), (pair.truth, pair.copies)):
+        optimizer.state[parameters[2]]["seen"] = 7
+    pair.step()
+    pair.check()
+
+
 def test_looking_at_the_state_changes_nothing(fake_mesh: MakeMesh, joins: bool) -> None:
     pair = Pair(sharded(fake_mesh(2)))
     assert pair.optimizer.state[pair.parameters[0]] == {}  # makes an entry
