@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import shardwise
 from shardwise import Placements
+from shardwise.core.errors import StateError
 
 from ..models import MLP, Transformer, inputs_for, wrap
 from ..needs import needs_named_axes
@@ -100,6 +101,25 @@ def test_presets_with_tensor_parallelism(preset: str) -> None:
         assert torch.equal(before[name], parameter), name
     assert_close(train(model, mesh["dp"].get_local_rank()), plain(make_mlp, mesh["dp"].get_local_rank(), 2))
     shardwise.clip_grad_norm_(model.parameters(), 1.0)
+
+
+@on_ranks(4)
+def test_what_tensor_parallelism_cut_is_named_outside_of_forward() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model: Any = shardwise.fully_shard(tensor_parallel(mesh["tp"]), mesh=mesh["dp"])
+    activations = distribute_tensor(torch.ones(3, 8), mesh["tp"])
+    for name, use in (
+        ("layers.0.weight", lambda: model.layers[0](torch.ones(3, 8))),
+        ("layers.1.weight", lambda: model.layers[1](torch.ones(3, 8))),
+        ("layers.0.weight", lambda: activations @ model.layers[0].weight.t()),
+    ):
+        with pytest.raises(StateError, match=f"'{name}' was used outside the forward of its unit.*unshard()"):
+            use()
+    other = distribute_tensor(torch.ones(16, 8), init_device_mesh("cpu", (4,)))
+    with pytest.raises(RuntimeError, match="different meshes"):
+        model.layers[0].weight + other
+    model.unshard()
+    model.layers[0](torch.ones(3, 8))
 
 
 @on_ranks(4)

@@ -163,13 +163,13 @@ class ShardedParameter(TracedParameter):
         except RuntimeError as error:
             if func is torch.autograd.grad and (unused := _not_in_graph(error, args[1])):
                 raise StateError(unused) from error
-            if "mixed torch.Tensor and DTensor" not in str(error):
+            sharded = _sharded_in((args, kwargs))
+            if not _is_of_sharded(error, effect, sharded, (args, kwargs)):
                 raise
             if effect is _Effect.WRITES and (message := _writes_gathered(func.__name__, args[:1])) is not None:
                 raise StateError(message) from error
             writes_sharded = bool(args) and bool(_sharded_in(args[0]))
-            message = _used_while_sharded(func.__name__, writes_sharded, _sharded_in((args, kwargs)))
-            raise StateError(message) from error
+            raise StateError(_used_while_sharded(func.__name__, writes_sharded, sharded)) from error
 
 
 class FlatShard(nn.Parameter):
@@ -203,9 +203,9 @@ class ShardedView(DTensor):
         try:
             result = call_without_torch_function(func, types, args, kwargs or {})
         except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" not in str(error):
-                raise
             viewed = [one for one in map(_viewed_by, tensors_in((args, kwargs))) if one is not None]
+            if not _is_of_sharded(error, _effect_of(func), viewed, (args, kwargs)):
+                raise
             raise StateError(_used_while_sharded(func.__name__, False, viewed)) from error
         # Of an alias too, or `nn.Parameter` refuses the type.
         if args and _effect_of(func) in (_Effect.VIEWS, _Effect.ALIASES):
@@ -337,6 +337,19 @@ def _faces_of_cut_anew(parameter: torch.Tensor) -> Sequence[torch.Tensor]:
     if slot is None or not isinstance(parameter, DTensor):
         return ()
     return slot.faces if spec_of(slot.sharded).mesh != spec_of(parameter).mesh else ()
+
+
+def _is_of_sharded(error: RuntimeError, effect: _Effect, parameters: Sequence[torch.Tensor], values: Any) -> bool:
+    """Whether ``error`` is torch's where ``values`` have sharded ``parameters`` and what goes with unsharded ones alone:
+    plain tensors, or DTensors of the parallelism of a unit."""
+    if "mixed torch.Tensor and DTensor" in str(error):
+        return True
+    if effect is _Effect.WRITES or "different meshes" not in str(error):
+        return False
+    meshes = {spec_of(tensor).mesh for tensor in tensors_in(values) if isinstance(tensor, DTensor)}
+    slots = chain(*(owner.slots for owner in map(owner_of, parameters) if owner is not None))
+    parallels = [slot.parallel for slot in slots if slot.parallel is not None]
+    return any(one.original.mesh in meshes - {one.sharded.mesh} for one in parallels)
 
 
 def _used_while_sharded(operator: str, writes_sharded: bool, parameters: Sequence[ShardedParameter]) -> str:
