@@ -5,6 +5,7 @@ Importing this module registers the strategy as ``shardwise``, with Fabric of bo
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -640,7 +641,24 @@ def _hand_on_zero_grad() -> None:
                 wrapper.zero_grad = zero_grad_of(wrapper, attribute)
 
 
+def _hand_on_state_dict() -> None:
+    """Let Fabric's wrappers of optimizers give the state that they load again, on every rank, under this strategy. What
+    they give is `get_optimizer_state`: whole, for a file, and empty on all ranks but one."""
+
+    def state_dict_like(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        @functools.wraps(own)
+        def state_dict(self: Any) -> Any:
+            return self.optimizer.state_dict() if isinstance(self._strategy, _FabricStrategy) else own(self)
+
+        return state_dict
+
+    for namespace in installed_namespaces():
+        wrapper = namespace.of("fabric", "wrappers", "_FabricOptimizer")
+        wrapper.state_dict = state_dict_like(wrapper.state_dict)
+
+
 _hand_on_zero_grad()
+_hand_on_state_dict()
 _classes = StrategyClasses("FullyShardedStrategy", _FabricStrategy)
 FullyShardedStrategy: Any = _classes.first
 strategy_for = _classes.strategy_for

@@ -1098,6 +1098,27 @@ def whole_state_dicts(directory: Path) -> None:
     assert all(torch.equal(found[name], value) for name, value in source.state_dict().items())
 
 
+def optimizers_go_back(directory: Path) -> None:
+    """An optimizer takes again what its `state_dict` gave, on every rank, and what that of one process gives."""
+    used, truth = by_block(), make_net()
+    model, optimizer = used.setup(*(lambda net: (net, adam(net)))(make_net()))
+    expected = adam(truth)
+    train(used, model, optimizer)
+    train_plain(truth, expected)
+    kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    assert kept[1].keys() == {"state", "param_groups"}
+    plain = copy.deepcopy((truth.state_dict(), expected.state_dict()))
+    train(used, model, optimizer)
+    train_plain(truth, expected)
+    there = whole(truth)
+    assert_whole(model, there, bitwise=False)
+    for state in (kept, plain):
+        model.load_state_dict(state[0])
+        optimizer.load_state_dict(state[1])
+        train(used, model, optimizer)
+        assert_whole(model, there, bitwise=False)
+
+
 def gone_at_once(directory: Path) -> None:
     """Without the model and the strategy, its memory is free without a collection of cycles."""
     import weakref
@@ -1325,6 +1346,7 @@ CASES = (
     lightning_module,
     given_class,
     whole_state_dicts,
+    optimizers_go_back,
     gone_at_once,
     policies,
     several_models,
