@@ -340,7 +340,7 @@ def _faces_of_cut_anew(parameter: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def _is_of_sharded(error: RuntimeError, effect: _Effect, parameters: Sequence[torch.Tensor], values: Any) -> bool:
-    """Whether ``error`` is torch's where ``values`` have sharded ``parameters`` and what goes with unsharded ones alone:
+    """Whether ``error`` is torch's where ``values`` have sharded ``parameters`` and what only goes with unsharded ones:
     plain tensors, or DTensors of the parallelism of a unit."""
     if "mixed torch.Tensor and DTensor" in str(error):
         return True
