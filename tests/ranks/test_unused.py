@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import shardwise
 
@@ -368,3 +369,37 @@ def test_what_never_runs_may_be_frozen_on_some_ranks() -> None:
         assert (gradient is None) == (expected.grad is None), name
         if gradient is not None:
             torch.testing.assert_close(truth.whole(gradient), expected.grad)
+
+
+class Recomputes(nn.Module):
+    """Runs chosen layers, some of them twice, each recomputed in backward by reentrant checkpointing or not."""
+
+    def __init__(self, recomputed: set[int]) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.recomputed = recomputed
+
+    def forward(self, x: torch.Tensor, calls: tuple[int, ...]) -> torch.Tensor:
+        x = self.first(x)
+        for position, index in enumerate(calls):
+            layer = self.layers[index]
+            x = torch.tanh(checkpoint(layer, x, use_reentrant=True) if position in self.recomputed else layer(x))
+        return x
+
+
+@on_ranks(3, recomputed=[{0}, {1}, {0, 1}], calls=[[(0, 1), (1,), (0,)], [(), (0, 1), (0, 1)], [(0, 0), (0,), ()]])
+def test_units_recomputed_call_by_call_on_some_ranks(recomputed: set[int], calls: list[tuple[int, ...]]) -> None:
+    """Ranks that run a unit several times reduce as often as those that leave it out."""
+    torch.manual_seed(1)
+    plain = Recomputes(recomputed)
+    model: Any = copy.deepcopy(plain)
+    shardwise.fully_shard([*model.layers] if (0, 1) in calls else model.layers[0], placements="ddp")
+    shardwise.fully_shard(model, placements="ddp")
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    for step in range(2):
+        model(batch(step, rank, 4, WIDTH), calls[rank]).sum().backward()
+        for other in range(ranks):
+            (plain(batch(step, other, 4, WIDTH), calls[other]).sum() / ranks).backward()
+    for name, gradient in gradients_of(model).items():
+        truth.assert_tensors(name, gradient, plain.get_parameter(name).grad, bitwise=False)

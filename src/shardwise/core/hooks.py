@@ -95,8 +95,9 @@ class Unit:
         """With which others it is gathered, if many are small."""
         self._runs_with_all = False
         """Whether its last forward was the only one in a pass through the whole model that its batch is of."""
-        self._last_pass = 0
-        """Number of the last pass that it ran in."""
+        self._last_pass = self._calls = self._calls_without_graph = 0
+        """Number of the last pass that it ran in, how often it did, and how often it made no graph, as what reentrant
+        checkpointing recomputes."""
         self.location: tuple[weakref.ref[nn.Module], Sequence[str]] | None = None
         """A module, and the names that lead from there to the unit's, once the outermost unit is known."""
         self.prefetch_forward: list[weakref.ref[Unit]] = []
@@ -245,6 +246,8 @@ class Unit:
         call = Call(id(module), args, kwargs)
         self._cast_inputs(call)
         batch = self._batch_in(backward=self._recomputes)
+        if not self._recomputes:
+            self._count_call(is_new_pass=self._last_pass != context.passes)
         if is_first and not self._recomputes:
             self._runs_with_all, self._last_pass = batch is not None, context.passes
         self._gather(self.groups, batch, for_backward=self._recomputes)
@@ -265,6 +268,12 @@ class Unit:
         if self._lost_writes is not None and is_first:
             self._lost_writes.enter()
         return call.arguments
+
+    def _count_call(self, is_new_pass: bool) -> None:
+        if is_new_pass:
+            self._calls = self._calls_without_graph = 0
+        self._calls += 1
+        self._calls_without_graph += not torch.is_grad_enabled()
 
     def _check_unsharded(self) -> None:
         """
@@ -736,14 +745,20 @@ class Unit:
                 return  # gradients flow into the middle of those calls, which no output announces
         if not self.runs_forward:
             self.phase = Phase.POST_BACKWARD
-        self._reduce(is_complete=not (creates_graph or goes_on))
+        # Nothing tells of calls that are yet to be recomputed, and a recomputation is not told of others.
+        is_alone = len(self._modules) == 1 and self._calls <= 1
+        is_last = is_alone if forward_pass < 0 else not self._calls_without_graph
+        self._reduce(is_complete=not (creates_graph or goes_on), is_last=is_last)
 
-    def _reduce(self, is_complete: bool) -> None:
-        """Reshard; once the unit's backward is complete, reduce or keep its gradients."""
+    def _reduce(self, is_complete: bool, is_last: bool = True) -> None:
+        """Reshard; once the unit's backward is complete, reduce or keep its gradients.
+
+        Where ranks reduce in turn they do so once: if it may not be the last call's, when the whole backward is over.
+        """
         for group in self.groups:
             group.gradients.note_frozen()
             self._reshard_after_backward(group)
-            if is_complete:
+            if is_complete and (is_last or not (group.takes_turns and self.reduces(group))):
                 self._reduce_group(group)
         if is_complete:
             self._computes_backward = False
