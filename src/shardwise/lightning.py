@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from pickle import UnpicklingError
@@ -29,7 +29,6 @@ from .adapters.policies import Policy
 from .adapters.whole import gather_in
 from .adapters.wrapping import (
     show_shards,
-    show_shards_after_calls,
     take_whole_tensors,
     without_gradient_sync,
     zero_what_waits,
@@ -42,7 +41,6 @@ from .checkpoint.names import parameter_names
 from .checkpoint.optimizer_state import optimizer_state
 from .checkpoint.peers import Peers
 from .checkpoint.ranks import saving_ranks
-from .core.changing import changing
 from .core.root import unit_of
 from .init import init_on_meta, materialize
 from .lightning_common.arguments import TRAINER_ARGUMENTS, checked_state_dict_type
@@ -133,7 +131,6 @@ class _TrainerStrategy(ProcessesStrategy):
         self.state_dict_type = checked_state_dict_type(state_dict_type)
         _ = self.sharding  # raises now if the arguments are wrong
         self._saved: SavedDirectory | None = None
-        self._is_in_step, self._watched_calls = False, ExitStack()
 
     @property
     def sharding(self) -> Sharding:
@@ -244,7 +241,6 @@ class _TrainerStrategy(ProcessesStrategy):
         for optimizer in self._own_optimizers():
             attach(optimizer)
         forbid_copies(self.model)
-        self._watched_calls = show_shards_after_calls(self.model, lambda: not self._is_in_step)
         for average in self._averages():
             if isinstance(average, AveragedModel):
                 self._setup_average(average.module)
@@ -307,12 +303,11 @@ class _TrainerStrategy(ProcessesStrategy):
         if unit is None:
             return step(*args, **kwargs)
         by_hand = name == "training_step" and not module.automatic_optimization
-        with changing([self], "_is_in_step", True):
-            if by_hand:
-                with _naming_sharded(module):
-                    result = step(*args, **kwargs)
-            else:
-                result = unit.run(self.model, step, args, kwargs)
+        if by_hand:
+            with _naming_sharded(module):
+                result = step(*args, **kwargs)
+        else:
+            result = unit.run(self.model, step, args, kwargs)
         # Hooks, also those before the backward, callbacks and another run expect sharded parameters.
         show_shards(self.model)
         return result
@@ -513,7 +508,6 @@ class _TrainerStrategy(ProcessesStrategy):
     def teardown(self) -> None:
         """Release what the run needed; the module stays sharded, on its device."""
         self._saved = None
-        self._watched_calls.close()
         module = self.lightning_module
         if module is not None:
             forbid_copies(module)

@@ -331,11 +331,6 @@ def _configured(cfg: Any, name: str, work: Path, **changes: Any) -> Any:
     return Runner(**settings(name, work, launcher="pytorch", cfg=copy.deepcopy(cfg), **changes))
 
 
-def _configured_flexibly(cfg: Any, name: str, work: Path, **changes: Any) -> Any:
-    strategy = {"type": "ShardwiseStrategy", "model_wrapper": cfg["model_wrapper_cfg"]}
-    return FlexibleRunner(**settings(name, work, launcher="pytorch", strategy=copy.deepcopy(strategy), **changes))
-
-
 class Tested(BaseTTAModel):
     """The mean of the predictions for each."""
 
@@ -413,32 +408,6 @@ def averages_inside_the_model(directory: Path) -> None:
         wrapper.module.updates_inside = True
         with pytest.raises(StateError, match=r"parameter 'teacher.module.0.weight'"):
             wrapper(**BATCH, mode="loss")
-
-
-class Calling(Hook):
-    """Calls the model, as to log something, before it and an average of it are moved."""
-
-    priority = "VERY_HIGH"
-
-    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-        assert runner.model(data_batch["inputs"]).requires_grad
-        with torch.no_grad():
-            for parameter in runner.model.parameters():
-                parameter.mul_(0.95)
-        runner.model(data_batch["inputs"])
-
-
-def calls_in_hooks(directory: Path) -> None:
-    """Hooks find shards, also after one that has called the model."""
-    hooks = [Calling(), {"type": "EMAHook", "momentum": 0.3}]
-    expected = run(replicated, directory / "calls_ddp", custom_hooks=hooks)
-    for name in ("plain", "iterations"):  # the latter keeps what is gathered
-        cfg = {"model_wrapper_cfg": WRAPPERS.get(name, {"type": "MMFullyShardedDataParallel"})}
-        for number, make in enumerate((_configured, _configured_flexibly)):
-            work = directory / f"calls_{name}_{number}"
-            check_like(run(functools.partial(make, cfg), work, custom_hooks=hooks), expected)
-            found, wanted = (torch.load(path / "epoch_2.pth") for path in (work, directory / "calls_ddp"))
-            check_same(found["ema_state_dict"], wanted["ema_state_dict"])
 
 
 # -- Optimizers
@@ -918,7 +887,6 @@ TWO = (
     frozen_units,
     augments_tests,
     averages_inside_the_model,
-    calls_in_hooks,
     like_amp,
     refuses_apex,
     refuses_optimizers_that_shard,

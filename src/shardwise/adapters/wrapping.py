@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, cast
@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 
 from ..checkpoint.peers import Peers
 from ..core.changing import changing
-from ..core.device import eager, in_backward
 from ..core.errors import listed
 from ..core.extension import inner_tensors
 from ..core.module import FSDPModule, function_of
@@ -205,32 +204,6 @@ def show_shards(model: nn.Module) -> None:
     for unit in units_of(model):
         for group in unit.groups:
             group.reshard(keep=True)
-
-
-def show_shards_after_calls(model: nn.Module, applies: Callable[[], bool]) -> ExitStack:
-    """Let calls of ``model``, and of units in it, leave the sharded parameters registered.
-
-    A call that could have a backward leaves gathered ones where they are kept until then, and what hooks of a training
-    loop write to those would be lost.
-
-    Args:
-        model: with units.
-        applies: asked after each call whether it is for that one.
-
-    Returns:
-        What ends this when it is closed.
-    """
-
-    @eager
-    def show(module: nn.Module, *_: Any) -> None:
-        unit = unit_of(module)
-        if applies() and not in_backward() and unit is not None and unit.context.forward_root is None:
-            show_shards(module)
-
-    handles = ExitStack()
-    for unit in modules_with_units(model):
-        handles.callback(unit.register_forward_hook(show).remove)
-    return handles
 
 
 def forget_history(model: nn.Module) -> None:

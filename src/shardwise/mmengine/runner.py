@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 from mmengine.dist import is_main_process
@@ -15,7 +14,7 @@ from mmengine.runner import FlexibleRunner, Runner
 from .optimizers import prepare_optim_wrapper
 from .saving import refuse_shards, whole_states
 from .strategy import ShardwiseStrategy
-from .wrapper import MMFullyShardedDataParallel, sharded_model
+from .wrapper import sharded_model
 
 
 def prepare_runner(runner: Any) -> None:
@@ -30,7 +29,7 @@ def prepare_runner(runner: Any) -> None:
     if "save_checkpoint" in runner.__dict__:
         return
     runner.save_checkpoint = functools.partial(_save_checkpoint, runner, runner.save_checkpoint)
-    runner.call_hook = functools.partial(_call_hook, runner, runner.call_hook)
+    runner.call_hook = functools.partial(_call_hook, runner.call_hook)
     runner.resume = functools.partial(_resume, runner.resume)
     runner.build_optim_wrapper = functools.partial(_build_optim_wrapper, runner.build_optim_wrapper)
     runner._init_model_weights = functools.partial(_init_model_weights, runner)
@@ -43,11 +42,8 @@ def _init_model_weights(runner: Any) -> None:
         model.init_weights()
 
 
-def _call_hook(runner: Any, call: Callable[..., None], fn_name: str, **kwargs: Any) -> None:
-    """Call the hooks, in which the model, should they call it, shows its shards afterwards."""
-    model = runner.model
-    with model.in_hook() if isinstance(model, MMFullyShardedDataParallel) else nullcontext():
-        call(fn_name, **kwargs)
+def _call_hook(call: Callable[..., None], fn_name: str, **kwargs: Any) -> None:
+    call(fn_name, **kwargs)
     if fn_name == "before_save_checkpoint":
         refuse_shards(kwargs["checkpoint"])
 
@@ -94,7 +90,7 @@ def _preparing(original: Callable[..., Any]) -> Callable[..., Any]:
             prepare_runner(self)
         elif any(sharded_model(module) is not None for module in wrapped.modules()):
             # Another wrapper, of parts: the Runner saves what one process has.
-            self.call_hook = functools.partial(_call_hook, self, self.call_hook)
+            self.call_hook = functools.partial(_call_hook, self.call_hook)
         return wrapped
 
     return wrap_model
@@ -106,7 +102,6 @@ def _introducing(original: Callable[..., Any]) -> Callable[..., Any]:
         strategy = original(self, *args, **kwargs)
         if isinstance(strategy, ShardwiseStrategy):
             strategy.runner = weakref.ref(self)
-            self.call_hook = functools.partial(_call_hook, self, self.call_hook)
         return strategy
 
     return build_strategy

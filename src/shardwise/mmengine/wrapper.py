@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -13,7 +12,7 @@ from mmengine.registry import MODEL_WRAPPERS
 from torch import nn
 
 from ..adapters.copies import allow_copies
-from ..adapters.wrapping import forget_history, show_shards, show_shards_after_calls, without_gradient_sync
+from ..adapters.wrapping import forget_history, show_shards, without_gradient_sync
 from ..arguments import check_arguments, documented
 from ..core.changing import changing
 from ..core.device import eager
@@ -89,13 +88,7 @@ class MMFullyShardedDataParallel(nn.Module):
         repoint_averages(module)
         self.module = module
         self.register_load_state_dict_pre_hook(_take_models_names)  # type: ignore[no-untyped-call]
-        self._syncs_gradients, self._is_in_hook, reference = True, False, weakref.ref(self)
-
-        def is_in_hook() -> bool:
-            alive = reference()
-            return alive is not None and alive._is_in_hook
-
-        show_shards_after_calls(module, is_in_hook)
+        self._syncs_gradients = True
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -173,10 +166,6 @@ class MMFullyShardedDataParallel(nn.Module):
         forward runs inside and whose backward `train_step` runs after it."""
         with changing([self], "_syncs_gradients", False), without_gradient_sync(self.module):
             yield
-
-    def in_hook(self) -> AbstractContextManager[None]:
-        """Inside, calls leave sharded parameters registered: hooks write to those, as averages do."""
-        return changing([self], "_is_in_hook", True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """The model's; also of what was added up under `no_sync`."""
