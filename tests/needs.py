@@ -18,3 +18,4 @@ needs_compiled_steps = pytest.mark.skipif(
 needs_dtensors_on_threads = pytest.mark.skipif(
     not IS_NEWER, reason="once threads have used DTensors of torch 2.11, the next use of one ends the process"
 )
+needs_named_meshes = pytest.mark.skipif(not IS_NEWER, reason="not all errors of torch 2.11 tell which meshes differ")

@@ -22,6 +22,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -1578,6 +1579,23 @@ def test_sharded_tensors_whose_names_join_alike() -> None:
         dcp.load(stored, checkpoint_id=save(directory, model=model, extra={"own": one}))
         load(directory, model=model, extra={"own": two})
     assert [*map(torch.Tensor.tolist, stored.values())] == [[10, 11, 12, 13], [0, 1, 2, 3]]
+    assert torch.equal(two.values["a.b"].full_tensor(), torch.arange(4.0))
+    assert torch.equal(two.values["a"]["b"].full_tensor(), torch.arange(4.0) + 10)
+
+    class Copying(Own):
+        def state_dict(self) -> dict[str, Any]:
+            return dict(self.values)
+
+        def load_state_dict(self, values: dict[str, Any]) -> None:
+            self.values["a.b"].copy_(values["a.b"])
+            self.values["a"]["b"].copy_(values["a"]["b"])
+
+    one, two = Copying(1), Copying(0)
+    with shared_directory() as directory:
+        # As they were named once: in the order of dicts.
+        with mock.patch("shardwise.checkpoint.objects.sorted", lambda marks, key: marks, create=True):
+            save(directory, model=model, extra={"own": one})
+        load(directory, model=model, extra={"own": two})
     assert torch.equal(two.values["a.b"].full_tensor(), torch.arange(4.0))
     assert torch.equal(two.values["a"]["b"].full_tensor(), torch.arange(4.0) + 10)
 

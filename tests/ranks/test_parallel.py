@@ -27,7 +27,7 @@ from shardwise import Placements
 from shardwise.core.errors import StateError
 
 from ..models import MLP, Transformer, inputs_for, wrap
-from ..needs import needs_named_axes
+from ..needs import needs_named_axes, needs_named_meshes
 from .harness import on_ranks
 
 needs_spmd_types = pytest.mark.skipif(importlib.util.find_spec("spmd_types") is None, reason="needs spmd_types")
@@ -103,6 +103,7 @@ def test_presets_with_tensor_parallelism(preset: str) -> None:
     shardwise.clip_grad_norm_(model.parameters(), 1.0)
 
 
+@needs_named_meshes
 @on_ranks(4)
 def test_what_tensor_parallelism_cut_is_named_outside_of_forward() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -118,6 +119,8 @@ def test_what_tensor_parallelism_cut_is_named_outside_of_forward() -> None:
     other = distribute_tensor(torch.ones(16, 8), init_device_mesh("cpu", (4,)))
     with pytest.raises(RuntimeError, match="different meshes"):
         model.layers[0].weight + other
+    with pytest.raises(RuntimeError, match="different meshes"):  # of which the sharded one is none
+        torch.where(activations > 0, distribute_tensor(torch.ones(3, 8), other.device_mesh), model.layers[0].weight[:3])
     model.unshard()
     model.layers[0](torch.ones(3, 8))
 

@@ -13,7 +13,7 @@ import pathlib
 import sys
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pickle import UnpicklingError
 from typing import Any
@@ -251,6 +251,11 @@ def capture(value: Any, sharded: dict[str, DTensor], path: Path = ()) -> Any:
             name += "_"
         sharded[name], mark[SHARDED] = tensor, name
     return captured
+
+
+def is_shared(name: str, sharded: Collection[str]) -> bool:
+    """Whether `capture` gave ``name``, one of those of ``sharded``, where paths have a name in common."""
+    return f"{name}_" in sharded or (name.endswith("_") and name[:-1] in sharded)
 
 
 def _mark(value: Any, marks: list[tuple[Path, dict[str, str], DTensor]], path: Path) -> Any:

@@ -18,7 +18,7 @@ from ..core.errors import listed
 from .contents import EXTRA, EXTRA_TENSORS, MODEL, OPTIMIZER, RANKS, RNG, SCHEDULER
 from .model_state import Misfit, SavedModel
 from .names import parameter_names
-from .objects import Path, capture, check_form, release, restore, tree_of
+from .objects import Path, capture, check_form, is_shared, release, restore, tree_of
 from .optimizer_state import CLASSES, CUTS, GROUPS, KEYS, STATE, SavedOptimizer, optimizer_paths
 from .reading import StoredData
 from .rng import seed_from, set_random_state
@@ -164,9 +164,12 @@ class Restoring:
         for prefix in (f"{EXTRA_TENSORS}.", f"{EXTRA}.", f"{SCHEDULER}."):
             for key in self._stored.below(prefix):
                 if (kind := tensors.get(self._own(key))) is not None:
-                    like, size = held.get(key.removeprefix(f"{EXTRA_TENSORS}.")), kind.size
-                    empty = torch.empty(size, dtype=kind.properties.dtype, device="cpu")
-                    targets[key] = detached(like) if like is not None and like.shape == size else empty
+                    name, size = key.removeprefix(f"{EXTRA_TENSORS}."), kind.size
+                    if (like := held.get(name)) is not None and like.shape == size:
+                        # Paths with a name in common were told apart by the order of dicts once: then it is another's.
+                        targets[key] = torch.empty_like(detached(like)) if is_shared(name, held) else detached(like)
+                    else:
+                        targets[key] = torch.empty(size, dtype=kind.properties.dtype, device="cpu")
         self._stored.read({self._own(key): tensor for key, tensor in targets.items()}, advance)
         self._values.update(targets)
 

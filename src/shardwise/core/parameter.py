@@ -164,7 +164,7 @@ class ShardedParameter(TracedParameter):
             if func is torch.autograd.grad and (unused := _not_in_graph(error, args[1])):
                 raise StateError(unused) from error
             sharded = _sharded_in((args, kwargs))
-            if not _is_of_sharded(error, effect, sharded, (args, kwargs)):
+            if not _is_of_sharded(error, effect, sharded):
                 raise
             if effect is _Effect.WRITES and (message := _writes_gathered(func.__name__, args[:1])) is not None:
                 raise StateError(message) from error
@@ -204,7 +204,7 @@ class ShardedView(DTensor):
             result = call_without_torch_function(func, types, args, kwargs or {})
         except RuntimeError as error:
             viewed = [one for one in map(_viewed_by, tensors_in((args, kwargs))) if one is not None]
-            if not _is_of_sharded(error, _effect_of(func), viewed, (args, kwargs)):
+            if not _is_of_sharded(error, _effect_of(func), viewed):
                 raise
             raise StateError(_used_while_sharded(func.__name__, False, viewed)) from error
         # Of an alias too, or `nn.Parameter` refuses the type.
@@ -339,17 +339,17 @@ def _faces_of_cut_anew(parameter: torch.Tensor) -> Sequence[torch.Tensor]:
     return slot.faces if spec_of(slot.sharded).mesh != spec_of(parameter).mesh else ()
 
 
-def _is_of_sharded(error: RuntimeError, effect: _Effect, parameters: Sequence[torch.Tensor], values: Any) -> bool:
-    """Whether ``error`` is torch's where ``values`` have sharded ``parameters`` and what only goes with unsharded ones:
-    plain tensors, or DTensors of the parallelism of a unit."""
-    if "mixed torch.Tensor and DTensor" in str(error):
+def _is_of_sharded(error: RuntimeError, effect: _Effect, parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether ``error`` is torch's where sharded ``parameters`` meet what only goes with unsharded ones: plain tensors,
+    or DTensors of the parallelism of a unit."""
+    text = str(error).partition("\n")[0]  # further lines tell what else was tried, and on which mesh
+    if "mixed torch.Tensor and DTensor" in text:
         return True
-    if effect is _Effect.WRITES or "different meshes" not in str(error):
+    if effect is _Effect.WRITES:
         return False
-    meshes = {spec_of(tensor).mesh for tensor in tensors_in(values) if isinstance(tensor, DTensor)}
     slots = chain(*(owner.slots for owner in map(owner_of, parameters) if owner is not None))
     parallels = [slot.parallel for slot in slots if slot.parallel is not None]
-    return any(one.original.mesh in meshes - {one.sharded.mesh} for one in parallels)
+    return any(str(one.original.mesh) in text and str(one.sharded.mesh) in text for one in parallels)
 
 
 def _used_while_sharded(operator: str, writes_sharded: bool, parameters: Sequence[ShardedParameter]) -> str:

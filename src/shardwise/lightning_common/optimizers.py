@@ -15,9 +15,6 @@ from ..core.step import parameters_of
 from ..core.tree import map_tensors, tensors_in
 from ..optim import repoint
 
-TAKES_WHOLE = "_shardwise_takes_whole"
-"""Attribute of an optimizer whose `load_state_dict` takes whole tensors."""
-
 
 def refuse_strangers(optimizers: Iterable[Optimizer], model: nn.Module) -> None:
     """
@@ -34,15 +31,12 @@ def refuse_strangers(optimizers: Iterable[Optimizer], model: nn.Module) -> None:
 def attach(optimizer: Optimizer) -> None:
     """Move an optimizer to the sharded successors of its parameters, which have values.
 
-    Its ``load_state_dict`` takes whole tensors, those of one process, as well as DTensors. Groups, settings and state
-    stay; state that the constructor made of parameters on the meta device (Adagrad's) is made again.
+    Groups, settings and state stay; state that the constructor made of parameters on the meta device
+    (Adagrad's) is made again.
 
     Raises:
         ValueError: if that cannot be done.
     """
-    if isinstance(optimizer, Optimizer) and not getattr(optimizer, TAKES_WHOLE, False):
-        setattr(optimizer, TAKES_WHOLE, True)
-        optimizer.register_load_state_dict_pre_hook(cut_state)
     has_no_values = any(tensor.is_meta for tensor in tensors_in(list(optimizer.state.values())))
     if has_no_values:
         optimizer.state.clear()
