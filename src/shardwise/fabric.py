@@ -642,8 +642,10 @@ def _hand_on_zero_grad() -> None:
 
 
 def _hand_on_state_dict() -> None:
-    """Let Fabric's wrappers of optimizers give the state that they load again, on every rank, under this strategy. What
-    they give is `get_optimizer_state`: whole, for a file, and empty on all ranks but one."""
+    """Let Fabric's wrappers of optimizers give the state that they load again, on every rank, under this strategy.
+
+    They would ask for its `get_optimizer_state`, which is whole, for a file, and empty on all ranks but one.
+    """
 
     def state_dict_like(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
         @functools.wraps(own)
